@@ -1,0 +1,114 @@
+"""The engine's settings: what was asked (EngineConfig) and what the scheduler runs on once it is known (SchedulerConfig).
+
+Both are frozen and validated at birth. Where a value depends on the device or the model, EngineConfig holds None for
+"choose for me", and engine/build.py resolves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.errors import ConfigError
+from engine.core.policies import POLICIES
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+MODEL_IMPLS = ("auto", "quire", "transformers")
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ConfigError(sentence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for. Sizes are bytes, tokens or blocks as named; None means "choose for me"."""
+
+    model: str
+    revision: str | None = None
+    load_format: str = "auto"
+    model_impl: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    swap_space: float = 0.0
+    attention_backend: str = "auto"
+    async_scheduling: bool | None = None
+    num_threads: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("load_format", LOAD_FORMATS),
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("model_impl", MODEL_IMPLS),
+            ("scheduling_policy", tuple(POLICIES)),
+        ):
+            value = getattr(self, name)
+            _require(value in allowed, f"{_flag(name)} is {value!r}; choose one of {', '.join(allowed)}.")
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_memory_bytes",
+            "num_threads",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+        ):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
+        size = self.block_size
+        _require(
+            1 <= size <= 1024 and size & (size - 1) == 0,
+            f"--block-size is {size}; it must be a power of two from 1 to 1024.",
+        )
+        _require(
+            0.0 < self.gpu_memory_utilization <= 1.0,
+            f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].",
+        )
+        _require(
+            self.swap_space == 0.0,
+            f"--swap-space is {self.swap_space}; only 0 works so far: preempted sequences are recomputed.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """All the scheduler needs to know, resolved to numbers."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            _require(value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "
+            f"({self.max_num_seqs}); every running sequence needs one token of a step's budget.",
+        )
+        _require(
+            self.policy in POLICIES, f"--scheduling-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}."
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,79 @@
+"""Every error Quire raises on purpose, as one tree; server/errors.py maps it to HTTP in one place.
+
+    QuireError
+    ├── ClientError               the caller can mend it
+    │   ├── InvalidRequest        a value is out of range or contradicts another
+    │   ├── ContextLengthError    prompt (+ max_tokens) does not fit the model's context
+    │   └── NeverFitsError        the request can never fit this pool or this batch
+    ├── OverloadedError           try again later: the queue is full; carries the wait in seconds
+    └── ServerError               the caller did nothing wrong
+        ├── ConfigError           a setting is wrong, at start-up
+        ├── ModelLoadError        a model file is missing, corrupt or not supported, at start-up
+        ├── MemoryBudgetError     there is not enough memory for what was asked, at start-up
+        ├── ShuttingDownError     the daemon drains and takes no new work
+        └── EngineDeadError       the engine thread died; every open request hears it
+
+A message is one sentence for the person who has to act: what, which value, what to do.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """The root of the tree. `str(error)` is fit to be shown to a user."""
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class ClientError(QuireError):
+    """The request cannot be served as it stands. `param` names the offending field, if one is to blame."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(ClientError):
+    """A value is out of range or contradicts another."""
+
+
+class ContextLengthError(ClientError):
+    """The prompt, or the prompt plus max_tokens, is longer than the model's context."""
+
+
+class NeverFitsError(ClientError):
+    """The request needs more blocks or seats than the whole engine has, so waiting cannot help."""
+
+
+class OverloadedError(QuireError):
+    """The queue is full. `retry_after_s` is the estimated time until there is room."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServerError(QuireError):
+    """Something on our side."""
+
+
+class ConfigError(ServerError):
+    """A setting is wrong; raised before anything is loaded."""
+
+
+class ModelLoadError(ServerError):
+    """A model cannot be loaded from where it was said to be."""
+
+
+class MemoryBudgetError(ServerError):
+    """Weights, activations or the KV pool do not fit the memory they were given."""
+
+
+class ShuttingDownError(ServerError):
+    """The daemon is draining."""
+
+
+class EngineDeadError(ServerError):
+    """The engine thread has ended on an error; the process must be restarted."""

@@ -1,0 +1,94 @@
+"""The contract between the scheduler and whatever computes: a StepPlan goes down, a StepResult comes back.
+
+A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
+runs. The engine thread makes plans and hands them to a Runner; a Runner reads them during `run` and keeps nothing of
+them afterwards (the lists that a slice refers to are the scheduler's own and grow on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from engine.core.types import SamplingParams, TokenLogprob
+
+
+class Sample(NamedTuple):
+    """One token to draw from a slice's last position.
+
+    The drawn id belongs to `seat`, where the next step finds it if it is planned before this one is committed.
+    Randomness is keyed by (seed, position of the drawn token), by nothing else.
+    """
+
+    seat: int
+    seed: int
+
+
+class SequenceSlice(NamedTuple):
+    """The part of one sequence that a step computes: positions start .. start + num_tokens - 1.
+
+    `tokens` are the ids known so far; when the last position's id is not among them (len(tokens) == start +
+    num_tokens - 1) it is the one drawn for `seat` by the step before. `block_table` maps logical to physical blocks
+    and covers every position of the slice. `samples` is empty where a chunk ends before the sequence does, and has n
+    entries where a prompt of n > 1 completes. `prompt_logprobs` >= 0 asks for that many alternatives at each prompt
+    position of the slice; -1 for none.
+    """
+
+    seat: int
+    tokens: Sequence[int]
+    num_prompt: int
+    start: int
+    num_tokens: int
+    block_table: Sequence[int]
+    samples: tuple[Sample, ...]
+    params: SamplingParams
+    prompt_logprobs: int
+    seq_id: int  # unique for the engine's life: tells a runner when a seat has changed hands
+
+
+class StepPlan(NamedTuple):
+    """One forward pass: block copies to do first (copy-on-write), then every slice as one flat batch."""
+
+    step_id: int
+    slices: list[SequenceSlice]
+    copies: list[tuple[int, int]]  # (source, destination) physical blocks
+    num_tokens: int
+    num_samples: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, in plan order.
+
+    token_ids: one id a Sample, slices in order, samples in order within a slice.
+    logprobs: by index into token_ids, for samples whose params ask for them.
+    prompt_logprobs: by slice index; entry i is the log probability of the token at position start + i + 1, given all
+        before it, for as many of the slice's positions as have a next *prompt* token.
+    errors: by slice index, a sentence: that sequence alone has failed and its sampled ids are void.
+    """
+
+    token_ids: list[int]
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Called once, in launch order."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes steps. Called by the engine thread only."""
+
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Launch a step. At overlap depth 1 the next `run` may come before this step's `wait`."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+        ...

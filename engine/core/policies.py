@@ -1,0 +1,36 @@
+"""Scheduling policies as sort keys: the smallest key runs first, preemption takes the largest.
+
+A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. Because every waiting request ages at
+the same rate, "priority minus age" orders requests exactly as "arrival plus priority" does, so a key never changes
+while a request waits, nothing is ever re-sorted, and no request can be overtaken for longer than its handicap: that
+is the proof that priority and sjf do not starve. A new policy is one function and one line in POLICIES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from engine.core.types import Request
+
+PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting
+TOKEN_STEP_S = 0.01  # sjf: one expected token of work outweighs this much waiting
+
+Policy = Callable[[Request], float]
+
+
+def fcfs(request: Request) -> float:
+    """First come, first served."""
+    return request.arrival_s
+
+
+def sjf(request: Request) -> float:
+    """Shortest job first, by the most work the request may ask for: its prompt and its max_tokens."""
+    return request.arrival_s + TOKEN_STEP_S * (len(request.prompt) + request.params.n * request.params.max_tokens)
+
+
+def priority(request: Request) -> float:
+    """Lower `priority` first; a request gains one level for every PRIORITY_STEP_S it has waited."""
+    return request.arrival_s + PRIORITY_STEP_S * request.priority
+
+
+POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "sjf": sjf, "priority": priority}

@@ -1,0 +1,101 @@
+"""Counters, gauges and histograms as plain numbers.
+
+The engine thread writes them; the metrics endpoint reads them from the event loop without a lock, which the
+interpreter makes safe number by number: a scrape may see one histogram a step ahead of another, never a torn value.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.core.types import AbortCause, FinishReason
+
+# Seconds. From 0.1 ms, so that 1 ms tokens spread over several buckets, to ten minutes.
+TOKEN_BUCKETS_S = (
+    0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04,
+    0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+REQUEST_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+COUNT_BUCKETS = tuple(float(1 << power) for power in range(18))
+
+
+class Histogram:
+    """Cumulative-free bucket counts: counts[i] are the observations in (bounds[i-1], bounds[i]], the last is +inf."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` times over."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+def _token_seconds() -> Histogram:
+    return Histogram(TOKEN_BUCKETS_S)
+
+
+def _request_seconds() -> Histogram:
+    return Histogram(REQUEST_BUCKETS_S)
+
+
+def _counts() -> Histogram:
+    return Histogram(COUNT_BUCKETS)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Everything worth knowing about an engine's life so far. Durations are seconds."""
+
+    # gauges
+    num_running: int = 0
+    num_waiting: int = 0  # never yet scheduled
+    num_waiting_tokens: int = 0  # prompt tokens still to compute of all that wait
+    num_preempted: int = 0  # waiting to resume
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_held: int = 0
+    last_step_s: float = 0.0  # clock reading at the last commit
+    tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
+    # counters
+    steps: int = 0
+    prompt_tokens: int = 0  # prompt tokens of requests whose prefill completed
+    generation_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    rejected: int = 0  # refused at the door, the queue being full
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+    aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))
+    # histograms
+    ttft_s: Histogram = field(default_factory=_request_seconds)
+    tpot_s: Histogram = field(default_factory=_token_seconds)  # a request's mean time per output token after the first
+    itl_s: Histogram = field(default_factory=_token_seconds)  # every gap between two tokens
+    e2e_s: Histogram = field(default_factory=_request_seconds)
+    queue_s: Histogram = field(default_factory=_request_seconds)
+    prefill_s: Histogram = field(default_factory=_request_seconds)
+    decode_s: Histogram = field(default_factory=_request_seconds)
+    step_s: Histogram = field(default_factory=_token_seconds)
+    step_tokens: Histogram = field(default_factory=_counts)
+    step_sequences: Histogram = field(default_factory=_counts)
+    request_prompt_tokens: Histogram = field(default_factory=_counts)
+    request_generation_tokens: Histogram = field(default_factory=_counts)
+
+    @property
+    def kv_cache_usage_ratio(self) -> float:
+        """Share of the pool that live sequences hold; cached blocks are free to take and do not count."""
+        total = self.blocks_free + self.blocks_cached + self.blocks_held
+        return self.blocks_held / total if total else 0.0

@@ -1,0 +1,110 @@
+"""What crosses the boundary between the event loop and the engine thread: requests in, token events out.
+
+Everything here is immutable, so either thread may hold it. Nothing here knows text, HTTP or tensors: the engine
+sees token ids only, and times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from engine.core.errors import QuireError
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended. Every accepted (request, index) ends with exactly one of these."""
+
+    STOP = "stop"  # an end-of-sequence or stop token was sampled (the server adds: a stop string was found)
+    LENGTH = "length"  # max_tokens were generated
+    ABORT = "abort"  # the client left, a deadline passed, or the daemon shut down
+    ERROR = "error"  # this request alone failed; the event says why
+
+
+class AbortCause(str, Enum):
+    """Who ended a request early; a label of the abort counter."""
+
+    DISCONNECT = "disconnect"
+    STOP_STRING = "stop_string"
+    SHUTDOWN = "shutdown"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Ranges are validated at the HTTP edge; here they are trusted.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. Penalties follow OpenAI (presence,
+    frequency: over generated tokens) and CTRL (repetition: over prompt and generated tokens, 1 is off).
+    `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
+    `max_tokens` 0 computes the prompt only (scoring).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # always set: the edge draws one for a request that named none, so a preempted one resumes alike
+    n: int = 1
+    min_tokens: int = 0  # end and stop tokens cannot be sampled before this many
+    eos_token_ids: frozenset[int] = frozenset()  # empty when the client asked to ignore_eos
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked, after validation. `request_id` is ours, unique in the engine, never chosen by a client."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival_s: float
+    priority: int = 0  # lower is served first, as in vLLM
+    cache_salt: str = ""  # requests with different salts never share cached blocks
+
+
+class TokenLogprob(NamedTuple):
+    """One position's log probabilities: the chosen token, and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptInfo(NamedTuple):
+    """What is known once a prompt has been computed; rides on the first event of each index."""
+
+    num_cached_tokens: int
+    logprobs: tuple[TokenLogprob | None, ...] | None  # one entry a prompt token, None for the first
+
+
+class RequestTimings(NamedTuple):
+    """A finished sequence's history in seconds and counts; rides on its terminal event."""
+
+    queue_s: float  # arrival until first scheduled
+    prefill_s: float  # first scheduled until first token
+    decode_s: float  # first token until last
+    num_preemptions: int
+
+
+class TokenEvent(NamedTuple):
+    """What happened to one sequence in one step. Exactly one event of each (request_id, index) is terminal."""
+
+    request_id: str
+    index: int  # which of the request's n
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None  # not None: terminal
+    stop_reason: int | None = None  # the stop token id that was hit, None for end-of-sequence
+    prompt: PromptInfo | None = None
+    timings: RequestTimings | None = None
+    error: QuireError | None = None

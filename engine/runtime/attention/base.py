@@ -1,0 +1,97 @@
+"""The protocol that every attention backend plugs into, and the batch it works on.
+
+A backend owns the layout of the K/V pool; everything above it knows blocks and slots only. One `prepare` a step lets a
+backend build its metadata once for all layers; the metadata is the backend's own, never a global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One layer's attention, as the model defines it.
+
+    `window` w lets position p see p - w + 1 .. p; None sees all. `softcap` c replaces a score s by c * tanh(s / c).
+    `sinks`, shape [num_heads], joins the softmax as one more score a head that carries no value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's flat token batch: T tokens of S slices, no padding. Made by runtime/batch.py, nowhere else.
+
+    Tensors live on the model's device; the lists are the same facts on the host, for code that must branch on them.
+    """
+
+    ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64, block * block_size + offset: where each token's K and V go
+    block_tables: Tensor  # [S, widest] int32, rows padded with 0
+    query_starts: Tensor  # [S + 1] int32, slice s owns tokens query_starts[s] .. query_starts[s + 1] - 1
+    context_lens: Tensor  # [S] int32, positions visible to the slice's last token, itself included
+    sample_rows: Tensor  # [R] int64, the tokens whose hidden state goes through the LM head
+    query_lens_host: Sequence[int]
+    context_lens_host: Sequence[int]
+    block_tables_host: Sequence[Sequence[int]]
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over one pool of K/V blocks."""
+
+    graph_safe: bool  # may be captured in a CUDA graph once prepared
+
+    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of one layer's K (and of its V) tensor in this backend's layout."""
+        ...
+
+    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) inside one layer's K or V tensor."""
+        ...
+
+    def prepare(self, batch: Batch) -> None:
+        """Build what all layers of this step share."""
+        ...
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Store k, v [T, num_kv_heads, head_dim] at the batch's slots, then attend: q and the result [T, num_heads, head_dim]."""
+        ...
+
+
+class LayerAttention(Protocol):
+    """What a model sees: attention of one layer over the step's batch. runtime/kv_cache.py binds it to the pool."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim], rotated; returns [T, num_heads, head_dim]."""
+        ...
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model, its own or transformers'."""
+
+    attention_specs: Sequence[AttentionSpec]  # one a layer
+    vocab_size: int  # of the logits
+    max_model_len: int  # positions the weights were made for
+    dtype: torch.dtype
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
+        """ids, positions [T] -> the final, normed hidden states [T, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+        ...
