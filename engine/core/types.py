@@ -81,7 +81,7 @@ class TokenLogprob(NamedTuple):
 
 
 class PromptInfo(NamedTuple):
-    """What is known once a prompt has been computed; rides on the first event of each index."""
+    """What is known once a prompt has been computed; rides on the first event of each choice."""
 
     num_cached_tokens: int
     logprobs: tuple[TokenLogprob | None, ...] | None  # one entry a prompt token, None for the first
@@ -97,10 +97,10 @@ class RequestTimings(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What happened to one sequence in one step. Exactly one event of each (request_id, index) is terminal."""
+    """What happened to one sequence in one step. Exactly one event of each (request_id, choice) is terminal."""
 
     request_id: str
-    index: int  # which of the request's n
+    choice: int  # which of the request's n, from 0
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None  # not None: terminal
