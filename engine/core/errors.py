@@ -2,7 +2,7 @@
 
     QuireError
     ├── ClientError               the caller can mend it
-    │   ├── InvalidRequest        a value is out of range or contradicts another
+    │   ├── InvalidRequestError   a value is out of range or contradicts another
     │   ├── ContextLengthError    prompt (+ max_tokens) does not fit the model's context
     │   └── NeverFitsError        the request can never fit this pool or this batch
     ├── OverloadedError           try again later: the queue is full; carries the wait in seconds
@@ -35,7 +35,7 @@ class ClientError(QuireError):
         self.param = param
 
 
-class InvalidRequest(ClientError):
+class InvalidRequestError(ClientError):
     """A value is out of range or contradicts another."""
 
 

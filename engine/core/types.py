@@ -108,3 +108,13 @@ class TokenEvent(NamedTuple):
     prompt: PromptInfo | None = None
     timings: RequestTimings | None = None
     error: QuireError | None = None
+
+
+class Progress(NamedTuple):
+    """A line of the start-up story: a stage, what it found, and how far it is where that can be counted."""
+
+    stage: str  # "weights", "kv_pool", "warm_up", ...
+    detail: str = ""
+    done: int = 0
+    total: int = 0  # 0: not countable
+    unit: str = ""  # "bytes", "tensors", ...
