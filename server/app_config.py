@@ -1,0 +1,25 @@
+"""What the HTTP application needs to know, and nothing else: its own narrow input.
+
+server/config.py (flags, variables, files) builds one at start-up; tests build theirs by hand. Frozen, so any thread may
+read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppConfig:
+    """Settings of the HTTP surface. Sizes are bytes, times seconds."""
+
+    model: str  # the name or path that was loaded; shown as `root` in /v1/models
+    served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_logprobs: int = 20
+    strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
+    stall_limit_s: float = 60.0  # busy for this long without a step: /health turns red
+    shutdown_timeout_s: float = 30.0  # open requests may finish for this long
+    metrics_compat: str | None = None  # "vllm": also expose the metrics under vLLM's names
