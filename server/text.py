@@ -23,7 +23,7 @@ class SamplingDefaults:
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. Used by the event loop thread only."""
+    """What the server needs of a tokenizer. Everything but `encode` is called by the event loop thread only."""
 
     @property
     def vocab_size(self) -> int:
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
     def sampling_defaults(self) -> SamplingDefaults: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, never truncated."""
+        """Token ids of a text, never truncated. Long texts are encoded on a worker thread."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -47,7 +47,10 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one id stands for: its raw bytes, perhaps part of a character; a special token's own name."""
+        """What one id stands for: its raw bytes, perhaps part of a character; a special token's own name.
+
+        Empty for an id that the model's vocabulary has and the tokenizer's has not.
+        """
         ...
 
     def apply_chat_template(
@@ -63,3 +66,87 @@ class Tokenizer(Protocol):
         Raises InvalidRequestError(param="messages") where there is no template or it refuses the messages.
         """
         ...
+
+
+REPLACEMENT = "\ufffd"
+NUM_CONTEXT_TOKENS = 6  # of the prompt: enough to tell whether the first token continues a word or a character
+MAX_HELD_TOKENS = 32  # of broken UTF-8: a character has at most four bytes, so beyond this it is no character
+
+
+class Detokenizer:
+    """Turns ids into text as they come, whole characters only.
+
+    Decoding one id alone loses what joins it to its neighbours (a leading space, half a character), so a short window
+    is decoded twice, without and with the new id; what the second has more is new. A window that ends in a broken
+    character is held back until it is whole, or until `flush`.
+    """
+
+    __slots__ = ("_known", "_num_settled", "_skip", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = list(context[-NUM_CONTEXT_TOKENS:])
+        self._num_settled = len(self._window)
+        self._known = len(self._decode().rstrip(REPLACEMENT))  # a prompt may end within a character
+
+    def push(self, token_id: int) -> str:
+        """The text that this id settles; empty while a character is incomplete."""
+        self._window.append(token_id)
+        text = self._decode()
+        if text.endswith(REPLACEMENT) and len(self._window) - self._num_settled < MAX_HELD_TOKENS:
+            return ""
+        delta = text[self._known :]
+        del self._window[: self._num_settled]
+        self._num_settled = len(self._window)
+        self._known = len(self._decode())
+        return delta
+
+    def flush(self) -> str:
+        """What is still held back, U+FFFD where a character was never completed. Ends the stream."""
+        return self._decode()[self._known :]
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+
+class StopStrings:
+    """Finds the stop string that is completed first, and holds back text that may still become one.
+
+    Of two that are completed by the same character the longer one wins. The result does not depend on how the text was
+    cut into pieces.
+    """
+
+    __slots__ = ("_held", "_include", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include_in_output
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is safe to show; `matched` tells whether it is the last."""
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._include else start]
+        safe = len(text) - self._num_undecided(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """What was held back and did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            tail = text[start:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return len(tail)
+        return 0
