@@ -1,0 +1,245 @@
+"""Every setting of `quire serve`, spelled once: flag, QUIRE_* variable and YAML key all grow from the fields below.
+
+The first source that names a setting wins: flag, then variable, then the file given by --config, then the default; an
+empty variable counts as absent. server/flags.py makes the command line from these fields and sentences from their
+faults. Settings are read once, before anything is loaded, and never change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
+from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from yaml.error import MarkedYAMLError
+
+from engine.core.config import DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, EngineConfig
+from engine.core.errors import ConfigError
+from engine.core.policies import POLICIES
+from server.app_config import AppConfig
+
+ENV_PREFIX = "QUIRE_"
+_ENGINE = EngineConfig(model="")  # where the defaults are spelled
+_APP = AppConfig(model="", served_model_names=())
+
+
+class LogFormat(str, Enum):
+    """How a log line is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(str, Enum):
+    """The least severe line that is written. `debug` adds the traceback behind a start-up fault."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _split(value: object) -> object:
+    """Variables and YAML strings list their items with commas; flags and YAML lists come as lists."""
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+
+
+def _setting(default: Any, metavar: str, text: str, *, unset: str = "", **limits: Any) -> Any:
+    """A field with its line of --help. `unset` says what a default of None, or of no items, comes to."""
+    return Field(default, description=text, json_schema_extra={"metavar": metavar, "unset": unset}, **limits)
+
+
+def _choices(*names: str) -> str:
+    return "{" + ",".join(names) + "}"
+
+
+class ModelSettings(BaseModel):
+    """Model"""
+
+    model: str | None = _setting(
+        None,
+        "MODEL",
+        "Hugging Face id, folder with safetensors, or .gguf file",
+        unset="the embedded SmolLM2-135M-Instruct",
+    )
+    served_model_name: Names = _setting((), "NAME", "names that clients may use; the first is reported", unset="MODEL")
+    revision: str | None = _setting(
+        _ENGINE.revision, "REV", "branch, tag or commit of a Hugging Face id", unset="its main branch"
+    )
+    tokenizer: str | None = _setting(None, "PATH", "tokenizer folder, id or .gguf file", unset="the model's own")
+    chat_template: Path | None = _setting(None, "FILE", "Jinja chat template", unset="the model's own")
+    generation_config: Literal["quire", "auto"] = _setting(
+        "quire",
+        _choices("quire", "auto"),
+        "sampling where a request names none: OpenAI's defaults, or what the model's generation_config says",
+    )
+    load_format: str = _setting(
+        _ENGINE.load_format, _choices(*LOAD_FORMATS), "where weights come from; dummy makes random ones"
+    )
+    model_impl: str = _setting(
+        _ENGINE.model_impl, _choices(*MODEL_IMPLS), "whose model code runs; auto prefers Quire's"
+    )
+    dtype: str = _setting(_ENGINE.dtype, _choices(*DTYPES), "number format of weights, activations and KV cache")
+    max_model_len: int | None = _setting(
+        _ENGINE.max_model_len,
+        "TOKENS",
+        "longest prompt plus answer",
+        unset="the model's context, or what the KV pool holds",
+    )
+    seed: int = _setting(_ENGINE.seed, "N", "seed of dummy weights")
+
+
+class DeviceSettings(BaseModel):
+    """Device and memory"""
+
+    device: str = _setting(_ENGINE.device, _choices(*DEVICES), "where the model runs; auto takes a GPU if there is one")
+    num_threads: int | None = _setting(_ENGINE.num_threads, "N", "CPU threads of the model", unset="one a core")
+    attention_backend: str = _setting(
+        _ENGINE.attention_backend, "NAME", "attention implementation; auto takes the device's best"
+    )
+    gpu_memory_utilization: float = _setting(
+        _ENGINE.gpu_memory_utilization, "SHARE", "share of the GPU's memory that Quire may use, in (0, 1]"
+    )
+    kv_cache_memory_bytes: ByteSize | None = _setting(
+        _ENGINE.kv_cache_memory_bytes, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured"
+    )
+    block_size: int = _setting(_ENGINE.block_size, "TOKENS", "tokens a KV block holds, a power of two")
+    swap_space: float = _setting(_ENGINE.swap_space, "GIB", "host memory for preempted sequences; only 0 works so far")
+
+
+class SchedulingSettings(BaseModel):
+    """Scheduling"""
+
+    max_num_seqs: int | None = _setting(
+        _ENGINE.max_num_seqs, "N", "most sequences in one step", unset="chosen for the device"
+    )
+    max_num_batched_tokens: int | None = _setting(
+        _ENGINE.max_num_batched_tokens, "N", "most tokens in one step", unset="chosen for the device"
+    )
+    scheduling_policy: str = _setting(_ENGINE.scheduling_policy, _choices(*POLICIES), "who goes first")
+    enable_prefix_caching: bool = _setting(
+        _ENGINE.enable_prefix_caching, "", "reuse the KV blocks of shared prompt prefixes"
+    )
+    async_scheduling: bool | None = _setting(
+        _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"
+    )
+    max_num_queued_reqs: int | None = _setting(
+        _ENGINE.max_num_queued_reqs, "N", "requests that may wait; more are refused with 429", unset="no limit"
+    )
+    max_num_queued_tokens: int | None = _setting(
+        _ENGINE.max_num_queued_tokens, "N", "prompt tokens that may wait; more are refused with 429", unset="no limit"
+    )
+
+
+class HttpSettings(BaseModel):
+    """HTTP"""
+
+    host: str = _setting("127.0.0.1", "ADDR", "address to bind; 0.0.0.0 opens the daemon to the network")
+    port: int = _setting(8000, "PORT", "port to bind; 0 takes a free one", ge=0, le=65535)
+    max_body_bytes: ByteSize = _setting(_APP.max_body_bytes, "SIZE", "largest request body, such as 32MiB", ge=1)
+    max_logprobs: int = _setting(_APP.max_logprobs, "N", "most logprobs a request may ask for", ge=0)
+    strict_fields: bool = _setting(_APP.strict_fields, "", "refuse requests with fields that nobody knows")
+    metrics_compat: Literal["none", "vllm"] = _setting(
+        "none", _choices("none", "vllm"), "also export metrics under another server's names"
+    )
+    stall_limit: float = _setting(
+        _APP.stall_limit_s, "SECONDS", "/health turns red when there is work but no step for this long", gt=0
+    )
+    shutdown_timeout: float = _setting(
+        _APP.shutdown_timeout_s, "SECONDS", "time for open requests to finish after SIGTERM", ge=0
+    )
+
+
+class SecuritySettings(BaseModel):
+    """Security"""
+
+    api_key: Secrets = _setting(
+        (), "KEY", "keys that clients must present; set the variable, a flag shows in ps", unset="open to all"
+    )
+    allowed_origins: Names = _setting((), "ORIGIN", "origins that browsers may call from (CORS)", unset="none")
+
+
+class LoggingSettings(BaseModel):
+    """Logging and configuration"""
+
+    log_level: LogLevel = _setting(LogLevel.INFO, _choices(*LogLevel), "least severe line to write")
+    log_format: LogFormat = _setting(LogFormat.TEXT, _choices(*LogFormat), "how a line is written")
+    config: Path | None = _setting(None, "FILE", "YAML file of these settings, keys spelled as the flags", unset="none")
+
+
+class Settings(
+    ModelSettings, DeviceSettings, SchedulingSettings, HttpSettings, SecuritySettings, LoggingSettings, BaseSettings
+):
+    """All settings; `Settings(**flags)` adds what the variables and the file say."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is pydantic-settings'
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Where values come from, the strongest first."""
+        path = {**env_settings(), **init_settings()}.get("config")
+        file_settings = InitSettingsSource(settings_cls, read_config_file(Path(path)) if path else {})
+        return init_settings, env_settings, file_settings
+
+    def engine_config(self, model: str) -> EngineConfig:
+        """The engine's settings, with the model where it was found. Raises ConfigError."""
+        same = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if field.name != "model"}
+        return EngineConfig(model=model, **same)
+
+    def app_config(self, model: str, served_name: str) -> AppConfig:
+        """The HTTP application's settings; `served_name` is for a user who named none."""
+        return AppConfig(
+            model=model,
+            served_model_names=self.served_model_name or (served_name,),
+            api_keys=tuple(key.get_secret_value() for key in self.api_key),
+            allowed_origins=self.allowed_origins,
+            max_body_bytes=self.max_body_bytes,
+            max_logprobs=self.max_logprobs,
+            strict_fields=self.strict_fields,
+            stall_limit_s=self.stall_limit,
+            shutdown_timeout_s=self.shutdown_timeout,
+            metrics_compat=None if self.metrics_compat == "none" else self.metrics_compat,
+        )
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file by field name, keys in either spelling and nulls left out. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--config is {str(path)!r}, which cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        line = (
+            f" at line {error.problem_mark.line + 1}: {error.problem}"
+            if isinstance(error, MarkedYAMLError) and error.problem_mark
+            else ""
+        )
+        raise ConfigError(f"--config is {str(path)!r}, which is not valid YAML{line}.") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config is {str(path)!r}, which holds no settings; write one 'name: value' a line.")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in values:
+            raise ConfigError(f"{path} sets {key!r} twice; keep one of the two spellings.")
+        values[name] = value
+    return {name: value for name, value in values.items() if value is not None}
