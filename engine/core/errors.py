@@ -10,6 +10,7 @@
         ├── ConfigError           a setting is wrong, at start-up
         ├── ModelLoadError        a model file is missing, corrupt or not supported, at start-up
         ├── MemoryBudgetError     there is not enough memory for what was asked, at start-up
+        ├── ComputeError          one sequence could not be computed; it alone ends
         ├── ShuttingDownError     the daemon drains and takes no new work
         └── EngineDeadError       the engine thread died; every open request hears it
 
@@ -69,6 +70,10 @@ class ModelLoadError(ServerError):
 
 class MemoryBudgetError(ServerError):
     """Weights, activations or the KV pool do not fit the memory they were given."""
+
+
+class ComputeError(ServerError):
+    """The model's answer for one sequence is unusable (for example NaN logits); only that sequence ends."""
 
 
 class ShuttingDownError(ServerError):

@@ -1,0 +1,44 @@
+"""What may ever run: pure formulas over lengths, asked at the door and again by the scheduler."""
+
+from __future__ import annotations
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ContextLengthError, InvalidRequestError, NeverFitsError
+from engine.core.page_table import blocks_for
+from engine.core.types import Request
+
+
+def peak_positions(num_prompt: int, max_tokens: int) -> int:
+    """Positions whose K/V a sequence holds at most: the last generated token is never fed back."""
+    return num_prompt + max(max_tokens - 1, 0)
+
+
+def check_request(request: Request, config: SchedulerConfig) -> None:
+    """Raise a ClientError if the request can never be served, however long it waits."""
+    num_prompt, max_tokens, n = len(request.prompt), request.params.max_tokens, request.params.n
+    if not num_prompt:
+        raise InvalidRequestError("The prompt is empty; send at least one token.", param="prompt")
+    if num_prompt > config.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {config.max_model_len} tokens, but the prompt has {num_prompt}; "
+            "shorten the prompt.",
+            param="prompt",
+        )
+    if num_prompt + max_tokens > config.max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {config.max_model_len} tokens, but {num_prompt + max_tokens} were "
+            f"requested ({num_prompt} in the prompt, {max_tokens} to generate); shorten the prompt or lower max_tokens.",
+            param="max_tokens",
+        )
+    if n > config.max_num_seqs:
+        raise NeverFitsError(
+            f"n is {n}, but this server runs at most {config.max_num_seqs} sequences at once (--max-num-seqs); lower n.",
+            param="n",
+        )
+    needed = blocks_for(peak_positions(num_prompt, max_tokens), config.block_size)
+    if needed > config.num_blocks:
+        raise NeverFitsError(
+            f"The request needs up to {needed} KV blocks ({num_prompt} prompt + {max_tokens} generated tokens), but the "
+            f"pool has {config.num_blocks}; shorten the prompt or lower max_tokens.",
+            param="max_tokens",
+        )

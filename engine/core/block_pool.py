@@ -1,0 +1,118 @@
+"""The pool of KV blocks: who holds which, and which may be taken next.
+
+Every block is in exactly one of three states, and the three always add up to the whole pool:
+
+    free      nobody holds it and its content is worthless
+    cached    nobody holds it, but the prefix cache can still find its content; taken last, oldest first
+    held      one or more page tables hold it; its reference count is the number of holders
+
+Integers only; what a block contains lives with the runner. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+class BlockPool:
+    """alloc / fork / free over `num_blocks` blocks, with copy-on-write left to whoever writes (see `is_shared`)."""
+
+    __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_refs", "num_blocks")
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        # Both are dicts used as ordered sets: O(1) to take one block out of the middle, and both ends are at hand.
+        self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self._cached: dict[int, None] = {}
+        self._indexed: set[int] = set()
+        self._on_evict = on_evict
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `alloc` can hand out: free ones, then cached ones by evicting them."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def alloc(self, after: int = -1) -> int:
+        """Take one block, by preference the one next to `after`: kernels read runs of adjacent blocks faster.
+
+        The caller makes sure that `num_available` is not 0.
+        """
+        block = after + 1
+        if block and block in self._free:
+            del self._free[block]
+        elif self._free:
+            block = self._free.popitem()[0]
+        else:
+            block = self._evict_oldest()
+        self._refs[block] = 1
+        return block
+
+    def alloc_many(self, count: int, after: int = -1) -> list[int]:
+        """Take `count` blocks, as few runs as is cheap to find."""
+        blocks = []
+        for _ in range(count):
+            after = self.alloc(after)
+            blocks.append(after)
+        # Evicted blocks come tail first, so ascending order restores the run that a finished sequence left behind.
+        blocks.sort()
+        return blocks
+
+    def fork(self, block: int) -> None:
+        """Add a holder to a block that is held or cached."""
+        refs = self._refs[block]
+        if not refs:
+            del self._cached[block]
+        self._refs[block] = refs + 1
+
+    def free(self, block: int) -> None:
+        """Drop one holder. The last one leaves the block cached if the prefix cache knows it, else free."""
+        refs = self._refs[block] - 1
+        assert refs >= 0, f"block {block} freed more often than held"
+        self._refs[block] = refs
+        if not refs:
+            if block in self._indexed:
+                self._cached[block] = None
+            else:
+                self._free[block] = None
+
+    def is_shared(self, block: int) -> bool:
+        """True if a writer must copy the block first."""
+        return self._refs[block] > 1
+
+    def index(self, block: int) -> None:
+        """The prefix cache can now find this held block: keep its content when the last holder leaves."""
+        assert self._refs[block] > 0
+        self._indexed.add(block)
+
+    def _evict_oldest(self) -> int:
+        block = next(iter(self._cached))
+        del self._cached[block]
+        self._indexed.discard(block)
+        if self._on_evict is not None:
+            self._on_evict(block)
+        return block
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless the reference counts are exactly what `holders`, all page tables, hold."""
+        expected = [0] * self.num_blocks
+        for blocks in holders:
+            for block in blocks:
+                expected[block] += 1
+        for block, refs in enumerate(self._refs):
+            assert refs == expected[block], f"block {block} has {refs} references and {expected[block]} holders"
+            places = (refs > 0) + (block in self._free) + (block in self._cached)
+            assert places == 1, f"block {block} is in {places} of the states free, cached and held"
+        assert self._cached.keys() <= self._indexed, "a cached block is unknown to the prefix cache"

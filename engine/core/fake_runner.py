@@ -1,0 +1,157 @@
+"""A Runner without a model: deterministic tokens, from a simulated paged memory or from a counter.
+
+With memory, a step writes each token into the block and offset that its page table names and draws the next token from
+a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
+mapped to the wrong place therefore changes the tokens, so equality of token streams proves the paging. Without memory
+a draw costs a few hundred nanoseconds, for simulations and for loading the HTTP front. Used by tests, `quire simulate`
+and benchmarks; single-threaded like every Runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.core.config import SchedulerConfig
+from engine.core.plan import SequenceSlice, StepPlan, StepResult
+from engine.core.types import TokenLogprob
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A well-spread 64-bit hash of integers, the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ (value & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+        state ^= state >> 29
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a step takes, in seconds: a fixed part, a part a computed token, a part a token of context attended to."""
+
+    step_s: float = 0.005
+    token_s: float = 0.0001
+    context_s: float = 0.0
+
+    def seconds(self, plan: StepPlan) -> float:
+        """The simulated duration of a step."""
+        context = sum(piece.start + piece.num_tokens for piece in plan.slices) if self.context_s else 0
+        return self.step_s + self.token_s * plan.num_tokens + self.context_s * context
+
+
+# (all tokens read back, up to and including the drawn position's predecessor; seed) -> next token
+Choose = Callable[[Sequence[int], int], int]
+
+
+class FakeStep:
+    """A launched fake step; `before_wait` stands for the time it takes."""
+
+    __slots__ = ("_before_wait", "_result")
+
+    def __init__(self, result: StepResult, before_wait: Callable[[], None] | None) -> None:
+        self._result = result
+        self._before_wait = before_wait
+
+    def wait(self) -> StepResult:
+        """The result, after the simulated time."""
+        if self._before_wait is not None:
+            self._before_wait()
+        return self._result
+
+
+class FakeRunner:
+    """Answers plans for a vocabulary of `vocab_size` tokens.
+
+    `choose` replaces the hash (it implies memory). `sleep` is called with each step's cost in seconds, if a cost
+    model is given. `fail` maps a slice to a sentence for requests that shall fail, or returns None.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int = 512,
+        memory: bool = True,
+        choose: Choose | None = None,
+        cost: CostModel | None = None,
+        sleep: Callable[[float], None] | None = None,
+        fail: Callable[[SequenceSlice], str | None] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_steps = 0
+        self._block_size = config.block_size
+        self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
+        self._last_ids = [-1] * config.max_num_seqs
+        self._choose = choose
+        self._cost = cost
+        self._sleep = sleep
+        self._fail = fail
+
+    def run(self, plan: StepPlan) -> FakeStep:
+        """Compute a step; nothing of the plan is kept."""
+        self.num_steps += 1
+        result = StepResult(token_ids=[])
+        errors: dict[int, str] = {}
+        logprobs: dict[int, TokenLogprob] = {}
+        prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
+        if self._pages is not None:
+            for source, destination in plan.copies:
+                self._pages[destination] = list(self._pages[source])
+        for index, piece in enumerate(plan.slices):
+            history = self._write(piece)
+            message = self._fail(piece) if self._fail is not None else None
+            if message is not None:
+                errors[index] = message
+            drawn = [self._draw(piece, history, sample.seed) for sample in piece.samples]
+            for sample, token in zip(piece.samples, drawn, strict=True):
+                self._last_ids[sample.seat] = token
+                if piece.params.logprobs is not None:
+                    logprobs[len(result.token_ids)] = self._logprob(token, piece.params.logprobs)
+                result.token_ids.append(token)
+            if piece.prompt_logprobs >= 0:
+                following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
+                prompt_logprobs[index] = [self._logprob(token, piece.prompt_logprobs) for token in following]
+        result.errors, result.logprobs, result.prompt_logprobs = errors, logprobs, prompt_logprobs
+        return FakeStep(result, self._timer(plan))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _timer(self, plan: StepPlan) -> Callable[[], None] | None:
+        cost, sleep = self._cost, self._sleep
+        if cost is None or sleep is None:
+            return None
+        seconds = cost.seconds(plan)
+        return lambda: sleep(seconds)
+
+    def _write(self, piece: SequenceSlice) -> list[int]:
+        """Store the slice's tokens through its page table and read the whole context back."""
+        if self._pages is None:
+            return []
+        size, stop = self._block_size, piece.start + piece.num_tokens
+        for position in range(piece.start, stop):
+            known = position < len(piece.tokens)
+            token = piece.tokens[position] if known else self._last_ids[piece.seat]
+            self._pages[piece.block_table[position // size]][position % size] = token
+        blocks = piece.block_table[: -(-stop // size)]
+        return [token for block in blocks for token in self._pages[block]][:stop]
+
+    def _draw(self, piece: SequenceSlice, history: list[int], seed: int) -> int:
+        if self._choose is not None:
+            return self._choose(history, seed)
+        position = piece.start + piece.num_tokens
+        banned: frozenset[int] = frozenset()
+        if position - piece.num_prompt < piece.params.min_tokens:
+            banned = piece.params.eos_token_ids | piece.params.stop_token_ids
+        token = mix(seed if piece.params.temperature > 0 else 0, position, *history) % self.vocab_size
+        while token in banned:
+            token = (token + 1) % self.vocab_size
+        return token
+
+    def _logprob(self, token: int, num_top: int) -> TokenLogprob:
+        """A made-up but well-formed entry: the chosen token first, its neighbours after it."""
+        top = tuple(((token + i) % self.vocab_size, -0.5 - i) for i in range(num_top))
+        return TokenLogprob(token, -0.5, 1, top)

@@ -1,0 +1,112 @@
+"""What each sequence holds: its KV blocks and its runner seats. The scheduler decides who; this keeps the books.
+
+Three rules live here. A whole prompt is claimed at once, so a prompt that has started never stalls for memory. A block
+with several holders is copied before it is written. Tails are let go before heads, so the prefix cache evicts them
+first. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.core.config import SchedulerConfig
+from engine.core.page_table import blocks_for
+from engine.core.prefix_cache import PrefixCache, chain_root
+from engine.core.sequence import Sequence
+from engine.core.types import Request
+
+
+class Memory:
+    """Blocks and seats, claimed and released sequence by sequence."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._max_num_seqs = config.max_num_seqs
+        self._caching = config.enable_prefix_caching
+        self._cache = PrefixCache(config.num_blocks, config.block_size)
+        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self.pool = self._cache.pool
+
+    def chain_root(self, request: Request) -> bytes:
+        """Where the request's digest chain starts; empty if nothing of it is to be cached."""
+        return chain_root(request.cache_salt) if self._caching else b""
+
+    def claim(self, seq: Sequence, num_reserved: int) -> bool:
+        """Take seats and every block that the known tokens need, cached ones first, leaving `num_reserved` available.
+
+        Either all or nothing; False means not now.
+        """
+        if len(self._seats) < seq.num_seats:
+            return False
+        size, tokens, pool = self._block_size, seq.tokens, self.pool
+        hits: list[int] = []
+        if self._caching and not seq.wants_prompt_logprobs:
+            # The last token is always computed: its hidden state is what the first draw comes from.
+            hits = self._cache.match(seq.chain, tokens, len(tokens) - 1)
+        for block in hits:
+            pool.fork(block)
+        missing = blocks_for(len(tokens), size) - len(hits)
+        if pool.num_available < missing + num_reserved:
+            for block in reversed(hits):
+                pool.free(block)
+            return False
+        seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
+        seq.num_computed = seq.num_planned = len(hits) * size
+        seq.num_registered = len(hits)
+        if self._caching:
+            seq.next_register = (len(hits) + 1) * size
+        seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
+        return True
+
+    def is_writable(self, seq: Sequence) -> bool:
+        """True if the next position has a block, and nobody else holds it."""
+        blocks = seq.page_table.blocks
+        if seq.num_planned >= len(blocks) * self._block_size:
+            return False
+        if seq.shares_tail:
+            seq.shares_tail = self.pool.is_shared(blocks[-1])
+        return not seq.shares_tail
+
+    def make_writable(self, seq: Sequence) -> tuple[int, int] | None:
+        """Take one available block for the next position; returns the (source, destination) to copy, if any."""
+        blocks = seq.page_table.blocks
+        if not seq.shares_tail:
+            blocks.append(self.pool.alloc(after=blocks[-1]))
+            return None
+        source, destination = blocks[-1], self.pool.alloc()
+        self.pool.free(source)
+        blocks[-1] = destination
+        seq.shares_tail = False
+        return source, destination
+
+    def share(self, parent: Sequence, children: Collection[Sequence]) -> None:
+        """Give each child one of the parent's seats and a hold on all of its blocks."""
+        seats = parent.seats
+        parent.take_seats(seats[:1])
+        has_partial_tail = parent.num_prompt % self._block_size != 0
+        parent.shares_tail = has_partial_tail
+        for child, seat in zip(children, seats[1:], strict=True):
+            child.take_seats([seat])
+            child.shares_tail = has_partial_tail
+            for block in child.page_table.blocks:
+                self.pool.fork(block)
+
+    def register(self, seq: Sequence) -> None:
+        """Show the prefix cache all blocks that are full and computed by now."""
+        full = seq.num_computed // self._block_size
+        self._cache.register(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
+        seq.num_registered = full
+        seq.next_register = (full + 1) * self._block_size
+
+    def release(self, seq: Sequence) -> None:
+        """Take everything back; the sequence is as if nothing of it had been computed."""
+        self._seats += reversed(seq.seats)
+        for block in reversed(seq.reset()):
+            self.pool.free(block)
+
+    def check_integrity(self, living: Collection[Sequence]) -> None:
+        """Raise AssertionError unless `living` hold exactly what is held."""
+        self.pool.check_integrity(seq.page_table.blocks for seq in living)
+        self._cache.check_integrity()
+        seats = sorted(self._seats + [seat for seq in living for seat in seq.seats])
+        assert seats == list(range(self._max_num_seqs)), "a runner seat is lost or taken twice"

@@ -1,0 +1,100 @@
+"""Writes the scheduler's history into Stats: one small method for each thing that can happen. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.core.block_pool import BlockPool
+from engine.core.plan import StepPlan
+from engine.core.sequence import Sequence, Status
+from engine.core.stats import Stats
+from engine.core.types import FinishReason, RequestTimings
+
+
+class Recorder:
+    """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
+
+    __slots__ = ("_gaps", "_pool", "_stats")
+
+    def __init__(self, stats: Stats, pool: BlockPool) -> None:
+        self._stats = stats
+        self._pool = pool
+        self._gaps: dict[float, int] = {}  # time of the previous token -> sequences whose gap began there
+        self.gauges(())
+
+    def queued(self, seq: Sequence, change: int) -> None:
+        """A sequence joins (1) or leaves (-1) the waiting queue."""
+        stats = self._stats
+        stats.num_waiting_tokens += change * len(seq.tokens)
+        if seq.status is Status.PREEMPTED:
+            stats.num_preempted += change
+        else:
+            stats.num_waiting += change
+
+    def admitted(self, seq: Sequence, now: float) -> None:
+        """A sequence has got its blocks. One that resumes after a preemption has been counted before."""
+        if seq.status is Status.PREEMPTED:
+            return
+        seq.first_scheduled_s = now
+        seq.num_cached = seq.num_computed
+        self._stats.queue_s.observe(now - seq.request.arrival_s)
+        self._stats.prefix_queried_tokens += seq.num_prompt
+        self._stats.prefix_hit_tokens += seq.num_cached
+
+    def token(self, seq: Sequence, now: float) -> None:
+        """A token was accepted."""
+        previous = seq.last_token_s
+        seq.last_token_s = now
+        if previous >= 0:
+            gaps = self._gaps
+            gaps[previous] = gaps.get(previous, 0) + 1
+            return
+        seq.first_token_s = now
+        self._stats.ttft_s.observe(now - seq.request.arrival_s)
+        self._stats.generation_tokens += 1
+        if seq.choice == 0:
+            self._stats.prefill_s.observe(now - seq.first_scheduled_s)
+            self._stats.prompt_tokens += seq.num_prompt
+
+    def stepped(self, plan: StepPlan, now: float) -> None:
+        """A step was committed."""
+        stats = self._stats
+        for previous, times in self._gaps.items():
+            stats.itl_s.observe(now - previous, times)
+            stats.generation_tokens += times
+        self._gaps.clear()
+        stats.steps += 1
+        stats.step_tokens.observe(plan.num_tokens)
+        stats.step_sequences.observe(len(plan.slices))
+
+    def finished(self, seq: Sequence, reason: FinishReason, now: float, num_choices: int) -> RequestTimings:
+        """A sequence ended. Latencies are of answers that were completed, not of those that were cut off."""
+        stats, arrival = self._stats, seq.request.arrival_s
+        stats.finished[reason] += num_choices
+        has_token = seq.first_token_s >= 0
+        decode_s = seq.last_token_s - seq.first_token_s if has_token else 0.0
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            stats.e2e_s.observe(now - arrival)
+            stats.request_prompt_tokens.observe(seq.num_prompt)
+            stats.request_generation_tokens.observe(seq.num_generated)
+            if has_token:
+                stats.decode_s.observe(decode_s)
+            else:
+                stats.prompt_tokens += seq.num_prompt
+            if seq.num_generated > 1:
+                stats.tpot_s.observe(decode_s / (seq.num_generated - 1))
+        started = seq.first_scheduled_s if seq.first_scheduled_s >= 0 else now
+        return RequestTimings(
+            queue_s=started - arrival,
+            prefill_s=(seq.first_token_s if has_token else now) - started,
+            decode_s=decode_s,
+            num_preemptions=seq.num_preemptions,
+        )
+
+    def gauges(self, running: Seq[Sequence]) -> None:
+        """How things stand."""
+        stats, pool = self._stats, self._pool
+        stats.num_running = len(running)
+        stats.blocks_free = pool.num_free
+        stats.blocks_cached = pool.num_cached
+        stats.blocks_held = pool.num_held

@@ -1,0 +1,402 @@
+"""The scheduler: which tokens of which sequences run next, and in which blocks.
+
+One `plan` and one `commit` a step. A plan gives every running sequence its next token, lets prompts catch up in chunks
+within the same token budget, admits what fits, and preempts when the pool is exhausted; a commit takes the sampled ids,
+ends what is done and frees it. Two plans may be out before the first is committed (overlap): planning needs counts,
+never token values, and blocks that a plan in flight names are given back at its commit, never before.
+
+Owned by the engine thread. Knows no clock (time is an argument), no tensors, no text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from engine.core.admission import check_request
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ComputeError, QuireError
+from engine.core.memory import Memory
+from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.policies import POLICIES
+from engine.core.recorder import Recorder
+from engine.core.sequence import Sequence, Status
+from engine.core.stats import Stats
+from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
+
+_order = attrgetter("order")
+_NO_CHILDREN: tuple[Sequence, ...] = ()
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step from its plan to its commit: the slices, whose they are, and who else draws from one that forks."""
+
+    slices: list[SequenceSlice] = field(default_factory=list)
+    owners: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
+    step_id: int = -1
+
+
+class Scheduler:
+    """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
+
+    def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
+        self.config = config
+        self.stats = stats if stats is not None else Stats()
+        self._memory = Memory(config)
+        self._recorder = Recorder(self.stats, self._memory.pool)
+        self._policy = POLICIES[config.policy]
+        self._waiting: list[Sequence] = []  # both queues are sorted by `order`: best first, victims last
+        self._running: list[Sequence] = []
+        self._requests: dict[str, list[Sequence]] = {}  # the living, by request id
+        self._flights: deque[_Flight] = deque()
+        self._num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
+        self._next_seq_id = 0
+        self._next_step_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while any sequence lives or any plan is in flight."""
+        return bool(self._requests or self._flights)
+
+    # -- requests come and go ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises a ClientError if it can never run."""
+        check_request(request, self.config)
+        assert request.request_id not in self._requests, f"request id {request.request_id} is taken"
+        root = self._memory.chain_root(request)
+        seq = Sequence(request, 0, self._take_seq_id(), self._policy(request), self.config.block_size, root)
+        self._requests[request.request_id] = [seq]
+        self._enqueue(seq)
+
+    def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
+        """End a request, or one of its choices once its prompt is computed. Unknown or ended ones are ignored."""
+        reason = FinishReason.STOP if cause is AbortCause.STOP_STRING else FinishReason.ABORT
+        events: list[TokenEvent] = []
+        for seq in list(self._requests.get(request_id, ())):
+            if choice is None or (seq.is_forked and seq.choice == choice):
+                events += self._end(seq, reason, now)
+                self.stats.aborted[cause] += 1
+        self._recorder.gauges(self._running)
+        return events
+
+    def abort_all(self, cause: AbortCause, now: float) -> list[TokenEvent]:
+        """End everything that lives."""
+        return [event for request_id in list(self._requests) for event in self.abort(request_id, cause, now)]
+
+    def fail_all(self, error: QuireError, now: float) -> list[TokenEvent]:
+        """The engine is dying: every living sequence ends with `error`. Nothing is planned afterwards."""
+        sequences = [seq for sequences in self._requests.values() for seq in sequences]
+        return [event for seq in sequences for event in self._end(seq, FinishReason.ERROR, now, error=error)]
+
+    # -- plan --------------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run before the plans in flight are committed."""
+        flight = _Flight()
+        num_preemptions = self.stats.preemptions
+        catching_up = self._plan_decodes(flight)
+        budget = self.config.max_num_batched_tokens - len(flight.slices)
+        for seq in catching_up:
+            budget -= self._plan_prompt(seq, budget, flight)
+        # Right after a preemption there is no memory to spare: who was pushed out comes before who is new.
+        if self.stats.preemptions == num_preemptions:
+            budget = self._admit(budget, now, flight)
+        if not flight.slices:
+            return None
+        flight.step_id = self._next_step_id
+        self._next_step_id += 1
+        self._flights.append(flight)
+        num_tokens = self.config.max_num_batched_tokens - budget
+        num_samples = sum([len(piece.samples) for piece in flight.slices])
+        return StepPlan(flight.step_id, flight.slices, flight.copies, num_tokens, num_samples)
+
+    def _plan_decodes(self, flight: _Flight) -> list[Sequence]:
+        """Give every running sequence its next position; returns the prompts that still have to catch up.
+
+        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted.
+        """
+        catching_up: list[Sequence] = []
+        slices, owners, block_size = flight.slices, flight.owners, self.config.block_size
+        for seq in self._running:
+            if seq.status is not Status.RUNNING:
+                catching_up.append(seq)
+                continue
+            planned, total = seq.num_planned, seq.num_total
+            if total >= seq.max_total:
+                continue  # its last token is in flight
+            blocks = seq.page_table.blocks
+            if (planned >= len(blocks) * block_size or seq.shares_tail) and not self._make_writable(seq, flight):
+                continue
+            # Positional, and inlined: this is the only code that runs for every sequence at every step.
+            slices.append(
+                SequenceSlice(
+                    seq.seats[0],
+                    seq.tokens,
+                    seq.num_prompt,
+                    planned,
+                    1,
+                    blocks,
+                    seq.samples,
+                    seq.params,
+                    -1,
+                    seq.seq_id,
+                )
+            )
+            owners.append(seq)
+            seq.num_planned = planned + 1
+            seq.num_total = total + 1
+            seq.num_in_flight += 1
+        return catching_up
+
+    def _plan_prompt(self, seq: Sequence, budget: int, flight: _Flight) -> int:
+        """Plan the next chunk of a sequence that is catching up; the last chunk draws its first tokens."""
+        start = seq.num_planned
+        count = min(seq.num_total - start, budget)
+        if not count:
+            return 0
+        wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
+        seq.num_planned = start + count
+        seq.num_in_flight += 1
+        seat = seq.seats[0]
+        samples: tuple[Sample, ...] = ()
+        if seq.num_planned == seq.num_total:
+            seq.move(Status.RUNNING)
+            samples = self._first_samples(seq, flight)
+        flight.slices.append(
+            SequenceSlice(
+                seat=seat,
+                tokens=seq.tokens,
+                num_prompt=seq.num_prompt,
+                start=start,
+                num_tokens=count,
+                block_table=seq.page_table.blocks,
+                samples=samples,
+                params=seq.params,
+                prompt_logprobs=-1 if wants is None else wants,
+                seq_id=seq.seq_id,
+            )
+        )
+        flight.owners.append(seq)
+        return count
+
+    def _first_samples(self, seq: Sequence, flight: _Flight) -> tuple[Sample, ...]:
+        """The draws at the end of a prompt, one a choice. Here n > 1 forks: all choices share all blocks."""
+        if not seq.params.max_tokens:
+            return ()
+        drawing = [seq]
+        if not seq.is_forked:
+            seq.is_forked = True
+            children = [seq.fork(choice, self._take_seq_id()) for choice in range(1, seq.params.n)]
+            self._memory.share(seq, children)
+            self._requests[seq.request.request_id] += children
+            flight.children[len(flight.owners)] = children
+            for child in children:
+                insort(self._running, child, key=_order)
+            drawing += children
+        for sequence in drawing:
+            sequence.num_total += 1
+        return tuple(sample for sequence in drawing for sample in sequence.samples)
+
+    def _make_writable(self, seq: Sequence, flight: _Flight) -> bool:
+        """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
+        memory = self._memory
+        while not memory.is_writable(seq):
+            if memory.pool.num_available:
+                copy = memory.make_writable(seq)
+                if copy is not None:
+                    flight.copies.append(copy)
+                return True
+            if self._num_leaving:
+                return False  # blocks are on their way: the next commit brings them
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it waits in its old place and is computed anew (its tokens are kept)."""
+        _withdraw(self._running, seq)
+        seq.move(Status.PREEMPTED)
+        seq.num_preemptions += 1
+        self.stats.preemptions += 1
+        if not self._leave(seq):
+            self._memory.release(seq)
+            self._enqueue(seq)
+
+    def _admit(self, budget: int, now: float, flight: _Flight) -> int:
+        """Start waiting sequences, strictly in order, while seats, blocks and budget last; returns what is left.
+
+        One block stays back for each running sequence, which may be about to grow.
+        """
+        while budget and self._waiting:
+            seq = self._waiting[0]
+            if not self._memory.claim(seq, num_reserved=len(self._running)):
+                break
+            self._recorder.admitted(seq, now)
+            self._dequeue(seq)
+            seq.move(Status.PREFILL)
+            insort(self._running, seq, key=_order)
+            budget -= self._plan_prompt(seq, budget, flight)
+        return budget
+
+    # -- commit ------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        """Take in the oldest plan's outcome; returns what happened, in plan order."""
+        flight = self._flights.popleft()
+        assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
+        events: list[TokenEvent] = []
+        ids, logprobs, cursor = result.token_ids, result.logprobs, 0
+        for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
+            seq.num_in_flight -= 1
+            seq.num_computed = piece.start + piece.num_tokens
+            if index in result.prompt_logprobs:
+                seq.prompt_logprobs += result.prompt_logprobs[index]
+            children = flight.children.get(index, _NO_CHILDREN) if flight.children else _NO_CHILDREN
+            for child in children:
+                child.num_in_flight -= 1
+                child.num_computed = seq.num_computed
+            if index in result.errors:
+                for failed in (seq, *children):
+                    self._fail(failed, result.errors[index], now, events)
+                cursor += len(piece.samples)
+            elif piece.samples:
+                self._accept(seq, ids[cursor], logprobs.get(cursor), now, events)
+                cursor += 1
+                for child in children:
+                    self._accept(child, ids[cursor], logprobs.get(cursor), now, events)
+                    cursor += 1
+            else:
+                self._accept_chunk(seq, now, events)
+        self._recorder.stepped(plan, now)
+        self._recorder.gauges(self._running)
+        return events
+
+    def _accept(
+        self, seq: Sequence, token: int, logprob: TokenLogprob | None, now: float, events: list[TokenEvent]
+    ) -> None:
+        """Append a drawn token, end the sequence if that was its last, and tell."""
+        if seq.status is Status.DONE:
+            self._settle(seq)
+            return
+        seq.tokens.append(token)
+        prompt = None if seq.first_token_s >= 0 else seq.prompt_info()
+        self._recorder.token(seq, now)
+        params = seq.params
+        logprobs = None if logprob is None else (logprob,)
+        if token in params.eos_token_ids:
+            ending, stop_reason = FinishReason.STOP, None
+        elif token in params.stop_token_ids:
+            ending, stop_reason = FinishReason.STOP, token
+        elif len(seq.tokens) >= seq.max_total:
+            ending, stop_reason = FinishReason.LENGTH, None
+        else:
+            events.append(TokenEvent(seq.request.request_id, seq.choice, (token,), logprobs, None, None, prompt))
+            if seq.num_computed >= seq.next_register or seq.is_leaving:
+                self._settle(seq)
+            return
+        if seq.num_computed >= seq.next_register:
+            self._memory.register(seq)
+        events += self._end(seq, ending, now, (token,), logprobs, stop_reason, prompt)
+        self._settle(seq)
+
+    def _accept_chunk(self, seq: Sequence, now: float, events: list[TokenEvent]) -> None:
+        """Part of a prompt was computed; with max_tokens 0 its end is the end of the sequence."""
+        is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
+        if is_scored and seq.status is not Status.DONE:
+            if seq.num_computed >= seq.next_register:
+                self._memory.register(seq)
+            events += self._end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
+        self._settle(seq)
+
+    def _fail(self, seq: Sequence, message: str, now: float, events: list[TokenEvent]) -> None:
+        """This sequence could not be computed; it ends alone."""
+        if seq.status is not Status.DONE:
+            events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(message))
+        self._settle(seq)
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        stop_reason: int | None = None,
+        prompt: PromptInfo | None = None,
+        error: QuireError | None = None,
+    ) -> list[TokenEvent]:
+        """Every end passes here: leave the queues, free what no flight names, one terminal event a choice."""
+        if seq.status in (Status.PREFILL, Status.RUNNING):
+            _withdraw(self._running, seq)
+            if not self._leave(seq):
+                self._memory.release(seq)
+        elif not seq.is_leaving:
+            self._dequeue(seq)
+        seq.move(Status.DONE)
+        request_id = seq.request.request_id
+        self._requests[request_id].remove(seq)
+        if not self._requests[request_id]:
+            del self._requests[request_id]
+        choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
+        timings = self._recorder.finished(seq, reason, now, len(choices))
+        return [
+            TokenEvent(request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
+            for choice in choices
+        ]
+
+    def _leave(self, seq: Sequence) -> bool:
+        """True if a plan in flight names the sequence, so that its blocks have to stay until that is committed."""
+        seq.is_leaving = seq.num_in_flight > 0
+        self._num_leaving += seq.is_leaving
+        return seq.is_leaving
+
+    def _settle(self, seq: Sequence) -> None:
+        """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last flight."""
+        if seq.num_computed >= seq.next_register and seq.page_table.blocks:
+            self._memory.register(seq)
+        if seq.is_leaving and not seq.num_in_flight:
+            seq.is_leaving = False
+            self._num_leaving -= 1
+            self._memory.release(seq)
+            if seq.status is Status.PREEMPTED:
+                self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        insort(self._waiting, seq, key=_order)
+        self._recorder.queued(seq, 1)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        _withdraw(self._waiting, seq)
+        self._recorder.queued(seq, -1)
+
+    def _take_seq_id(self) -> int:
+        self._next_seq_id += 1
+        return self._next_seq_id
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
+        living = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
+        for flight in self._flights:
+            children = [child for siblings in flight.children.values() for child in siblings]
+            living.update({seq.seq_id: seq for seq in (*flight.owners, *children)})
+        self._memory.check_integrity(living.values())
+        for queue in (self._running, self._waiting):
+            assert queue == sorted(queue, key=_order), "a queue is out of order"
+        assert self._num_leaving == sum(seq.is_leaving for seq in living.values()), "leaving sequences are miscounted"
+
+
+def _withdraw(queue: list[Sequence], seq: Sequence) -> None:
+    """Take a sequence out of a sorted queue."""
+    position = bisect_left(queue, seq.order, key=_order)
+    assert queue[position] is seq
+    del queue[position]

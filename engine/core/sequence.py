@@ -1,0 +1,179 @@
+"""A sequence: one running answer to a request, with its tokens, its page table and its place in the state machine.
+
+            admit             prompt planned           stop, length, abort, error
+    WAITING ------> PREFILL ----------------> RUNNING ----------------------------> DONE
+                       ^ |                       |
+                 admit | | pool exhausted        | pool exhausted
+                       | v                       |
+                    PREEMPTED <------------------+            (every state may go to DONE: abort)
+
+There is no prefill step and no decode step: a sequence has positions still to compute, and a step computes some.
+
+    num_computed <= num_planned <= num_total <= max_total      len(tokens) <= num_total
+
+num_computed positions have their K/V in the pool; num_planned adds those of steps in flight; num_total counts the
+known tokens plus those being drawn in flight, so planning ahead needs counts, never values. Engine thread only.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+
+from engine.core.page_table import PageTable
+from engine.core.plan import Sample
+from engine.core.types import PromptInfo, Request, TokenLogprob
+
+_NEVER = sys.maxsize
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    DONE = "done"
+
+
+_MOVES = {
+    Status.WAITING: {Status.PREFILL, Status.DONE},
+    Status.PREFILL: {Status.RUNNING, Status.PREEMPTED, Status.DONE},
+    Status.RUNNING: {Status.PREEMPTED, Status.DONE},
+    Status.PREEMPTED: {Status.PREFILL, Status.DONE},
+    Status.DONE: set(),
+}
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of a request's n-th answer: choice 0 draws exactly what the request would draw with n = 1."""
+    return (seed + choice * 0x9E3779B97F4A7C15) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class Sequence:
+    """Mutable, slotted, and touched by the scheduler alone."""
+
+    __slots__ = (
+        "chain",
+        "choice",
+        "first_scheduled_s",
+        "first_token_s",
+        "is_forked",
+        "is_leaving",
+        "last_token_s",
+        "max_total",
+        "next_register",
+        "num_cached",
+        "num_computed",
+        "num_in_flight",
+        "num_planned",
+        "num_preemptions",
+        "num_prompt",
+        "num_registered",
+        "num_total",
+        "order",
+        "page_table",
+        "params",
+        "prompt_logprobs",
+        "request",
+        "samples",
+        "seats",
+        "seq_id",
+        "shares_tail",
+        "status",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, choice: int, seq_id: int, key: float, block_size: int, root: bytes) -> None:
+        self.request = request
+        self.params = request.params
+        self.choice = choice
+        self.seq_id = seq_id
+        self.order = (key, seq_id)  # the place in every queue: policy first, then first come
+        self.status = Status.WAITING
+        self.tokens = list(request.prompt)
+        self.num_prompt = len(self.tokens)
+        self.max_total = self.num_prompt + request.params.max_tokens
+        self.num_computed = 0
+        self.num_planned = 0
+        self.num_total = self.num_prompt
+        self.num_in_flight = 0  # launched steps that name this sequence
+        self.page_table = PageTable(block_size)
+        self.seats: list[int] = []  # runner rows: one, or one a choice until the prompt of n > 1 is computed
+        self.samples: tuple[Sample, ...] = ()
+        self.is_forked = request.params.n == 1
+        self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
+        self.shares_tail = False  # the last block may have other holders: copy before the first write
+        self.chain = [root]
+        self.num_registered = 0  # blocks already shown to the prefix cache
+        self.next_register = block_size if root else _NEVER  # computed positions at which the next one is due
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.first_scheduled_s = -1.0
+        self.first_token_s = -1.0
+        self.last_token_s = -1.0
+
+    def move(self, status: Status) -> None:
+        """Change state, along the arrows above only."""
+        assert status in _MOVES[self.status], f"sequence {self.seq_id} cannot go from {self.status} to {status}"
+        self.status = status
+
+    @property
+    def num_seats(self) -> int:
+        """Runner rows that admission must find."""
+        return 1 if self.is_forked else self.params.n
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.first_token_s < 0
+
+    def prompt_info(self) -> PromptInfo:
+        """What the first event of this choice tells about the prompt."""
+        wanted = self.params.prompt_logprobs is not None
+        return PromptInfo(self.num_cached, tuple(self.prompt_logprobs) if wanted else None)
+
+    def take_seats(self, seats: list[int]) -> None:
+        """Sit down on runner rows; the first is this sequence's own."""
+        self.seats = seats
+        self.samples = (Sample(seats[0], choice_seed(self.params.seed, self.choice)),)
+
+    def fork(self, choice: int, seq_id: int) -> Sequence:
+        """Another answer to the same prompt, sharing every block. The caller adds the references."""
+        child = Sequence(self.request, choice, seq_id, self.order[0], self.page_table.block_size, self.chain[0])
+        child.status = Status.RUNNING
+        child.tokens = list(self.tokens)
+        child.num_computed = self.num_computed
+        child.num_planned = self.num_planned
+        child.num_total = self.num_total
+        child.num_in_flight = 1
+        child.page_table.blocks = list(self.page_table.blocks)
+        child.chain = list(self.chain)
+        child.num_registered = self.num_registered
+        child.next_register = self.next_register
+        child.prompt_logprobs = self.prompt_logprobs
+        child.num_cached = self.num_cached
+        child.num_preemptions = self.num_preemptions
+        child.first_scheduled_s = self.first_scheduled_s
+        child.is_forked = True
+        return child
+
+    def reset(self) -> list[int]:
+        """Forget all computed state, for a later start from scratch; returns the blocks to free."""
+        blocks = self.page_table.blocks
+        block_size = self.page_table.block_size
+        self.page_table = PageTable(block_size)
+        self.num_computed = self.num_planned = 0
+        self.num_total = len(self.tokens)
+        self.num_registered = 0
+        if self.next_register != _NEVER:
+            self.next_register = block_size
+        self.shares_tail = False
+        self.seats = []
+        self.samples = ()
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs = [None]
+        return blocks
