@@ -77,6 +77,7 @@ class Stats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
     rejected: int = 0  # refused at the door, the queue being full
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))

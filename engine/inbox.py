@@ -1,0 +1,72 @@
+"""The one way into the engine thread: requests, aborts and the order to stop, in the order they were sent.
+
+Any thread may put; only the engine thread takes. The lock here is the only one of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from engine.core.errors import QuireError
+from engine.core.types import AbortCause, Request
+
+
+class Abort(NamedTuple):
+    """End a request, or one of its choices."""
+
+    request_id: str
+    cause: AbortCause
+    choice: int | None
+
+
+class Stop(NamedTuple):
+    """Finish what is open, at the latest `deadline_s` (on the engine's clock), then leave."""
+
+    deadline_s: float
+
+
+Message = Request | Abort | Stop
+
+
+class Inbox:
+    """A queue that can refuse new requests; `num_requests` and `num_tokens` tell what has not been taken yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: deque[Message] = deque()
+        self._refusal: QuireError | None = None
+        self.num_requests = 0
+        self.num_tokens = 0
+
+    def put_request(self, request: Request) -> None:
+        """Queue a request, or raise why not."""
+        with self._changed:
+            if self._refusal is not None:
+                raise type(self._refusal)(str(self._refusal))  # a fresh one: a raised error grows with every raise
+            self.num_requests += 1
+            self.num_tokens += len(request.prompt)
+            self._messages.append(request)
+            self._changed.notify()
+
+    def put(self, message: Abort | Stop) -> None:
+        """Queue an order; never refused."""
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
+
+    def refuse(self, why: QuireError) -> None:
+        """From now on requests are refused with `why`; the latest reason holds."""
+        with self._changed:
+            self._refusal = why
+
+    def take(self, *, wait_s: float | None) -> list[Message]:
+        """Everything that has come in; waits up to `wait_s` for something (None: for ever, 0: not at all)."""
+        with self._changed:
+            if not self._messages and wait_s != 0:
+                self._changed.wait(wait_s)
+            messages = list(self._messages)
+            self._messages.clear()
+            self.num_requests = self.num_tokens = 0
+            return messages

@@ -1,0 +1,226 @@
+"""The engine: one background thread that turns requests into token events.
+
+    inbox -> scheduler.add / abort -> plan -> runner.run -> commit -> deliver, once a step
+
+The thread owns the scheduler and the runner. Everyone else talks to it through `submit`, `abort`, `stop` and the
+numbers in `stats`. It knows no HTTP, no text and no tensors: the runner is handed in. `depth` 1 plans and launches the
+next step before it waits for the last one (overlap); 0 takes them one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.core.admission import check_request
+from engine.core.errors import EngineDeadError, OverloadedError, QuireError, ShuttingDownError
+from engine.core.plan import PendingStep, Runner, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
+from engine.inbox import Abort, Inbox, Message, Stop
+
+log = logging.getLogger("quire.engine")
+
+Deliver = Callable[[list[TokenEvent]], None]
+
+_RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
+_MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
+
+
+class QueueLimits(NamedTuple):
+    """How much may wait beyond what can run; None is no limit."""
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+
+NO_LIMITS = QueueLimits()
+
+
+class EngineHealth(NamedTuple):
+    """Whether the engine lives and moves. A busy engine that has not stepped for long hangs."""
+
+    alive: bool
+    busy: bool
+    seconds_since_step: float  # 0 when idle
+    error: str | None
+
+
+class Engine:
+    """Start it once, submit from any thread, stop it once."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        depth: int = 0,
+        limits: QueueLimits = NO_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = scheduler.config
+        self.stats = scheduler.stats
+        self.vocab_size = vocab_size
+        self.clock = clock
+        self._scheduler = scheduler
+        self._runner = runner
+        self._depth = depth
+        self._limits = limits
+        self._inbox = Inbox()
+        self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
+        self._deliver: Deliver | None = None
+        self._stop_at_s: float | None = None  # engine thread only
+        self._progress_s = clock()
+        self._error: QuireError | None = None
+        self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
+
+    # -- any thread --------------------------------------------------------------------------------------------------
+
+    def start(self, deliver: Deliver) -> None:
+        """Start the thread. `deliver` is called on it, at most once a step, with events in order."""
+        self._deliver = deliver
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its events follow through `deliver`, exactly one terminal event a choice.
+
+        Never blocks. Raises ClientError if it can never be served, OverloadedError if too much waits already,
+        ShuttingDownError or EngineDeadError if nothing is accepted any more.
+        """
+        check_request(request, self.config)
+        self._check_queue(request)
+        self._inbox.put_request(request)
+
+    def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
+        """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
+        self._inbox.put(Abort(request_id, cause, choice))
+
+    def health(self) -> EngineHealth:
+        """A cheap reading; runs nothing."""
+        busy = self._scheduler.has_work or self._inbox.num_requests > 0
+        since = max(self.clock() - self._progress_s, 0.0) if busy else 0.0
+        error = None if self._error is None else str(self._error)
+        return EngineHealth(self._thread.is_alive() and self._error is None, busy, since, error)
+
+    def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let open ones finish for `drain_s`, abort the rest, end the thread. Blocks."""
+        self._inbox.refuse(ShuttingDownError("The server is shutting down; send the request to another one."))
+        self._inbox.put(Stop(self.clock() + drain_s))
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _check_queue(self, request: Request) -> None:
+        """Refuse at the door what would wait too long, with the time after which it should be tried again."""
+        stats, inbox, limits = self.stats, self._inbox, self._limits
+        num_seats = max(self.config.max_num_seqs - stats.num_running, 0)
+        num_ahead = stats.num_waiting + stats.num_preempted + inbox.num_requests - num_seats
+        if num_ahead < 0:
+            return
+        num_tokens = stats.num_waiting_tokens + inbox.num_tokens
+        if limits.max_requests is not None and num_ahead >= limits.max_requests:
+            full = f"{num_ahead} requests wait already (--max-num-queued-reqs {limits.max_requests})"
+        elif limits.max_tokens is not None and num_tokens + len(request.prompt) > limits.max_tokens:
+            full = f"{num_tokens} prompt tokens wait already (--max-num-queued-tokens {limits.max_tokens})"
+        else:
+            return
+        stats.rejected += 1
+        wait_s = self._estimate_wait_s(num_ahead, num_tokens)
+        raise OverloadedError(f"The queue is full: {full}; try again in {wait_s:.0f} s.", retry_after_s=wait_s)
+
+    def _estimate_wait_s(self, num_ahead: int, num_tokens: int) -> float:
+        """Tokens to compute for all that wait, at the recent rate: their prompts, and answers of average length."""
+        stats = self.stats
+        num_answers = stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH]
+        mean_answer = stats.generation_tokens / num_answers if num_answers else 0.0
+        work = num_tokens + num_ahead * mean_answer
+        return min(max(work / stats.tokens_per_s if stats.tokens_per_s else 1.0, 1.0), _MAX_RETRY_S)
+
+    # -- engine thread -----------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._is_done():
+                self._turn()
+        except Exception as error:
+            log.critical("The engine died: %s: %s", type(error).__name__, error)
+            log.debug("The engine died here:", exc_info=True)
+            self._die(error)
+        finally:
+            self._runner.close()
+
+    def _is_done(self) -> bool:
+        return self._stop_at_s is not None and not self._scheduler.has_work
+
+    def _turn(self) -> None:
+        """One turn: take in what was sent, launch a step, commit the oldest, tell what happened."""
+        idle = not self._scheduler.has_work
+        messages = self._inbox.take(wait_s=None if idle else 0)
+        if idle:
+            self._progress_s = self.clock()
+        events = self._take_in(messages)
+        plan = self._scheduler.plan(self.clock())
+        if plan is not None:
+            self._launched.append((plan, self._runner.run(plan), self.clock()))
+        if self._launched and (plan is None or len(self._launched) > self._depth):
+            events += self._commit_oldest()
+        elif plan is None and self._scheduler.has_work:
+            raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
+        self._tell(events)
+        if not self._scheduler.has_work:
+            self._check_integrity()
+
+    def _tell(self, events: list[TokenEvent]) -> None:
+        if events and self._deliver is not None:
+            self._deliver(events)
+
+    def _take_in(self, messages: list[Message]) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for message in messages:
+            if isinstance(message, Request):
+                self._scheduler.add(message)
+            elif isinstance(message, Abort):
+                events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
+            else:
+                self._stop_at_s = message.deadline_s
+        if self._stop_at_s is not None and self.clock() >= self._stop_at_s:
+            events += self._scheduler.abort_all(AbortCause.SHUTDOWN, self.clock())
+        return events
+
+    def _commit_oldest(self) -> list[TokenEvent]:
+        plan, pending, launched_s = self._launched.popleft()
+        result = pending.wait()
+        now = self.clock()
+        # With overlap a step begins, as far as the device goes, when the one before it ends.
+        seconds = now - max(launched_s, self.stats.last_step_s)
+        self.stats.step_s.observe(seconds)
+        if seconds > 0:
+            rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
+            self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate
+        self.stats.last_step_s = self._progress_s = now
+        return self._scheduler.commit(plan, result, now)
+
+    def _check_integrity(self) -> None:
+        """Idle is the time to see that nothing leaked. A leak is our bug and no reason to stop serving."""
+        try:
+            self._scheduler.check_integrity()
+        except AssertionError as error:
+            self.stats.integrity_failures += 1
+            log.error("The books do not balance while idle (please report this): %s", error)  # noqa: TRY400 - one line
+
+    def _die(self, cause: Exception) -> None:
+        """Tell every open request, and refuse all that come later."""
+        self._error = EngineDeadError(f"The engine stopped on an internal error ({type(cause).__name__}: {cause}).")
+        self._inbox.refuse(self._error)
+        events = self._scheduler.fail_all(self._error, self.clock())
+        for message in self._inbox.take(wait_s=0):
+            if isinstance(message, Request):
+                events += [
+                    TokenEvent(message.request_id, choice, (), finish_reason=FinishReason.ERROR, error=self._error)
+                    for choice in range(message.params.n)
+                ]
+        self._tell(events)
