@@ -1,0 +1,173 @@
+"""Builds a `tokenizers.Tokenizer` from what a GGUF file says of its own: vocabulary, merges, kinds and special tokens.
+
+Two families cover the supported models: byte-level BPE ("gpt2", told apart by how text is cut into words before the
+merges) and SentencePiece BPE ("llama", scores instead of merges). An unknown kind is refused: a nearly right tokenizer
+makes a model subtly worse, which nobody would ever trace back to here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from engine.core.errors import ModelLoadError
+
+
+class TokenType(IntEnum):
+    """How a GGUF file marks its tokens."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# How words are cut before merging; each family of models was trained with one of these patterns.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _words(digits: int) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    """The pattern with runs of at most `digits` digits."""
+
+    def make() -> pre_tokenizers.PreTokenizer:
+        split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return make
+
+
+_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "olmo": _gpt2,
+    "smollm": _digits_then_gpt2,
+    "starcoder": _digits_then_gpt2,
+    "refact": _digits_then_gpt2,
+    "llama-bpe": _words(3),
+    "llama3": _words(3),
+    "qwen2": _words(1),
+    "deepseek-r1-qwen": _words(1),
+}
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")  # a word that is a token is never merged another way
+_NFC = ("qwen2", "deepseek-r1-qwen")  # composed characters, as these models' own tokenizers make them
+_BOS_BY_DEFAULT = ("llama", "llama-bpe", "llama3")
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a GGUF file's metadata. Raises ModelLoadError for one that is missing or of an unknown kind."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
+    model = metadata.get("tokenizer.ggml.model")
+    pre = str(metadata.get("tokenizer.ggml.pre", ""))
+    if model == "gpt2" and pre in _PRE_TOKENIZERS:
+        tokenizer = _byte_level_bpe(metadata, tokens, pre)
+    elif model == "llama":
+        tokenizer, pre = _sentence_piece_bpe(metadata, tokens), "llama"
+    else:
+        kind = f"{model} with pre-tokenizer {pre!r}" if model == "gpt2" else model
+        raise ModelLoadError(
+            f"The GGUF file's tokenizer is of the unsupported kind {kind}; name the model's Hugging Face folder or id "
+            "with --tokenizer."
+        )
+    _add_special_tokens(tokenizer, metadata, tokens)
+    _add_beginning_and_end(tokenizer, metadata, tokens, pre in _BOS_BY_DEFAULT)
+    return tokenizer
+
+
+def special_token(metadata: Mapping[str, Any], role: str) -> int | None:
+    """The id of "bos", "eos", "eot", "eom", "unknown" or "padding", where the file names one of its vocabulary."""
+    token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return token_id if token_id is not None and token_id < len(metadata["tokenizer.ggml.tokens"]) else None
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) -> Tokenizer:
+    pairs = [merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        _bpe(vocabulary, [(left, right) for left, _, right in pairs], ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    )
+    if pre in _NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores", ())
+    if len(scores) != len(tokens):
+        raise ModelLoadError(f"The GGUF file's tokenizer has {len(tokens)} tokens but {len(scores)} scores.")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    unknown = special_token(metadata, "unknown")
+    tokenizer = Tokenizer(
+        _bpe(
+            vocabulary,
+            _merges_of_scores(vocabulary, scores),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
+    try:
+        return BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # the library raises bare Exception for a merge of pieces it does not know
+        raise ModelLoadError(f"The GGUF file's tokenizer is inconsistent: {error}.") from error
+
+
+def _merges_of_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Merge rules that act as SentencePiece does: of all neighbours that form a token, the best-scored token first."""
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[token_id], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    added = [
+        AddedToken(token, special=kind != TokenType.USER_DEFINED, normalized=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if token and kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
+    ]
+    tokenizer.add_tokens(added)
+
+
+def _add_beginning_and_end(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], bos_by_default: bool
+) -> None:
+    """Set what `add_special_tokens` puts around a text."""
+    bos = special_token(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", bos_by_default) else None
+    eos = special_token(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    around = {tokens[token_id]: token_id for token_id in (bos, eos) if token_id is not None}
+    if around:
+        single = [*([tokens[bos]] if bos is not None else []), "$A", *([tokens[eos]] if eos is not None else [])]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(around.items()))
