@@ -53,43 +53,40 @@ class Memory:
         seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
         seq.num_computed = seq.num_planned = len(hits) * size
         seq.num_registered = len(hits)
+        seq.writable_until = seq.page_table.capacity
         if self._caching:
             seq.next_register = (len(hits) + 1) * size
         seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
         return True
 
-    def is_writable(self, seq: Sequence) -> bool:
-        """True if the next position has a block, and nobody else holds it."""
-        blocks = seq.page_table.blocks
-        if seq.num_planned >= len(blocks) * self._block_size:
-            return False
-        if seq.shares_tail:
-            seq.shares_tail = self.pool.is_shared(blocks[-1])
-        return not seq.shares_tail
-
-    def make_writable(self, seq: Sequence) -> tuple[int, int] | None:
-        """Take one available block for the next position; returns the (source, destination) to copy, if any."""
-        blocks = seq.page_table.blocks
+    def make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """See to a block of its own for the next position, noting a copy if that needs one. False: none is left."""
+        blocks, pool = seq.page_table.blocks, self.pool
         if not seq.shares_tail:
-            blocks.append(self.pool.alloc(after=blocks[-1]))
-            return None
-        source, destination = blocks[-1], self.pool.alloc()
-        self.pool.free(source)
-        blocks[-1] = destination
+            if not pool.num_available:
+                return False
+            blocks.append(pool.alloc(after=blocks[-1]))
+        elif pool.is_shared(blocks[-1]):
+            if not pool.num_available:
+                return False
+            source, blocks[-1] = blocks[-1], pool.alloc()
+            pool.free(source)
+            copies.append((source, blocks[-1]))
         seq.shares_tail = False
-        return source, destination
+        seq.writable_until = seq.page_table.capacity
+        return True
 
     def share(self, parent: Sequence, children: Collection[Sequence]) -> None:
         """Give each child one of the parent's seats and a hold on all of its blocks."""
         seats = parent.seats
         parent.take_seats(seats[:1])
-        has_partial_tail = parent.num_prompt % self._block_size != 0
-        parent.shares_tail = has_partial_tail
         for child, seat in zip(children, seats[1:], strict=True):
             child.take_seats([seat])
-            child.shares_tail = has_partial_tail
             for block in child.page_table.blocks:
                 self.pool.fork(block)
+        for sharer in (parent, *children):
+            sharer.shares_tail = parent.num_prompt % self._block_size != 0
+            sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
 
     def register(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""

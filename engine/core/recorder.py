@@ -14,12 +14,12 @@ from engine.core.types import FinishReason, RequestTimings
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_gaps", "_pool", "_stats")
+    __slots__ = ("_pool", "_stats", "gaps")
 
     def __init__(self, stats: Stats, pool: BlockPool) -> None:
         self._stats = stats
         self._pool = pool
-        self._gaps: dict[float, int] = {}  # time of the previous token -> sequences whose gap began there
+        self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.gauges(())
 
     def queued(self, seq: Sequence, change: int) -> None:
@@ -41,14 +41,8 @@ class Recorder:
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
 
-    def token(self, seq: Sequence, now: float) -> None:
-        """A token was accepted."""
-        previous = seq.last_token_s
-        seq.last_token_s = now
-        if previous >= 0:
-            gaps = self._gaps
-            gaps[previous] = gaps.get(previous, 0) + 1
-            return
+    def first_token(self, seq: Sequence, now: float) -> None:
+        """A sequence drew its first token."""
         seq.first_token_s = now
         self._stats.ttft_s.observe(now - seq.request.arrival_s)
         self._stats.generation_tokens += 1
@@ -59,10 +53,10 @@ class Recorder:
     def stepped(self, plan: StepPlan, now: float) -> None:
         """A step was committed."""
         stats = self._stats
-        for previous, times in self._gaps.items():
+        for previous, times in self.gaps.items():
             stats.itl_s.observe(now - previous, times)
             stats.generation_tokens += times
-        self._gaps.clear()
+        self.gaps.clear()
         stats.steps += 1
         stats.step_tokens.observe(plan.num_tokens)
         stats.step_sequences.observe(len(plan.slices))

@@ -27,7 +27,8 @@ from engine.core.stats import Stats
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
 
 _order = attrgetter("order")
-_NO_CHILDREN: tuple[Sequence, ...] = ()
+# A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
+_make = tuple.__new__
 
 
 @dataclass(slots=True)
@@ -122,55 +123,50 @@ class Scheduler:
         The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted.
         """
         catching_up: list[Sequence] = []
-        slices, owners, block_size = flight.slices, flight.owners, self.config.block_size
+        slices, owners, copies = flight.slices, flight.owners, flight.copies
         for seq in self._running:
             if seq.status is not Status.RUNNING:
                 catching_up.append(seq)
                 continue
-            planned, total = seq.num_planned, seq.num_total
-            if total >= seq.max_total:
+            start = seq.num_planned
+            if start >= seq.max_total - 1:
                 continue  # its last token is in flight
-            blocks = seq.page_table.blocks
-            if (planned >= len(blocks) * block_size or seq.shares_tail) and not self._make_writable(seq, flight):
+            if start >= seq.writable_until and not self._make_writable(seq, copies):
                 continue
-            # Positional, and inlined: this is the only code that runs for every sequence at every step.
-            slices.append(
-                SequenceSlice(
-                    seq.seats[0],
-                    seq.tokens,
-                    seq.num_prompt,
-                    planned,
-                    1,
-                    blocks,
-                    seq.samples,
-                    seq.params,
-                    -1,
-                    seq.seq_id,
-                )
+            fields = (
+                seq.seat,
+                seq.tokens,
+                seq.num_prompt,
+                start,
+                1,
+                seq.page_table.blocks,
+                seq.samples,
+                seq.params,
+                -1,
+                seq.seq_id,
             )
+            slices.append(_make(SequenceSlice, fields))
             owners.append(seq)
-            seq.num_planned = planned + 1
-            seq.num_total = total + 1
+            seq.num_planned = start + 1
             seq.num_in_flight += 1
         return catching_up
 
     def _plan_prompt(self, seq: Sequence, budget: int, flight: _Flight) -> int:
         """Plan the next chunk of a sequence that is catching up; the last chunk draws its first tokens."""
         start = seq.num_planned
-        count = min(seq.num_total - start, budget)
+        count = min(len(seq.tokens) - start, budget)
         if not count:
             return 0
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
         seq.num_planned = start + count
         seq.num_in_flight += 1
-        seat = seq.seats[0]
         samples: tuple[Sample, ...] = ()
-        if seq.num_planned == seq.num_total:
+        if seq.num_planned == len(seq.tokens):
             seq.move(Status.RUNNING)
             samples = self._first_samples(seq, flight)
         flight.slices.append(
             SequenceSlice(
-                seat=seat,
+                seat=seq.seat,
                 tokens=seq.tokens,
                 num_prompt=seq.num_prompt,
                 start=start,
@@ -194,24 +190,16 @@ class Scheduler:
             seq.is_forked = True
             children = [seq.fork(choice, self._take_seq_id()) for choice in range(1, seq.params.n)]
             self._memory.share(seq, children)
-            self._requests[seq.request.request_id] += children
+            self._requests[seq.request_id] += children
             flight.children[len(flight.owners)] = children
             for child in children:
                 insort(self._running, child, key=_order)
             drawing += children
-        for sequence in drawing:
-            sequence.num_total += 1
         return tuple(sample for sequence in drawing for sample in sequence.samples)
 
-    def _make_writable(self, seq: Sequence, flight: _Flight) -> bool:
+    def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
-        memory = self._memory
-        while not memory.is_writable(seq):
-            if memory.pool.num_available:
-                copy = memory.make_writable(seq)
-                if copy is not None:
-                    flight.copies.append(copy)
-                return True
+        while not self._memory.make_writable(seq, copies):
             if self._num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             victim = self._running[-1]
@@ -254,30 +242,40 @@ class Scheduler:
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
         events: list[TokenEvent] = []
         ids, logprobs, cursor = result.token_ids, result.logprobs, 0
+        special = {*flight.children, *result.errors, *result.prompt_logprobs}
         for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
             seq.num_in_flight -= 1
             seq.num_computed = piece.start + piece.num_tokens
-            if index in result.prompt_logprobs:
-                seq.prompt_logprobs += result.prompt_logprobs[index]
-            children = flight.children.get(index, _NO_CHILDREN) if flight.children else _NO_CHILDREN
-            for child in children:
-                child.num_in_flight -= 1
-                child.num_computed = seq.num_computed
-            if index in result.errors:
-                for failed in (seq, *children):
-                    self._fail(failed, result.errors[index], now, events)
+            if special and index in special:
+                self._commit_special(index, flight, result, cursor, now, events)
                 cursor += len(piece.samples)
             elif piece.samples:
-                self._accept(seq, ids[cursor], logprobs.get(cursor), now, events)
+                self._accept(seq, ids[cursor], logprobs.get(cursor) if logprobs else None, now, events)
                 cursor += 1
-                for child in children:
-                    self._accept(child, ids[cursor], logprobs.get(cursor), now, events)
-                    cursor += 1
             else:
                 self._accept_chunk(seq, now, events)
         self._recorder.stepped(plan, now)
         self._recorder.gauges(self._running)
         return events
+
+    def _commit_special(
+        self, index: int, flight: _Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
+    ) -> None:
+        """A slice that failed, that forked, or that brings log probabilities of its prompt."""
+        seq = flight.owners[index]
+        seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
+        drawing = (seq, *flight.children.get(index, ()))
+        for child in drawing[1:]:
+            child.num_in_flight -= 1
+            child.num_computed = seq.num_computed
+        if index in result.errors:
+            for failed in drawing:
+                self._fail(failed, result.errors[index], now, events)
+        elif flight.slices[index].samples:
+            for place, drawer in enumerate(drawing, start=cursor):
+                self._accept(drawer, result.token_ids[place], result.logprobs.get(place), now, events)
+        else:
+            self._accept_chunk(seq, now, events)
 
     def _accept(
         self, seq: Sequence, token: int, logprob: TokenLogprob | None, now: float, events: list[TokenEvent]
@@ -286,25 +284,30 @@ class Scheduler:
         if seq.status is Status.DONE:
             self._settle(seq)
             return
-        seq.tokens.append(token)
-        prompt = None if seq.first_token_s >= 0 else seq.prompt_info()
-        self._recorder.token(seq, now)
-        params = seq.params
-        logprobs = None if logprob is None else (logprob,)
-        if token in params.eos_token_ids:
-            ending, stop_reason = FinishReason.STOP, None
-        elif token in params.stop_token_ids:
-            ending, stop_reason = FinishReason.STOP, token
-        elif len(seq.tokens) >= seq.max_total:
-            ending, stop_reason = FinishReason.LENGTH, None
+        tokens = seq.tokens
+        tokens.append(token)
+        prompt, previous_s = None, seq.last_token_s
+        if previous_s >= 0:
+            gaps = self._recorder.gaps
+            gaps[previous_s] = gaps.get(previous_s, 0) + 1
         else:
-            events.append(TokenEvent(seq.request.request_id, seq.choice, (token,), logprobs, None, None, prompt))
+            self._recorder.first_token(seq, now)
+            prompt = seq.prompt_info()
+        seq.last_token_s = now
+        logprobs = None if logprob is None else (logprob,)
+        if token not in seq.ending_ids and len(tokens) < seq.max_total:
+            fields = (seq.request_id, seq.choice, (token,), logprobs, None, None, prompt, None, None)
+            events.append(_make(TokenEvent, fields))
             if seq.num_computed >= seq.next_register or seq.is_leaving:
                 self._settle(seq)
             return
+        reason, stop_reason = FinishReason.LENGTH, None
+        if token in seq.ending_ids:
+            reason = FinishReason.STOP
+            stop_reason = None if token in seq.params.eos_token_ids else token
         if seq.num_computed >= seq.next_register:
             self._memory.register(seq)
-        events += self._end(seq, ending, now, (token,), logprobs, stop_reason, prompt)
+        events += self._end(seq, reason, now, (token,), logprobs, stop_reason, prompt)
         self._settle(seq)
 
     def _accept_chunk(self, seq: Sequence, now: float, events: list[TokenEvent]) -> None:
@@ -343,7 +346,7 @@ class Scheduler:
         elif not seq.is_leaving:
             self._dequeue(seq)
         seq.move(Status.DONE)
-        request_id = seq.request.request_id
+        request_id = seq.request_id
         self._requests[request_id].remove(seq)
         if not self._requests[request_id]:
             del self._requests[request_id]

@@ -9,10 +9,11 @@
 
 There is no prefill step and no decode step: a sequence has positions still to compute, and a step computes some.
 
-    num_computed <= num_planned <= num_total <= max_total      len(tokens) <= num_total
+    num_computed <= num_planned < max_total
 
-num_computed positions have their K/V in the pool; num_planned adds those of steps in flight; num_total counts the
-known tokens plus those being drawn in flight, so planning ahead needs counts, never values. Engine thread only.
+num_computed positions have their K/V in the pool; num_planned adds those of steps in flight. In PREFILL all tokens are
+known and num_planned catches up with them. In RUNNING exactly one token is ahead of num_planned, known or still being
+drawn by a step in flight, so planning needs counts, never values. Engine thread only.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Sequence:
     __slots__ = (
         "chain",
         "choice",
+        "ending_ids",
         "first_scheduled_s",
         "first_token_s",
         "is_forked",
@@ -69,22 +71,25 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_registered",
-        "num_total",
         "order",
         "page_table",
         "params",
         "prompt_logprobs",
         "request",
+        "request_id",
         "samples",
+        "seat",
         "seats",
         "seq_id",
         "shares_tail",
         "status",
         "tokens",
+        "writable_until",
     )
 
     def __init__(self, request: Request, choice: int, seq_id: int, key: float, block_size: int, root: bytes) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.params = request.params
         self.choice = choice
         self.seq_id = seq_id
@@ -93,12 +98,14 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.num_prompt = len(self.tokens)
         self.max_total = self.num_prompt + request.params.max_tokens
+        self.ending_ids = request.params.eos_token_ids | request.params.stop_token_ids
         self.num_computed = 0
         self.num_planned = 0
-        self.num_total = self.num_prompt
         self.num_in_flight = 0  # launched steps that name this sequence
         self.page_table = PageTable(block_size)
-        self.seats: list[int] = []  # runner rows: one, or one a choice until the prompt of n > 1 is computed
+        self.writable_until = 0  # positions below have a block that is this sequence's alone
+        self.seat = -1  # the runner row
+        self.seats: list[int] = []  # the same, or one row a choice until the prompt of n > 1 is computed
         self.samples: tuple[Sample, ...] = ()
         self.is_forked = request.params.n == 1
         self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
@@ -139,6 +146,7 @@ class Sequence:
     def take_seats(self, seats: list[int]) -> None:
         """Sit down on runner rows; the first is this sequence's own."""
         self.seats = seats
+        self.seat = seats[0]
         self.samples = (Sample(seats[0], choice_seed(self.params.seed, self.choice)),)
 
     def fork(self, choice: int, seq_id: int) -> Sequence:
@@ -148,7 +156,6 @@ class Sequence:
         child.tokens = list(self.tokens)
         child.num_computed = self.num_computed
         child.num_planned = self.num_planned
-        child.num_total = self.num_total
         child.num_in_flight = 1
         child.page_table.blocks = list(self.page_table.blocks)
         child.chain = list(self.chain)
@@ -167,11 +174,11 @@ class Sequence:
         block_size = self.page_table.block_size
         self.page_table = PageTable(block_size)
         self.num_computed = self.num_planned = 0
-        self.num_total = len(self.tokens)
         self.num_registered = 0
         if self.next_register != _NEVER:
             self.next_register = block_size
         self.shares_tail = False
+        self.writable_until = 0
         self.seats = []
         self.samples = ()
         if self.wants_prompt_logprobs:
