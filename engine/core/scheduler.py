@@ -27,6 +27,8 @@ from engine.core.stats import Stats
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
 
 _order = attrgetter("order")
+# Looking a member up on its Enum costs 70 ns (Python 3.11), twice for every sequence at every step.
+_RUNNING, _DONE = Status.RUNNING, Status.DONE
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
 _make = tuple.__new__
 
@@ -125,7 +127,7 @@ class Scheduler:
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
         for seq in self._running:
-            if seq.status is not Status.RUNNING:
+            if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue
             start = seq.num_planned
@@ -281,7 +283,7 @@ class Scheduler:
         self, seq: Sequence, token: int, logprob: TokenLogprob | None, now: float, events: list[TokenEvent]
     ) -> None:
         """Append a drawn token, end the sequence if that was its last, and tell."""
-        if seq.status is Status.DONE:
+        if seq.status is _DONE:
             self._settle(seq)
             return
         tokens = seq.tokens
