@@ -1,0 +1,58 @@
+"""The `quire` command: finds the subcommand and hands it the rest. Imports nothing heavy, so that help is instant."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A subcommand: what it does, and the module whose `main(argv) -> int` does it."""
+
+    summary: str
+    module: str
+    passes_name: bool  # whether `main` serves several commands and wants to know which
+
+
+COMMANDS = {
+    "serve": Command("serve a model to OpenAI clients", "server.serve", False),
+    "bench": Command("load an OpenAI-compatible server and report its latencies", "loadtest.__main__", True),
+    "simulate": Command("run the scheduler alone on a virtual clock and draw its memory", "loadtest.__main__", True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit status: 0 done, 1 failed, 2 misused."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(_help())
+        return 0 if arguments else 2
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"quire {_version()}\n")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        sys.stderr.write(f"quire: {name!r} is not a command; choose one of {', '.join(COMMANDS)}, or see `quire --help`.\n")
+        return 2
+    run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
+    return run(arguments if command.passes_name else arguments[1:])
+
+
+def _help() -> str:
+    lines = [f"  {name:10}{command.summary}\n" for name, command in COMMANDS.items()]
+    return (
+        "usage: quire COMMAND [ARGUMENT ...]\n\nAn OpenAI-compatible LLM serving daemon.\n\ncommands:\n"
+        + "".join(lines)
+        + "\n`quire COMMAND --help` explains a command; `quire --version` tells the version.\n"
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("quire")
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return "0+uninstalled"

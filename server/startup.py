@@ -1,0 +1,67 @@
+"""The start-up story: what is being loaded, how far it is, what came of it.
+
+Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted; everywhere, each stage
+that is done is one log line, so that a collector reads the same story.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bars, TaskID, TextColumn, TimeRemainingColumn
+
+from engine.core.types import Progress
+
+log = logging.getLogger("quire.startup")
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+class StartupStory:
+    """A scope around loading; `report` is what build_engine calls."""
+
+    def __init__(self, *, show_bars: bool | None = None) -> None:
+        show = sys.stderr.isatty() if show_bars is None else show_bars
+        columns = (TextColumn("{task.description:12}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
+        self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> StartupStory:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def report(self, progress: Progress) -> None:
+        """Move the stage's bar; log the stage once it is complete, or at once where it cannot be counted."""
+        title = progress.stage.replace("_", " ")
+        if progress.total and self._bars:
+            task = self._tasks.get(progress.stage)
+            if task is None:
+                task = self._tasks[progress.stage] = self._bars.add_task(title, total=progress.total, count="")
+            self._bars.update(task, completed=progress.done, total=progress.total, count=_count(progress))
+        if progress.done >= progress.total:
+            told = [part for part in (progress.detail, _count(progress) if progress.total else "") if part]
+            log.info("%s: %s", title, ", ".join(told) or "done")
+
+
+def _count(progress: Progress) -> str:
+    if progress.unit != "bytes":
+        return f"{progress.done:,}/{progress.total:,} {progress.unit}"
+    return f"{human_bytes(progress.done)}/{human_bytes(progress.total)}"
+
+
+def human_bytes(size: int) -> str:
+    """A size with three significant figures or so: 93.8 MiB."""
+    for unit, scale in _UNITS:
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
