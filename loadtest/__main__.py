@@ -1,0 +1,180 @@
+"""`quire bench`, `quire simulate`, and the two micro-benchmarks of the house: `python -m loadtest COMMAND --help`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.core.errors import QuireError
+from loadtest import front, scheduler, simulate
+from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
+from loadtest.client import Client, ClientError, Target
+from loadtest.front import FrontError
+from loadtest.plots import PlotError, draw_bench, require_matplotlib
+from loadtest.report import show, write_json
+from loadtest.simulate import SimulationError
+from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `bench`."""
+    target = parser.add_argument_group("the server")
+    target.add_argument("--base-url", default="http://127.0.0.1:8000", help="default %(default)s")
+    target.add_argument("--model", help="default: the first that /v1/models lists")
+    target.add_argument("--endpoint", choices=tuple(PATHS), default="completions", help="default %(default)s")
+    target.add_argument("--api-key", default="", help="sent as a bearer token")
+    target.add_argument(
+        "--timeout", type=_positive_float, default=600.0, help="seconds a request may take; default 600"
+    )
+    load = parser.add_argument_group("the load")
+    how = load.add_mutually_exclusive_group()
+    how.add_argument(
+        "--concurrency", type=_positive_int, nargs="+", default=[1, 4, 16], help="requests in flight; default 1 4 16"
+    )
+    how.add_argument("--request-rate", type=_positive_float, nargs="+", help="requests a second, sent without waiting")
+    load.add_argument(
+        "--burstiness", type=_positive_float, default=1.0, help="with --request-rate: 1 is Poisson, less is burstier"
+    )
+    load.add_argument(
+        "--num-prompts", type=_positive_int, help="requests a point; default 4 a concurrent one, at least 16"
+    )
+    load.add_argument("--num-warmups", type=int, default=2, help="requests sent before measuring; default %(default)s")
+    load.add_argument("--seed", type=int, default=0)
+    work = parser.add_argument_group("the requests")
+    work.add_argument("--input-len", type=_length, default=Length(64, 64), help="words a prompt, N or LOW:HIGH")
+    work.add_argument("--output-len", type=_length, default=Length(64, 64), help="tokens to generate, N or LOW:HIGH")
+    work.add_argument(
+        "--dataset", type=Path, help='JSONL of {"prompt": ..., "max_tokens": ...}, instead of random words'
+    )
+    work.add_argument("--prefix-len", type=int, default=0, help="words of a prefix that prompts share")
+    work.add_argument("--num-prefixes", type=_positive_int, default=1, help="how many such prefixes there are")
+    work.add_argument("--temperature", type=float, default=0.0)
+    work.add_argument(
+        "--respect-eos",
+        action="store_true",
+        help="let answers end early; by default ignore_eos and min_tokens are sent",
+    )
+    out = parser.add_argument_group("the report")
+    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
+
+
+def _positive_int(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def _length(text: str) -> Length:
+    try:
+        return Length.parse(text)
+    except WorkloadError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Sweep, print, write. 1 if any request failed, 130 if interrupted."""
+    if options.plot:
+        require_matplotlib()
+    return asyncio.run(_bench(options))
+
+
+async def _bench(options: argparse.Namespace) -> int:
+    client = Client(Target.parse(options.base_url, options.api_key), options.timeout)
+    sweep = Sweep()
+    try:
+        asking = Asking(
+            options.model or await first_model(client), options.endpoint, options.temperature, not options.respect_eos
+        )
+        console = Console()
+        console.print(f"{asking.model} at {options.base_url}{asking.path}", style="bold", markup=False)
+        running = asyncio.ensure_future(
+            sweep.run(client, asking, _jobs(options, options.num_warmups), _levels(options))
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, running.cancel)
+        await running
+    finally:
+        client.close()
+    show(sweep.points, console)
+    settings = {key: value for key, value in vars(options).items() if key not in ("run", "api_key")}
+    if options.json:
+        write_json(options.json, settings | {"model": asking.model}, sweep.points)
+    if options.plot and sweep.points:
+        draw_bench(options.plot, sweep.points, sweep.outcomes)
+    if sweep.is_interrupted:
+        console.print("Interrupted: the figures above are of what had been answered.", style="yellow")
+        return 130
+    return 1 if any(point.num_failed for point in sweep.points) else 0
+
+
+def _jobs(options: argparse.Namespace, num: int) -> list[Job]:
+    if options.dataset:
+        return dataset(options.dataset, num, output=options.output_len, seed=options.seed)
+    return synthetic(
+        num,
+        prompt=options.input_len,
+        output=options.output_len,
+        seed=options.seed,
+        prefix_len=options.prefix_len,
+        num_prefixes=options.num_prefixes,
+    )
+
+
+def _levels(options: argparse.Namespace) -> list[Level]:
+    if not options.request_rate:
+        return [
+            Level(f"concurrency {level}", level, level, _jobs(options, options.num_prompts or max(16, 4 * level)))
+            for level in options.concurrency
+        ]
+    return [
+        Level(
+            f"{rate:g} requests/s",
+            rate,
+            None,
+            arrivals(
+                _jobs(options, options.num_prompts or 64), rate=rate, burstiness=options.burstiness, seed=options.seed
+            ),
+        )
+        for rate in options.request_rate
+    ]
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "bench": ("load an OpenAI-compatible server and measure it", add_bench_options, run_bench),
+    "simulate": ("run the scheduler on a virtual clock", simulate.add_options, simulate.run),
+    "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
+    "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Faults of the user's are one sentence on stderr."""
+    parser = argparse.ArgumentParser(prog="quire", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (summary, add_options, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        add_options(command)
+        command.set_defaults(run=run)
+    options = parser.parse_args(argv)
+    try:
+        status: int = options.run(options)
+    except (QuireError, ClientError, WorkloadError, PlotError, SimulationError, FrontError, OSError) as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Measures the HTTP front alone: the real app and engine thread over a runner that only invents tokens.
+
+Server and client each get a core of their own. The client's ceiling is measured first, against ready-made bytes, so
+that a figure near it is known to be the client's and not the front's. Server CPU is read from the kernel's accounting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from loadtest.bench import Asking, closed_loop
+from loadtest.client import Client, Outcome, Target
+from loadtest.workload import Job
+
+TARGET_EVENTS_PER_S = 10_000
+START_LIMIT_S = 60.0
+
+
+class FrontError(Exception):
+    """The measurement could not be made; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run. `cpu_us_per_event` is the server's CPU time, all its threads, over the events it sent."""
+
+    events: int
+    seconds: float
+    events_per_s: float
+    cpu_us_per_event: float
+    client_cpu_us_per_event: float
+    failed: int
+    tokens_per_event: float
+
+
+@contextlib.contextmanager
+def child(module: str, core: int | None, arguments: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Run `python -m module`, which prints its port and lives until its input closes; yields it and the port."""
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if core is not None:
+            os.sched_setaffinity(process.pid, {core})
+        line = process.stdout.readline()
+        if not line.strip().isdecimal():
+            raise FrontError(f"{module} did not start: it said {line.strip()!r} where its port was expected.")
+        yield process, int(line)
+    finally:
+        process.stdin.close()
+        process.wait(START_LIMIT_S)
+        process.stdout.close()
+
+
+def cpu_s(pid: int) -> float:
+    """User and system seconds that a process, with all its threads, has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def drive(port: int, pid: int, num_streams: int, num_tokens: int, endpoint: str) -> Figures:
+    """Open all streams at once and read them to their ends, after one round that warms both sides up."""
+    client = Client(Target.parse(f"http://127.0.0.1:{port}"))
+    asking = Asking("fake", endpoint)
+    outcomes: list[Outcome] = []
+    jobs = [Job("hello", num_tokens)] * num_streams
+    await closed_loop(client, asking, [Job("hello", 8)] * num_streams, num_streams, lambda _: None)
+    server_before, client_before, started = cpu_s(pid), time.process_time(), time.perf_counter()
+    await closed_loop(client, asking, jobs, num_streams, outcomes.append)
+    seconds = time.perf_counter() - started
+    server_cpu, client_cpu = cpu_s(pid) - server_before, time.process_time() - client_before
+    client.close()
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    events = sum(len(outcome.chunks) for outcome in outcomes)
+    if not events:
+        raise FrontError(f"no stream answered: {failed[0] if failed else 'they were empty'}.")
+    tokens = sum(outcome.completion_tokens or 0 for outcome in outcomes)
+    return Figures(
+        events,
+        seconds,
+        events / seconds,
+        server_cpu / events * 1e6,
+        client_cpu / events * 1e6,
+        len(failed),
+        tokens / events,
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `front`."""
+    parser.add_argument("--streams", type=int, default=256, help="open at the same time; default %(default)s")
+    parser.add_argument("--tokens", type=int, default=256, help="events a stream; default %(default)s")
+    parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure the client's ceiling, then the front. 1 if a stream failed."""
+    cores = sorted(os.sched_getaffinity(0))
+    server_core = cores[-1] if len(cores) > 1 else None
+    if server_core is not None:
+        os.sched_setaffinity(0, {cores[0]})
+    found = {}
+    try:
+        for name, module in (("client ceiling", "loadtest.canned"), ("front", "server.fake")):
+            with child(module, server_core) as (process, port):
+                figures = asyncio.run(drive(port, process.pid, options.streams, options.tokens, options.endpoint))
+            found[name] = figures
+            print(
+                f"{name:<16}{figures.events_per_s:>10,.0f} events/s   server {figures.cpu_us_per_event:>6.1f} us/event"
+                f"   client {figures.client_cpu_us_per_event:>6.1f} us/event   {figures.tokens_per_event:.2f} tokens/event"
+                f"   {figures.failed} failed"
+            )
+    finally:
+        os.sched_setaffinity(0, cores)
+    front = found["front"].events_per_s
+    print(f"target {TARGET_EVENTS_PER_S:,} events/s: {'met' if front >= TARGET_EVENTS_PER_S else 'missed'}")
+    if server_core is None:
+        print("server and client shared the only core, so both figures are too low.")
+    if options.json:
+        document = {name: asdict(figures) for name, figures in found.items()}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if found["front"].failed else 0

@@ -1,0 +1,176 @@
+"""From outcomes to figures: percentiles, rates and errors of one measured point, as a dict, a table and JSON.
+
+All times are seconds inside and milliseconds on paper. Tokens are counted from the server's usage, never from chunks:
+a chunk may carry several tokens, so inter-token latency is reported between chunks, with the mean number of tokens a
+chunk beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.client import Outcome
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def percentile(ordered: Sequence[float], quantile: float) -> float:
+    """The quantile of an ascending sequence, linear between its neighbours; nan when empty."""
+    if not ordered:
+        return math.nan
+    position = quantile * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution in five numbers, seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        ordered = sorted(values)
+        mean = sum(ordered) / len(ordered) if ordered else math.nan
+        p50, p90, p99 = (percentile(ordered, quantile) for quantile in QUANTILES)
+        return cls(mean, p50, p90, p99, len(ordered))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a sweep: what was driven, and what came back. Rates are a second of wall time."""
+
+    load: str  # "concurrency 16" or "4 requests/s"
+    level: float
+    duration_s: float
+    num_requests: int
+    num_failed: int
+    num_without_usage: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    tokens_per_chunk: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft_s: Spread
+    tpot_s: Spread
+    itl_s: Spread
+    e2e_s: Spread
+    finish_reasons: dict[str, int]
+    errors: dict[str, int]
+
+
+def ttfts(outcomes: Iterable[Outcome]) -> list[float]:
+    """Time to first token of each answer that has one."""
+    return [outcome.chunks[0] - outcome.start_s for outcome in outcomes if outcome.chunks]
+
+
+def gaps(outcomes: Iterable[Outcome]) -> list[float]:
+    """Every time between two chunks of one answer."""
+    return [later - earlier for outcome in outcomes for earlier, later in pairwise(outcome.chunks)]
+
+
+def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: float) -> Point:
+    """Figures of one point. Failed requests count as failed and as nothing else."""
+    good = [outcome for outcome in outcomes if not outcome.error]
+    counted = [(outcome, outcome.completion_tokens) for outcome in good if outcome.completion_tokens is not None]
+    output_tokens = sum(tokens for _, tokens in counted)
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
+    num_chunks = sum(len(outcome.chunks) for outcome, _ in counted)
+    return Point(
+        load=load,
+        level=level,
+        duration_s=duration_s,
+        num_requests=len(outcomes),
+        num_failed=len(outcomes) - len(good),
+        num_without_usage=len(good) - len(counted),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=sum(outcome.cached_tokens for outcome in good),
+        output_tokens=output_tokens,
+        tokens_per_chunk=output_tokens / num_chunks if num_chunks else math.nan,
+        requests_per_s=len(good) / duration_s,
+        output_tokens_per_s=output_tokens / duration_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) / duration_s,
+        ttft_s=Spread.of(ttfts(good)),
+        tpot_s=Spread.of(
+            (outcome.chunks[-1] - outcome.chunks[0]) / (tokens - 1)
+            for outcome, tokens in counted
+            if tokens > 1 and outcome.chunks
+        ),
+        itl_s=Spread.of(gaps(good)),
+        e2e_s=Spread.of(outcome.end_s - outcome.start_s for outcome in good),
+        finish_reasons=dict(Counter(outcome.finish_reason for outcome in good)),
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error).most_common()),
+    )
+
+
+def show(points: Sequence[Point], console: Console) -> None:
+    """Print throughput and latency tables, then everything that went wrong."""
+    rates = Table(title="Throughput")
+    for column in ("load", "done", "failed", "seconds", "req/s", "output tok/s", "total tok/s", "tok/chunk"):
+        rates.add_column(column, justify="right")
+    for point in points:
+        rates.add_row(
+            point.load,
+            str(point.num_requests - point.num_failed),
+            f"[red]{point.num_failed}[/red]" if point.num_failed else "0",
+            f"{point.duration_s:.1f}",
+            f"{point.requests_per_s:.2f}",
+            f"{point.output_tokens_per_s:.1f}",
+            f"{point.total_tokens_per_s:.1f}",
+            f"{point.tokens_per_chunk:.2f}",
+        )
+    console.print(rates)
+    latency = Table(
+        title="Latency, ms", caption="ITL is the time between two chunks; TPOT divides by the tokens counted."
+    )
+    for column in ("load", "", "mean", "p50", "p90", "p99"):
+        latency.add_column(column, justify="right")
+    for point in points:
+        for name, spread in (
+            ("TTFT", point.ttft_s),
+            ("TPOT", point.tpot_s),
+            ("ITL", point.itl_s),
+            ("e2e", point.e2e_s),
+        ):
+            figures = (spread.mean, spread.p50, spread.p90, spread.p99)
+            latency.add_row(point.load if name == "TTFT" else "", name, *(f"{value * 1e3:.2f}" for value in figures))
+        latency.add_section()
+    console.print(latency)
+    for point in points:
+        for error, count in point.errors.items():
+            console.print(f"{point.load}: {count} x {error}", style="red", markup=False)
+        if point.num_without_usage:
+            console.print(
+                f"{point.load}: {point.num_without_usage} answers carried no usage; their tokens are not counted.",
+                style="yellow",
+            )
+
+
+def write_json(path: Path, settings: dict[str, Any], points: Sequence[Point]) -> None:
+    """One document: what was asked, and every point. Absent figures are null."""
+    document = {"settings": settings, "points": [_without_nan(asdict(point)) for point in points]}
+    path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,94 @@
+"""Times the scheduler alone: one plan and one commit with 16, 64 and 256 sequences running, and what it imports."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import FakeRunner
+from engine.core.scheduler import Scheduler
+from engine.core.types import Request, SamplingParams
+
+PROMPT_LEN = 64
+TARGET_US = 300.0  # at 256 sequences
+
+_IMPORTS = """
+import json, sys, time
+before = set(sys.modules)
+started = time.perf_counter()
+import engine.core.scheduler
+seconds = time.perf_counter() - started
+roots = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps([sorted(roots - set(sys.stdlib_module_names) - {"engine"}), seconds]))
+"""
+
+
+def decode_step_us(num_seqs: int, num_steps: int) -> list[float]:
+    """Microseconds of each plan + commit while `num_seqs` sequences decode; the runner's time is left out."""
+    config = SchedulerConfig(
+        num_blocks=num_seqs * (PROMPT_LEN + num_steps) // 16 + num_seqs,
+        block_size=16,
+        max_model_len=PROMPT_LEN + num_steps + 64,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_seqs * PROMPT_LEN,
+    )
+    scheduler, runner = Scheduler(config), FakeRunner(config, memory=False)
+    params = SamplingParams(max_tokens=num_steps + 32, temperature=0.0)
+    for index in range(num_seqs):
+        prompt = tuple((index * 7919 + position) % 512 for position in range(PROMPT_LEN))
+        scheduler.add(Request(request_id=f"r{index}", prompt=prompt, params=params, arrival_s=0.0))
+    figures = []
+    now = 0.0
+    for _ in range(num_steps + 8):
+        now += 0.01
+        started = time.perf_counter()
+        plan = scheduler.plan(now)
+        planned = time.perf_counter()
+        assert plan is not None
+        result = runner.run(plan).wait()
+        committing = time.perf_counter()
+        scheduler.commit(plan, result, now)
+        figures.append((planned - started + time.perf_counter() - committing) * 1e6)
+    return figures[8:]  # the first steps prefill
+
+
+def third_party_imports() -> tuple[list[str], float]:
+    """Modules outside the standard library that importing the scheduler pulls in, and the import's seconds."""
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
+    modules, seconds = json.loads(done.stdout)
+    return modules, seconds
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `scheduler`."""
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--num-steps", type=int, default=500, help="decode steps to time; default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Time and print. 1 if the scheduler imports anything from outside the standard library."""
+    gc.disable()  # a collection is the process's cost, not the scheduler's
+    rows = {}
+    print("plan + commit, microseconds, every sequence decoding")
+    for num_seqs in options.num_seqs:
+        ordered = sorted(decode_step_us(num_seqs, options.num_steps))
+        median, p99 = statistics.median(ordered), ordered[int(len(ordered) * 0.99)]
+        rows[num_seqs] = {"median_us": median, "p99_us": p99}
+        target = f"   target {TARGET_US:g}" if num_seqs == 256 else ""
+        print(f"  {num_seqs:>4} sequences   median {median:>7.1f}   p99 {p99:>7.1f}{target}")
+    modules, seconds = third_party_imports()
+    print(
+        f"importing engine.core.scheduler: {seconds * 1e3:.1f} ms, third-party modules: {', '.join(modules) or 'none'}"
+    )
+    if options.json:
+        document = {"plan_and_commit": rows, "third_party_imports": modules, "import_s": seconds}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 1 if modules else 0

@@ -1,0 +1,114 @@
+"""What to ask and when: prompts, lengths and arrival times, all drawn from one seed.
+
+Text is made of short common words, which nearly every tokenizer maps to one token each, so a prompt of n words is
+close to n tokens on any server without knowing its tokenizer; reports use the counts the server returns. The same
+seed gives the same workload, whatever the concurrency it is driven at.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COMMON = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work government number night point home water room mother area
+money story fact month lot right study book eye job word business issue side kind head house service friend father
+power hour game line end member law car city community name president team minute idea body information back parent
+face
+"""
+WORDS = COMMON.split()
+
+
+class WorkloadError(ValueError):
+    """A workload cannot be made from what was asked; the message says why, for the person at the terminal."""
+
+
+class Job(NamedTuple):
+    """One request to send: its text, how many tokens to ask for, and when (seconds from the start of the run)."""
+
+    text: str
+    max_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A length in tokens, uniform in [low, high]; fixed where they are equal."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Length:
+        """Read "128" or "64:256". Raises WorkloadError."""
+        low, _, high = text.partition(":")
+        try:
+            length = cls(int(low), int(high or low))
+        except ValueError:
+            raise WorkloadError(f"length {text!r} is not a number or a range such as 64:256.") from None
+        if not 1 <= length.low <= length.high:
+            raise WorkloadError(f"length {text!r} must start at 1 or more and not run backwards.")
+        return length
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.low, self.high)
+
+
+def _text(rng: random.Random, num_words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=num_words))
+
+
+def synthetic(
+    num: int, *, prompt: Length, output: Length, seed: int, prefix_len: int = 0, num_prefixes: int = 1
+) -> list[Job]:
+    """`num` jobs of random words; each starts with one of `num_prefixes` shared texts of `prefix_len` words."""
+    rng = random.Random(seed)
+    prefixes = [_text(rng, prefix_len) + " " if prefix_len else "" for _ in range(num_prefixes)]
+    return [Job(rng.choice(prefixes) + _text(rng, prompt.draw(rng)), output.draw(rng)) for _ in range(num)]
+
+
+def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
+    """`num` jobs drawn from a JSONL file of {"prompt": str, "max_tokens": int (optional)}. Raises WorkloadError."""
+    rng = random.Random(seed)
+    try:
+        rows = list(_rows(path))
+    except OSError as error:
+        raise WorkloadError(f"the dataset {path} cannot be read: {error.strerror}.") from None
+    if not rows:
+        raise WorkloadError(f"the dataset {path} is empty.")
+    rng.shuffle(rows)
+    drawn = (rows[index % len(rows)] for index in range(num))
+    return [Job(row["prompt"], row.get("max_tokens") or output.draw(rng)) for row in drawn]
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                valid = isinstance(row["prompt"], str)
+            except (ValueError, KeyError, TypeError):
+                valid = False
+            if not valid:
+                raise WorkloadError(f'line {number} of {path} is not a JSON object with a "prompt" string.')
+            yield row
+
+
+def arrivals(jobs: Sequence[Job], *, rate: float, burstiness: float, seed: int) -> list[Job]:
+    """The jobs at `rate` requests a second: gamma-distributed gaps of shape `burstiness`.
+
+    Burstiness 1 is a Poisson process, less comes in bursts, more is steadier.
+    """
+    rng = random.Random(seed)
+    now, timed = 0.0, []
+    for job in jobs:
+        timed.append(job._replace(arrival_s=now))
+        now += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return timed

@@ -1,0 +1,302 @@
+"""The metrics endpoint: engine statistics as Prometheus families, read when scraped.
+
+The engine counts in plain numbers (engine/core/stats.py) and never calls Prometheus; a scrape turns them into text on
+the event loop thread. Every metric is one row of a table, declared once with its help text; `--metrics-compat vllm`
+shows the same rows again under vLLM's names. What only the front knows (HTTP requests, ignored fields) is counted
+here, once a request, never once a token.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib import metadata
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client import Histogram as PrometheusHistogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from engine.core.stats import REQUEST_BUCKETS_S, Histogram, Stats
+from engine.core.types import AbortCause, FinishReason
+from engine.loop import Engine
+
+MAX_IGNORED_FIELDS = 64  # clients choose these names; beyond this many they share the label "other"
+
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+
+
+class Kind(Enum):
+    GAUGE = GaugeMetricFamily
+    COUNTER = CounterMetricFamily
+    HISTOGRAM = HistogramMetricFamily
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row: a name, what it means, and how to read it. A row with a `label` reads one value for each label value."""
+
+    name: str
+    kind: Kind
+    help: str
+    read: Callable[[Stats], float | Histogram | Mapping[str, float]]
+    label: str = ""
+
+    def family(self, stats: Stats, common: Mapping[str, str]) -> Family:
+        """This metric now, every sample carrying the `common` labels."""
+        labels = [*common, self.label] if self.label else list(common)
+        family: Family = self.kind.value(self.name, self.help, labels=labels)
+        value = self.read(stats)
+        own = tuple(common.values())
+        if isinstance(family, HistogramMetricFamily):
+            assert isinstance(value, Histogram)
+            family.add_metric(own, *_cumulative(value))
+        elif isinstance(value, Mapping):
+            for name, number in value.items():
+                family.add_metric((*own, name), number)
+        else:
+            assert not isinstance(value, Histogram)
+            family.add_metric(own, value)
+        return family
+
+
+def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """Prometheus' buckets, (upper bound, observations up to it), and the sum; counts are copied once, so they agree."""
+    counts, total = list(histogram.counts), 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets, histogram.sum
+
+
+def _finished(stats: Stats) -> Mapping[str, float]:
+    return {reason.value: stats.finished[reason] for reason in FinishReason}
+
+
+def _aborted(stats: Stats) -> Mapping[str, float]:
+    return {cause.value: stats.aborted[cause] for cause in AbortCause}
+
+
+def _blocks(stats: Stats) -> Mapping[str, float]:
+    return {"free": stats.blocks_free, "cached": stats.blocks_cached, "held": stats.blocks_held}
+
+
+def _gauge(name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = "") -> Metric:
+    return Metric(name, Kind.GAUGE, help_text, read, label)
+
+
+def _counter(
+    name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = ""
+) -> Metric:
+    return Metric(name, Kind.COUNTER, help_text, read, label)
+
+
+def _histogram(name: str, help_text: str, read: Callable[[Stats], Histogram]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, help_text, read)
+
+
+METRICS = (
+    _gauge("quire_num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
+    _gauge(
+        "quire_num_requests_waiting", "Requests waiting to be scheduled for the first time.", lambda s: s.num_waiting
+    ),
+    _gauge("quire_num_requests_preempted", "Preempted sequences waiting to resume.", lambda s: s.num_preempted),
+    _gauge(
+        "quire_num_waiting_tokens", "Prompt tokens still to compute of all that wait.", lambda s: s.num_waiting_tokens
+    ),
+    _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
+    _gauge(
+        "quire_kv_cache_usage_ratio",
+        "Share of the KV pool that live sequences hold, 0-1.",
+        lambda s: s.kv_cache_usage_ratio,
+    ),
+    _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", lambda s: s.tokens_per_s),
+    _counter("quire_engine_steps_total", "Forward passes.", lambda s: s.steps),
+    _counter("quire_prompt_tokens_total", "Prompt tokens whose prefill completed.", lambda s: s.prompt_tokens),
+    _counter("quire_generation_tokens_total", "Tokens generated.", lambda s: s.generation_tokens),
+    _counter(
+        "quire_prefix_cache_queried_tokens_total",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_queried_tokens,
+    ),
+    _counter(
+        "quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens
+    ),
+    _counter(
+        "quire_preemptions_total", "Sequences preempted because the KV pool was exhausted.", lambda s: s.preemptions
+    ),
+    _counter(
+        "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
+    ),
+    _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", lambda s: s.rejected),
+    _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", _finished, "reason"),
+    _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", _aborted, "cause"),
+    _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", lambda s: s.ttft_s),
+    _histogram(
+        "quire_time_per_output_token_seconds", "A request's mean time per token after the first.", lambda s: s.tpot_s
+    ),
+    _histogram("quire_inter_token_latency_seconds", "Every gap between two tokens of a sequence.", lambda s: s.itl_s),
+    _histogram("quire_e2e_request_latency_seconds", "Arrival until the last token.", lambda s: s.e2e_s),
+    _histogram("quire_request_queue_time_seconds", "Arrival until first scheduled.", lambda s: s.queue_s),
+    _histogram("quire_request_prefill_time_seconds", "First scheduled until the first token.", lambda s: s.prefill_s),
+    _histogram("quire_request_decode_time_seconds", "First token until the last.", lambda s: s.decode_s),
+    _histogram("quire_step_duration_seconds", "One forward pass, plan to commit.", lambda s: s.step_s),
+    _histogram("quire_step_tokens", "Tokens computed in a step.", lambda s: s.step_tokens),
+    _histogram("quire_step_sequences", "Sequences in a step.", lambda s: s.step_sequences),
+    _histogram("quire_request_prompt_tokens", "Prompt length of finished requests.", lambda s: s.request_prompt_tokens),
+    _histogram(
+        "quire_request_generation_tokens",
+        "Tokens generated by finished requests.",
+        lambda s: s.request_generation_tokens,
+    ),
+)
+
+
+def _vllm() -> Iterator[Metric]:
+    """vLLM's names for what we have, so that dashboards and autoscalers made for it work."""
+    ours = {metric.name: metric for metric in METRICS}
+    for quire, vllm in (
+        ("quire_num_requests_running", "vllm:num_requests_running"),
+        ("quire_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
+        ("quire_prefix_cache_queried_tokens_total", "vllm:prefix_cache_queries_total"),
+        ("quire_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
+        ("quire_preemptions_total", "vllm:num_preemptions_total"),
+        ("quire_prompt_tokens_total", "vllm:prompt_tokens_total"),
+        ("quire_generation_tokens_total", "vllm:generation_tokens_total"),
+        ("quire_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        ("quire_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+        ("quire_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+        ("quire_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+        ("quire_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
+        ("quire_request_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
+        ("quire_request_decode_time_seconds", "vllm:request_decode_time_seconds"),
+        ("quire_step_tokens", "vllm:iteration_tokens_total"),
+        ("quire_request_prompt_tokens", "vllm:request_prompt_tokens"),
+        ("quire_request_generation_tokens", "vllm:request_generation_tokens"),
+    ):
+        yield replace(ours[quire], name=vllm)
+    yield replace(ours["quire_requests_finished_total"], name="vllm:request_success_total", label="finished_reason")
+    yield _gauge(
+        "vllm:num_requests_waiting",
+        "Requests waiting to be scheduled, preempted ones included.",
+        lambda s: s.num_waiting + s.num_preempted,
+    )
+
+
+VLLM_METRICS = tuple(_vllm())
+
+
+class EngineCollector(Collector):
+    """Reads the engine when Prometheus asks."""
+
+    def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
+        self._engine = engine
+        self._labels = {"model_name": model_name}
+        self._compat_vllm = compat_vllm
+
+    def collect(self) -> Iterator[Family]:
+        stats = self._engine.stats
+        for metric in METRICS:
+            yield metric.family(stats, self._labels)
+        yield from self._health()
+        yield from self._info()
+        if self._compat_vllm:
+            labels = {**self._labels, "engine": "0"}
+            for metric in VLLM_METRICS:
+                yield metric.family(stats, labels)
+
+    def _health(self) -> Iterator[Family]:
+        health = self._engine.health()
+        for name, help_text, value in (
+            ("quire_engine_alive", "1 while the engine thread lives, 0 once it has died.", health.alive),
+            ("quire_engine_busy", "1 while the engine has work.", health.busy),
+            ("quire_engine_seconds_since_step", "Seconds since the last step ended.", health.seconds_since_step),
+        ):
+            family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), float(value))
+            yield family
+
+    def _info(self) -> Iterator[Family]:
+        config = self._engine.config
+        settings = {
+            "block_size": str(config.block_size),
+            "num_blocks": str(config.num_blocks),
+            "max_model_len": str(config.max_model_len),
+            "max_num_seqs": str(config.max_num_seqs),
+            "max_num_batched_tokens": str(config.max_num_batched_tokens),
+            "enable_prefix_caching": str(config.enable_prefix_caching).lower(),
+            "scheduling_policy": config.policy,
+        }
+        build = {"version": metadata.version("quire"), "python": platform.python_version()}
+        yield _info("quire_build_info", "What is running.", self._labels | build)
+        yield _info("quire_config_info", "The engine's settings as resolved at start-up.", self._labels | settings)
+        if self._compat_vllm:
+            cache = {
+                "engine": "0",
+                "block_size": settings["block_size"],
+                "num_gpu_blocks": settings["num_blocks"],
+                "enable_prefix_caching": str(config.enable_prefix_caching),
+            }
+            yield _info("vllm:cache_config_info", "KV cache settings.", cache)
+
+
+def _info(name: str, help_text: str, labels: Mapping[str, str]) -> Family:
+    family = GaugeMetricFamily(name, help_text, labels=list(labels))
+    family.add_metric(list(labels.values()), 1.0)
+    return family
+
+
+class Metrics:
+    """All that /metrics shows. Event loop thread only."""
+
+    def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine, model_name, compat_vllm))
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+        self._http_requests = Counter(
+            "quire_http_requests_total",
+            "HTTP requests answered.",
+            ("route", "method", "status"),
+            registry=self._registry,
+        )
+        self._http_seconds = PrometheusHistogram(
+            "quire_http_request_duration_seconds",
+            "HTTP request until its last byte.",
+            ("route", "method"),
+            buckets=REQUEST_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._ignored = Counter(
+            "quire_ignored_fields_total",
+            "Request fields nobody knows, let through and told.",
+            ("field",),
+            registry=self._registry,
+        )
+        self._ignored_names: set[str] = set()
+
+    def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count one answered request. `route` is the route's template, never a raw path."""
+        self._http_requests.labels(route, method, str(status)).inc()
+        self._http_seconds.labels(route, method).observe(seconds)
+
+    def ignored_field(self, name: str) -> None:
+        """Count one request field that was let through without meaning."""
+        if len(self._ignored_names) < MAX_IGNORED_FIELDS:
+            self._ignored_names.add(name)
+        self._ignored.labels(name if name in self._ignored_names else "other").inc()
+
+    def render(self) -> tuple[bytes, str]:
+        """The exposition and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
