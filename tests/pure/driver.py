@@ -1,0 +1,149 @@
+"""Drives a Scheduler with a FakeRunner on a virtual clock, and says what every stream must be."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import FakeRunner, FakeStep, mix
+from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import choice_seed
+from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
+
+VOCAB = 50
+EOS = 7
+FAILS = 13  # a request with this top_k fails once it has generated three tokens
+
+
+def config(**changes: int | bool | str) -> SchedulerConfig:
+    """A small engine: 24 blocks of 4 tokens, 6 seats, 12 tokens a step."""
+    values = {
+        "num_blocks": 24,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 12,
+    } | changes
+    return SchedulerConfig(**values)  # type: ignore[arg-type]  # mixed value types, checked by the class itself
+
+
+def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **changes: object) -> Request:
+    """A request with few words: unknown keywords go to SamplingParams."""
+    outer = {name: changes.pop(name) for name in ("arrival_s", "priority", "cache_salt") if name in changes}
+    params = SamplingParams(**({"max_tokens": 5, "eos_token_ids": frozenset([EOS])} | changes))  # type: ignore[arg-type]
+    return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]
+
+
+def fail(piece: SequenceSlice) -> str | None:
+    """The failure that requests with top_k FAILS carry in them."""
+    generated = piece.start + piece.num_tokens - piece.num_prompt
+    return "made to fail" if piece.params.top_k == FAILS and generated >= 3 else None
+
+
+def solo(asked: Request, choice: int) -> tuple[list[int], FinishReason]:
+    """What a choice must say and how it must end, computed without any scheduler."""
+    params, tokens = asked.params, list(asked.prompt)
+    seed = choice_seed(params.seed, choice)
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        if params.top_k == FAILS and len(output) >= 3:
+            return output, FinishReason.ERROR
+        banned = params.eos_token_ids | params.stop_token_ids if len(output) < params.min_tokens else frozenset()
+        token = mix(seed if params.temperature > 0 else 0, len(tokens), *tokens) % VOCAB
+        while token in banned:
+            token = (token + 1) % VOCAB
+        tokens.append(token)
+        output.append(token)
+        if token in params.eos_token_ids | params.stop_token_ids:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+class Driver:
+    """A scheduler, its runner, and everything they said; `now` advances 10 ms a step."""
+
+    def __init__(self, settings: SchedulerConfig, depth: int = 0) -> None:
+        self.scheduler = Scheduler(settings)
+        self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
+        self.depth = depth
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.streams: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], TokenEvent] = {}
+        self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
+
+    def add(self, asked: Request) -> None:
+        self.scheduler.add(asked)
+        self.requests[asked.request_id] = asked
+
+    def take(self, events: list[TokenEvent]) -> None:
+        """Note events, holding them to the master invariant: nothing follows a terminal event."""
+        for event in events:
+            key = (event.request_id, event.choice)
+            assert key not in self.ends, f"{key} spoke after its end"
+            first = key not in self.streams
+            self.streams.setdefault(key, []).extend(event.token_ids)
+            if event.token_ids:
+                assert (event.prompt is not None) == first, "prompt info rides on the first event, and only there"
+            if event.finish_reason is not None:
+                self.ends[key] = event
+
+    def launch(self) -> bool:
+        """Plan and launch a step, if the depth allows it and there is one."""
+        if len(self.launched) > self.depth:
+            return False
+        self.now += 0.01
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            assert self.launched or not self.scheduler.has_work, "work, nothing in flight, and nothing planned"
+            return False
+        self.check_plan(plan)
+        self.launched.append((plan, self.runner.run(plan)))
+        return True
+
+    def commit(self) -> None:
+        """Commit the oldest launched step."""
+        plan, pending = self.launched.popleft()
+        self.now += 0.01
+        self.take(self.scheduler.commit(plan, pending.wait(), self.now))
+
+    def step(self) -> None:
+        """One turn of the engine's loop."""
+        launched = self.launch()
+        if self.launched and (not launched or len(self.launched) > self.depth):
+            self.commit()
+
+    def drain(self, max_steps: int = 3000) -> None:
+        """Run until nothing lives; a bounded number of steps must do."""
+        while self.scheduler.has_work:
+            self.step()
+            max_steps -= 1
+            assert max_steps, "requests did not end in a bounded number of steps"
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """Budgets hold, and every position of a slice has a block."""
+        settings = self.scheduler.config
+        assert 0 < plan.num_tokens == sum(piece.num_tokens for piece in plan.slices) <= settings.max_num_batched_tokens
+        assert plan.num_samples == sum(len(piece.samples) for piece in plan.slices)
+        assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
+        for piece in plan.slices:
+            assert piece.num_tokens > 0
+            assert piece.start + piece.num_tokens <= len(piece.block_table) * settings.block_size
+            assert len(piece.tokens) >= piece.start + piece.num_tokens - 1
+
+    def check_streams(self, aborted: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        """Every choice of every request ended once and said what it would have said alone."""
+        for request_id, asked in self.requests.items():
+            for choice in range(asked.params.n):
+                said = self.streams[request_id, choice]
+                expected, reason = solo(asked, choice)
+                if request_id in aborted:
+                    assert said == expected[: len(said)]
+                else:
+                    assert said == expected
+                    assert self.ends[request_id, choice].finish_reason == reason
+        self.scheduler.check_integrity()
+        assert self.scheduler.stats.blocks_held == 0
+        assert self.scheduler.stats.num_running == self.scheduler.stats.num_waiting == 0
+        assert self.scheduler.stats.num_preempted == self.scheduler.stats.num_waiting_tokens == 0

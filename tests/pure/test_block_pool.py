@@ -1,0 +1,121 @@
+"""BlockPool and PageTable: examples, and a state machine that knows a simpler model of the same thing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from engine.core.block_pool import BlockPool
+from engine.core.page_table import PageTable, blocks_for
+
+
+def test_position_37_of_block_size_16_is_block_2_offset_5() -> None:
+    table = PageTable(16, [17, 4, 29, 8])
+    assert table.position_to_block(37) == (29, 5)
+    assert table.capacity == 64
+    with pytest.raises(IndexError):
+        table.position_to_block(64)
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (200, 13)])
+def test_blocks_for(num_tokens: int, blocks: int) -> None:
+    assert blocks_for(num_tokens, 16) == blocks
+
+
+def test_a_fresh_pool_hands_out_runs_of_adjacent_blocks() -> None:
+    pool = BlockPool(8)
+    assert pool.alloc_many(4) == [0, 1, 2, 3]
+    other = pool.alloc()
+    assert pool.alloc(after=other) == other + 1
+
+
+def test_cached_blocks_are_taken_last_and_oldest_first() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(4, on_evict=evicted.append)
+    blocks = pool.alloc_many(4)
+    for block in blocks[:2]:
+        pool.index(block)
+    for block in (2, 1, 0):
+        pool.free(block)
+    assert (pool.num_free, pool.num_cached, pool.num_held) == (1, 2, 1)
+    assert [pool.alloc(), pool.alloc(), pool.alloc()] == [2, 1, 0]
+    assert evicted == [1, 0]
+
+
+def test_a_block_freed_more_often_than_held_is_our_bug() -> None:
+    pool = BlockPool(1)
+    block = pool.alloc()
+    pool.free(block)
+    with pytest.raises(AssertionError, match="freed more often"):
+        pool.free(block)
+
+
+def test_check_integrity_sees_a_leak_and_a_theft() -> None:
+    pool = BlockPool(2)
+    block = pool.alloc()
+    pool.check_integrity([[block]])
+    with pytest.raises(AssertionError, match="1 references and 0 holders"):
+        pool.check_integrity([])
+    with pytest.raises(AssertionError, match="1 references and 2 holders"):
+        pool.check_integrity([[block], [block]])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders come and go; the model is one list of holders and one list of evictable blocks."""
+
+    holds = Bundle("holds")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[int] = []
+        self.pool = BlockPool(7, on_evict=self.evicted.append)
+        self.held: list[int] = []
+        self.indexed: set[int] = set()
+
+    @precondition(lambda self: self.pool.num_available)
+    @rule(target=holds, after=st.integers(-1, 8))
+    def alloc(self, after: int) -> int:
+        had_free = self.pool.num_free > 0
+        block = self.pool.alloc(after)
+        assert block not in self.held
+        assert had_free != (block in self.indexed), "a cached block goes only when no free one is left"
+        if not had_free:
+            assert self.evicted.pop() == block
+            self.indexed.discard(block)
+        self.held.append(block)
+        return block
+
+    @rule(target=holds, block=holds)
+    def fork(self, block: int) -> int:
+        if block in self.held or block in self.indexed:
+            self.pool.fork(block)
+            self.held.append(block)
+            return block
+        return block
+
+    @rule(block=consumes(holds))
+    def free(self, block: int) -> None:
+        if block in self.held:
+            self.pool.free(block)
+            self.held.remove(block)
+
+    @rule(block=holds)
+    def index(self, block: int) -> None:
+        if block in self.held:
+            self.pool.index(block)
+            self.indexed.add(block)
+
+    @invariant()
+    def books_balance(self) -> None:
+        pool = self.pool
+        pool.check_integrity([self.held])
+        assert pool.num_free + pool.num_cached + pool.num_held == 7
+        assert pool.num_held == len(set(self.held))
+        assert pool.num_cached == len(self.indexed - set(self.held))
+        assert not self.evicted
+        for block in set(self.held):
+            assert pool.is_shared(block) == (self.held.count(block) > 1)
+
+
+TestPoolMachine = PoolMachine.TestCase

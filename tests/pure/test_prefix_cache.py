@@ -1,0 +1,64 @@
+"""The prefix cache: what is found, what is not, and that tails go before heads."""
+
+from __future__ import annotations
+
+from engine.core.prefix_cache import PrefixCache, chain_root
+
+TOKENS = list(range(10))
+
+
+def filled(num_blocks: int = 4) -> PrefixCache:
+    """A cache that knows the first two blocks of TOKENS."""
+    cache = PrefixCache(num_blocks, block_size=4)
+    blocks = cache.pool.alloc_many(3)
+    cache.register([chain_root("")], TOKENS, blocks, 0, 2)
+    for block in reversed(blocks):
+        cache.pool.free(block)
+    return cache
+
+
+def test_only_full_blocks_are_found_and_no_further_than_asked() -> None:
+    cache = filled()
+    assert cache.match([chain_root("")], TOKENS, 10) == [0, 1]
+    assert cache.match([chain_root("")], TOKENS, 7) == [0]
+    assert cache.match([chain_root("")], TOKENS[:3], 3) == []
+
+
+def test_another_salt_or_another_first_token_finds_nothing() -> None:
+    cache = filled()
+    assert cache.match([chain_root("tenant")], TOKENS, 10) == []
+    assert cache.match([chain_root("")], [99, *TOKENS[1:]], 10) == []
+
+
+def test_the_same_block_after_another_parent_is_another_block() -> None:
+    cache = filled()
+    assert cache.match([chain_root("")], TOKENS[4:8] + TOKENS[4:8], 8) == []
+
+
+def test_a_search_extends_the_chain_once() -> None:
+    cache, chain = filled(), [chain_root("")]
+    cache.match(chain, TOKENS, 10)
+    assert len(chain) == 3
+    before = list(chain)
+    cache.match(chain, TOKENS, 10)
+    assert chain == before
+
+
+def test_tails_are_evicted_before_heads() -> None:
+    cache = filled()
+    cache.pool.alloc_many(2)  # the two that were free
+    cache.pool.alloc()  # evicts one: the tail
+    assert cache.match([chain_root("")], TOKENS, 10) == [0]
+    cache.check_integrity()
+
+
+def test_two_sequences_that_computed_the_same_block_leave_one_findable() -> None:
+    cache = PrefixCache(4, block_size=4)
+    first, second = cache.pool.alloc(), cache.pool.alloc()
+    cache.register([chain_root("")], TOKENS, [first], 0, 1)
+    cache.register([chain_root("")], TOKENS, [second], 0, 1)
+    cache.pool.free(first)
+    cache.pool.free(second)
+    assert cache.match([chain_root("")], TOKENS, 4) == [first]
+    assert cache.pool.num_cached == 1
+    cache.check_integrity()

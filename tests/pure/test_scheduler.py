@@ -1,0 +1,214 @@
+"""The scheduler, scenario by scenario. Each stream is compared with what the request would have said alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.types import AbortCause, FinishReason
+from tests.pure.driver import FAILS, Driver, config, request, solo
+
+
+def long_prompt(length: int, first: int = 1) -> tuple[int, ...]:
+    return tuple((first + i) % 50 for i in range(length))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_mixed_batch_equals_solo_runs(depth: int) -> None:
+    driver = Driver(config(), depth)
+    for i in range(8):
+        driver.add(request(str(i), long_prompt(3 + 4 * i, i), max_tokens=4 + i, seed=i, arrival_s=0.1 * i))
+    driver.drain()
+    driver.check_streams()
+
+
+def test_a_long_prompt_is_computed_in_chunks_while_others_decode() -> None:
+    driver = Driver(config(max_num_batched_tokens=6))
+    driver.add(request("talks", max_tokens=30, eos_token_ids=frozenset()))
+    driver.step()
+    driver.add(request("long", long_prompt(20), max_tokens=2))
+    widths = []
+    while ("long", 0) not in driver.ends:
+        before = len(driver.streams["talks", 0])
+        driver.step()
+        assert len(driver.streams["talks", 0]) == before + 1, "a prompt never holds up a running stream"
+        widths.append(driver.scheduler.stats.step_tokens.sum)
+    assert len(widths) >= 4
+    driver.drain()
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preemption_changes_nothing_but_time(depth: int) -> None:
+    driver = Driver(config(num_blocks=9, enable_prefix_caching=False), depth)
+    for i in range(4):
+        driver.add(request(str(i), long_prompt(7, i), max_tokens=20, seed=i, eos_token_ids=frozenset(), arrival_s=i))
+    driver.drain()
+    assert driver.scheduler.stats.preemptions > 0
+    assert driver.ends["0", 0].timings.num_preemptions == 0, "the first in the queue is never the victim"  # type: ignore[union-attr]
+    driver.check_streams()
+
+
+def test_a_prefix_hit_skips_work_and_changes_nothing() -> None:
+    driver = Driver(config())
+    driver.add(request("a", long_prompt(17)))
+    driver.drain()
+    computed = driver.scheduler.stats.step_tokens.sum
+    driver.add(request("b", long_prompt(17), seed=3))
+    driver.drain()
+    assert driver.scheduler.stats.step_tokens.sum - computed == len(driver.streams["b", 0]) - 1 + 1
+    assert driver.scheduler.stats.prefix_hit_tokens == 16
+    assert driver.scheduler.stats.prefix_queried_tokens == 34
+    driver.check_streams()
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+    driver = Driver(config())
+    for name in ("a", "b"):
+        driver.add(request(name, long_prompt(16)))
+        driver.drain()
+    assert driver.scheduler.stats.prefix_hit_tokens == 12
+    driver.check_streams()
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    driver = Driver(config())
+    for salt in ("alice", "bob"):
+        driver.add(request(salt, long_prompt(17), cache_salt=salt))
+        driver.drain()
+    assert driver.scheduler.stats.prefix_hit_tokens == 0
+
+
+def test_n_choices_share_the_prompt_and_copy_on_write() -> None:
+    driver = Driver(config())
+    driver.add(request("n", long_prompt(10), n=4, max_tokens=6, eos_token_ids=frozenset()))
+    driver.step()
+    assert driver.scheduler.stats.blocks_held == 3, "four choices, one prompt of two and a half blocks"
+    plan = driver.scheduler.plan(driver.now)
+    assert plan is not None
+    assert len(plan.copies) == 3, "the last writer needs no copy"
+    driver.take(driver.scheduler.commit(plan, driver.runner.run(plan).wait(), driver.now))
+    assert driver.scheduler.stats.blocks_held == 2 + 4
+    driver.drain()
+    driver.check_streams()
+    assert len({tuple(stream) for stream in driver.streams.values()}) == 4, "choices draw from different seeds"
+
+
+def test_choice_0_of_n_says_what_n_1_says() -> None:
+    assert solo(request(seed=5, n=3), 0) == solo(request(seed=5), 0)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_n_choices_survive_a_tiny_pool(depth: int) -> None:
+    driver = Driver(config(num_blocks=5), depth)
+    driver.add(request("n", long_prompt(6), n=4, max_tokens=12, eos_token_ids=frozenset()))
+    driver.drain()
+    assert driver.scheduler.stats.preemptions > 0
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("steps", range(8))
+def test_abort_at_any_step_frees_everything(depth: int, steps: int) -> None:
+    driver = Driver(config(num_blocks=9), depth)
+    for i in range(3):
+        driver.add(request(str(i), long_prompt(9, i), n=1 + i % 2, max_tokens=9, eos_token_ids=frozenset()))
+    for _ in range(steps):
+        driver.step()
+    for i in range(3):
+        driver.take(driver.scheduler.abort(str(i), AbortCause.DISCONNECT, driver.now))
+    assert {event.finish_reason for event in driver.ends.values()} == {FinishReason.ABORT}
+    assert len(driver.ends) == 4
+    driver.drain()
+    driver.check_streams(aborted={"0", "1", "2"})
+
+
+def test_a_stop_string_ends_one_choice_as_stop() -> None:
+    driver = Driver(config())
+    driver.add(request("n", n=2, max_tokens=20, eos_token_ids=frozenset()))
+    for _ in range(3):
+        driver.step()
+    driver.take(driver.scheduler.abort("n", AbortCause.STOP_STRING, driver.now, choice=1))
+    assert driver.ends["n", 1].finish_reason is FinishReason.STOP
+    assert ("n", 0) not in driver.ends
+    driver.drain()
+    assert driver.streams["n", 0] == solo(driver.requests["n"], 0)[0]
+
+
+def test_stop_tokens_end_with_their_id_and_eos_without() -> None:
+    driver = Driver(config())
+    expected, _ = solo(request(max_tokens=10, eos_token_ids=frozenset()), 0)
+    driver.add(request("stop", max_tokens=10, eos_token_ids=frozenset(), stop_token_ids=frozenset([expected[4]])))
+    driver.add(request("eos", max_tokens=10, eos_token_ids=frozenset([expected[4]])))
+    driver.drain()
+    assert driver.ends["stop", 0].stop_reason == expected[4]
+    assert driver.ends["eos", 0].stop_reason is None
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failing_request_ends_alone(depth: int) -> None:
+    driver = Driver(config(), depth)
+    for i in range(4):
+        driver.add(
+            request(str(i), max_tokens=8, n=1 + i // 2, seed=i, top_k=FAILS if i % 2 else 0, eos_token_ids=frozenset())
+        )
+    driver.drain()
+    driver.check_streams()
+    assert {key for key, event in driver.ends.items() if event.error} == {("1", 0), ("3", 0), ("3", 1)}
+
+
+def test_scoring_computes_the_prompt_and_no_token() -> None:
+    driver = Driver(config(max_num_batched_tokens=6))
+    driver.add(request("score", long_prompt(15), max_tokens=0, prompt_logprobs=1))
+    driver.drain()
+    end = driver.ends["score", 0]
+    assert (end.token_ids, end.finish_reason) == ((), FinishReason.LENGTH)
+    assert end.prompt is not None
+    assert end.prompt.logprobs is not None
+    assert [entry and entry.token_id for entry in end.prompt.logprobs] == [None, *long_prompt(15)[1:]]
+
+
+def test_prompt_logprobs_are_whole_whatever_is_cached_and_however_often_it_was_preempted() -> None:
+    driver = Driver(config(num_blocks=8, max_num_batched_tokens=6))
+    driver.add(request("warm", long_prompt(15)))
+    driver.drain()
+    driver.add(request("first", long_prompt(7, 5), max_tokens=20, eos_token_ids=frozenset(), arrival_s=0.0))
+    driver.add(request("asks", long_prompt(15), max_tokens=4, prompt_logprobs=0, n=2, arrival_s=1.0))
+    seen = []
+    while driver.scheduler.has_work:
+        driver.launch()
+        plan, pending = driver.launched.popleft()
+        events = driver.scheduler.commit(plan, pending.wait(), driver.now)
+        seen += [event.prompt for event in events if event.prompt is not None and event.request_id == "asks"]
+        driver.take(events)
+    assert len(seen) == 2
+    for info in seen:
+        assert info.logprobs is not None
+        assert [entry and entry.token_id for entry in info.logprobs] == [None, *long_prompt(15)[1:]]
+    driver.check_streams()
+
+
+def test_the_same_state_makes_the_same_plan() -> None:
+    drivers = [Driver(config(num_blocks=12)) for _ in range(2)]
+    for driver in drivers:
+        for i in range(5):
+            driver.add(request(str(i), long_prompt(5 + i, i), max_tokens=12, n=1 + i % 2))
+    while drivers[0].scheduler.has_work:
+        plans = [driver.scheduler.plan(driver.now) for driver in drivers]
+        assert plans[0] == plans[1]
+        for driver, plan in zip(drivers, plans, strict=True):
+            assert plan is not None
+            driver.take(driver.scheduler.commit(plan, driver.runner.run(plan).wait(), driver.now))
+
+
+def test_the_books_of_a_small_history() -> None:
+    driver = Driver(config())
+    driver.add(request("a", max_tokens=4, eos_token_ids=frozenset()))
+    driver.drain()
+    stats = driver.scheduler.stats
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.steps) == (3, 4, 4)
+    assert stats.ttft_s.count == stats.queue_s.count == stats.e2e_s.count == stats.tpot_s.count == 1
+    assert stats.itl_s.count == 3
+    assert stats.itl_s.sum == pytest.approx(3 * 0.02)
+    assert stats.finished[FinishReason.LENGTH] == 1
+    assert stats.step_tokens.sum == 3 + 3

@@ -1,0 +1,112 @@
+"""A state machine over the scheduler: any history of arrivals, steps, aborts and failures keeps every invariant."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.core.types import AbortCause
+from tests.pure.driver import EOS, FAILS, Driver, config, request
+
+prompts = st.builds(
+    lambda shared, own: tuple(range(shared)) + tuple(own),
+    st.integers(0, 14),
+    st.lists(st.integers(0, 49), min_size=1, max_size=8),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Whatever happens, each stream is a prefix of its solo stream, and what is not aborted is all of it."""
+
+    @initialize(
+        depth=st.integers(0, 1),
+        num_blocks=st.integers(10, 24),
+        budget=st.integers(6, 30),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "sjf", "priority"]),
+    )
+    def start(self, depth: int, num_blocks: int, budget: int, caching: bool, policy: str) -> None:
+        self.driver = Driver(
+            config(
+                num_blocks=num_blocks,
+                max_num_batched_tokens=budget,
+                enable_prefix_caching=caching,
+                policy=policy,
+                max_model_len=40,
+            ),
+            depth,
+        )
+        self.aborted: set[str] = set()
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.integers(0, 15),
+        n=st.integers(1, 3),
+        seed=st.integers(0, 5),
+        greedy=st.booleans(),
+        ending=st.sampled_from([frozenset(), frozenset([EOS]), frozenset(range(10))]),
+        min_tokens=st.integers(0, 3),
+        top_k=st.sampled_from([0, 0, 0, FAILS]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        priority=st.integers(-2, 2),
+    )
+    def add(self, prompt: tuple[int, ...], greedy: bool, ending: frozenset[int], **params: object) -> None:
+        name = str(len(self.driver.requests))
+        self.driver.add(
+            request(
+                name,
+                prompt,
+                eos_token_ids=ending,
+                temperature=0.0 if greedy else 1.0,
+                arrival_s=self.driver.now,
+                **params,
+            )
+        )
+
+    @rule()
+    def launch(self) -> None:
+        self.driver.launch()
+
+    @rule()
+    def commit(self) -> None:
+        if self.driver.launched:
+            self.driver.commit()
+
+    @rule(steps=st.integers(1, 12))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @rule(
+        which=st.integers(0, 30),
+        choice=st.sampled_from([None, None, 0, 1]),
+        cause=st.sampled_from([AbortCause.DISCONNECT, AbortCause.STOP_STRING]),
+    )
+    def abort(self, which: int, choice: int | None, cause: AbortCause) -> None:
+        name = str(which)
+        if name in self.driver.requests:
+            events = self.driver.scheduler.abort(name, cause, self.driver.now, choice)
+            if events:
+                self.aborted.add(name)
+            self.driver.take(events)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        driver.scheduler.check_integrity()
+        stats = driver.scheduler.stats
+        assert stats.num_running <= driver.scheduler.config.max_num_seqs
+        assert stats.num_waiting >= 0
+        assert stats.num_preempted >= 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            self.driver.check_streams(self.aborted)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
