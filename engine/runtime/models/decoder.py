@@ -1,0 +1,149 @@
+"""The decoder of the Llama lineage: one class, and a ModelConfig says which of its forms.
+
+Made empty on its device, filled through `tensors` by a loader, then `finish`ed; after that the engine thread calls
+`forward` and `logits`. It knows tokens and positions, never sequences, blocks or slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec, LayerAttention
+from engine.runtime.models.config import ModelConfig, NormPlacement
+from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, Norm, RMSNorm, identity
+from engine.runtime.models.linear import Linear
+from engine.runtime.models.rope import Rotary
+
+# Before attention, after it, before the MLP, after it: what checkpoints call these norms, where a layer has them.
+_NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
+    NormPlacement.PRE: ("input_layernorm", None, "post_attention_layernorm", None),
+    NormPlacement.POST: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    NormPlacement.SANDWICH: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+
+
+class DecoderLayer:
+    """Attention and MLP, each added to the residual stream."""
+
+    __slots__ = (
+        "_after_attention",
+        "_after_mlp",
+        "_attention",
+        "_before_attention",
+        "_before_mlp",
+        "_mlp",
+        "_norms",
+        "_scale",
+    )
+
+    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
+        self._attention = Attention(index, config, make)
+        self._mlp = MLP(config, make)
+        self._scale = config.residual_multiplier
+        names = _NORM_NAMES[config.norm_placement]
+        norms = [
+            RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset) if name else None
+            for name in names
+        ]
+        self._norms = {name: norm for name, norm in zip(names, norms, strict=True) if name and norm}
+        places: list[Norm] = [norm or identity for norm in norms]
+        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
+
+    def __call__(self, x: Tensor, angles: Angles | None, attention: LayerAttention) -> None:
+        """Update the residual stream x [T, hidden] in place."""
+        x.add_(self._after_attention(self._attention(self._before_attention(x), angles, attention)), alpha=self._scale)
+        x.add_(self._after_mlp(self._mlp(self._before_mlp(x))), alpha=self._scale)
+
+    def tensors(self) -> Named:
+        for name, norm in self._norms.items():
+            yield f"{name}.weight", norm.weight
+        for name, tensor in self._attention.tensors():
+            yield f"self_attn.{name}", tensor
+        for name, tensor in self._mlp.tensors():
+            yield f"mlp.{name}", tensor
+
+    def finish(self) -> None:
+        self._attention.finish()
+        self._mlp.finish()
+        for norm in self._norms.values():
+            norm.finish()
+
+
+class Decoder:
+    """A CausalLM. `served_len` is the longest sequence it will see, which some rope scalings must know."""
+
+    def __init__(self, config: ModelConfig, *, served_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        make = Maker(dtype, device)
+        self.attention_specs: Sequence[AttentionSpec] = [
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale,
+                window=layer.window,
+                softcap=config.attention_softcap,
+            )
+            for layer in config.layers
+        ]
+        self.vocab_size = config.vocab_size
+        self.max_model_len = config.max_positions
+        self.dtype = dtype
+        self._config = config
+        self._embedding = make.empty(config.vocab_size, config.hidden_size)
+        # Rounded to the weights' type, as Gemma's published code does.
+        self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        self._layers = [DecoderLayer(index, config, make) for index in range(len(config.layers))]
+        self._norm = RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset)
+        self._head = Linear(self._embedding if config.tied_head else make.empty(config.vocab_size, config.hidden_size))
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+        self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
+        # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
+        self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
+        """ids, positions [T] -> final, normed hidden states [T, hidden]."""
+        x = F.embedding(ids, self._embedding)
+        if self._embedding_multiplier != 1.0:
+            x.mul_(self._embedding_multiplier)
+        angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
+        for layer, rope in zip(self._layers, self._rope_of, strict=True):
+            layer(x, angles[rope], attention)
+        return self._norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+        logits = self._head(hidden).float()
+        if self._config.logit_multiplier != 1.0:
+            logits.mul_(self._config.logit_multiplier)
+        if self._config.logit_softcap is not None:
+            logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
+        return logits
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight under its checkpoint name, as a view to be filled."""
+        named = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
+        if not self._config.tied_head:
+            named["lm_head.weight"] = self._head.weight
+        for index, layer in enumerate(self._layers):
+            named.update((f"model.layers.{index}.{name}", tensor) for name, tensor in layer.tensors())
+        return named
+
+    def finish(self) -> None:
+        """Fold and pack what was loaded; views from `tensors` are dead afterwards.
+
+        On a CPU a tied head is packed too, and then held twice, as embedding and as matrix: it is a fifth of a small
+        model's step, and packing halves it.
+        """
+        for layer in self._layers:
+            layer.finish()
+        self._norm.finish()
+        self._head.pack()

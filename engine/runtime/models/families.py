@@ -1,0 +1,265 @@
+"""The model families of the Llama lineage, each as its differences from the common reading of a config.json.
+
+A new family is one function, one line in FAMILIES and one tiny-config test; a family never calls another. What a
+family does not understand it refuses by name: a setting that changes the answer is never skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.core.errors import ModelLoadError
+from engine.runtime.models.config import Activation, LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.models.hf_config import HFConfig
+from engine.runtime.models.rope import RopeConfig, read_rope
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu": Activation.GELU,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
+    """The ModelConfig of a config.json; `source` is named in errors."""
+    hf = HFConfig(values, source)
+    family = FAMILIES.get(hf.text("model_type"))
+    if family is None:
+        raise hf.error("model_type", f"one of {', '.join(FAMILIES)}")
+    config = family(hf)
+    if config.num_heads % config.num_kv_heads:
+        raise ModelLoadError(
+            f"{source}: {config.num_heads} attention heads cannot share {config.num_kv_heads} key/value heads evenly."
+        )
+    return config
+
+
+def llama(hf: HFConfig) -> ModelConfig:
+    """Llama 1 to 3.3, SmolLM2, and the many that took its shape."""
+    return replace(_common(hf), mlp_bias=hf.flag("mlp_bias"))
+
+
+def mistral(hf: HFConfig) -> ModelConfig:
+    return replace(_common(hf), layers=_layers(hf, windows=[hf.optional_integer("sliding_window")] * _num_layers(hf)))
+
+
+def qwen2(hf: HFConfig) -> ModelConfig:
+    """Qwen 1.5, 2 and 2.5."""
+    return replace(_common(hf), qkv_bias=True, o_bias=False, layers=_layers(hf, windows=_qwen_windows(hf)))
+
+
+def qwen3(hf: HFConfig) -> ModelConfig:
+    return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf)))
+
+
+def smollm3(hf: HFConfig) -> ModelConfig:
+    """Every fourth layer knows no positions; those layers are the ones that may have a window."""
+    num_layers, every = _num_layers(hf), hf.integer("no_rope_layer_interval", 4)
+    turned = hf.numbers("no_rope_layers") if hf.has("no_rope_layers") else [(i + 1) % every for i in range(num_layers)]
+    if len(turned) != num_layers:
+        raise hf.error("no_rope_layers", f"{num_layers} entries, one a layer")
+    windows: list[int | None] = [None] * num_layers
+    if hf.flag("use_sliding_window"):
+        windows = _windows(hf, [_FULL if flag else _SLIDING for flag in turned])
+    rope = _rope(hf, theta=2_000_000.0)
+    return replace(
+        _common(hf),
+        mlp_bias=hf.flag("mlp_bias"),
+        tied_head=hf.flag("tie_word_embeddings", True),
+        layers=_layers(hf, windows=windows, ropes=[rope if flag else None for flag in turned]),
+    )
+
+
+def phi3(hf: HFConfig) -> ModelConfig:
+    """Phi-3, Phi-3.5 and Phi-4 (mini and full)."""
+    windows = [hf.optional_integer("sliding_window")] * _num_layers(hf)
+    return replace(_common(hf), merged_checkpoint=True, layers=_layers(hf, windows=windows))
+
+
+def gemma(hf: HFConfig) -> ModelConfig:
+    # The first Gemma checkpoints say "gelu" and mean its tanh approximation.
+    return replace(_gemma_common(hf), activation=Activation.GELU_TANH)
+
+
+def gemma2(hf: HFConfig) -> ModelConfig:
+    """Windows on every other layer, soft-capped scores and logits, norms on both sides."""
+    types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
+    return replace(
+        _gemma_common(hf),
+        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_placement=NormPlacement.SANDWICH,
+        attention_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        # null switches a cap off, absence means the family's own
+        attention_softcap=hf.optional_number("attn_logit_softcapping")
+        if "attn_logit_softcapping" in hf.values
+        else 50.0,
+        logit_softcap=hf.optional_number("final_logit_softcapping") if "final_logit_softcapping" in hf.values else 30.0,
+        layers=_layers(hf, windows=_windows(hf, types)),
+    )
+
+
+def gemma3(hf: HFConfig) -> ModelConfig:
+    """The text model: five window layers with a short rope base to one full layer with a long one."""
+    period = hf.integer("sliding_window_pattern", 6)
+    types = [_SLIDING if (i + 1) % period else _FULL for i in range(_num_layers(hf))]
+    ropes = _ropes_by_type(hf, types, local_theta=hf.number("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
+    return replace(
+        _gemma_common(hf),
+        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_placement=NormPlacement.SANDWICH,
+        qk_norm=QKNorm.HEAD,
+        attention_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        logit_softcap=hf.optional_number("final_logit_softcapping"),
+        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes),
+    )
+
+
+def granite(hf: HFConfig) -> ModelConfig:
+    """Llama with four multipliers."""
+    return replace(
+        _common(hf),
+        mlp_bias=hf.flag("mlp_bias"),
+        embedding_multiplier=hf.number("embedding_multiplier", 1.0),
+        residual_multiplier=hf.number("residual_multiplier", 1.0),
+        attention_scale=hf.number("attention_multiplier", 1.0),
+        logit_multiplier=1.0 / hf.number("logits_scaling", 1.0),
+    )
+
+
+def olmo2(hf: HFConfig) -> ModelConfig:
+    """Norms after attention and MLP, and over whole queries and keys."""
+    return replace(_common(hf), norm_placement=NormPlacement.POST, qk_norm=QKNorm.FULL)
+
+
+def olmo3(hf: HFConfig) -> ModelConfig:
+    """OLMo 2 with windows on three layers of four; only the full layers stretch their rope."""
+    types = [_SLIDING if (i + 1) % 4 else _FULL for i in range(_num_layers(hf))]
+    theta = hf.number("rope_theta", 500_000.0)
+    ropes = _ropes_by_type(hf, types, local_theta=theta, theta=theta)
+    return replace(
+        _common(hf),
+        norm_placement=NormPlacement.POST,
+        qk_norm=QKNorm.FULL,
+        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes),
+    )
+
+
+FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "smollm3": smollm3,
+    "phi3": phi3,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "granite": granite,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+}
+
+
+def _common(hf: HFConfig) -> ModelConfig:
+    """What all families spell alike."""
+    num_heads, bias = hf.integer("num_attention_heads"), hf.flag("attention_bias")
+    return ModelConfig(
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hf.integer("hidden_size"),
+        intermediate_size=hf.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=hf.integer("num_key_value_heads", num_heads),
+        head_dim=_head_dim(hf),
+        max_positions=_max_positions(hf),
+        layers=_layers(hf),
+        norm_eps=hf.number("rms_norm_eps", 1e-6),
+        activation=_activation(hf, "hidden_act", "silu"),
+        tied_head=hf.flag("tie_word_embeddings"),
+        attention_scale=_head_dim(hf) ** -0.5,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def _gemma_common(hf: HFConfig) -> ModelConfig:
+    """What the generations of Gemma share."""
+    hf.refuse("use_bidirectional_attention", "generation needs causal attention")
+    return replace(
+        _common(hf),
+        tied_head=hf.flag("tie_word_embeddings", True),
+        norm_offset=True,
+        embedding_multiplier=hf.integer("hidden_size") ** 0.5,
+    )
+
+
+def _num_layers(hf: HFConfig) -> int:
+    return hf.integer("num_hidden_layers")
+
+
+def _max_positions(hf: HFConfig) -> int:
+    return hf.integer("max_position_embeddings")
+
+
+def _head_dim(hf: HFConfig) -> int:
+    return hf.integer("head_dim", hf.integer("hidden_size") // hf.integer("num_attention_heads"))
+
+
+def _activation(hf: HFConfig, key: str, default: str) -> Activation:
+    name = hf.text(key, default)
+    if name not in _ACTIVATIONS:
+        raise hf.error(key, f"one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _layers(
+    hf: HFConfig, *, windows: Sequence[int | None] | None = None, ropes: Sequence[RopeConfig | None] | None = None
+) -> tuple[LayerConfig, ...]:
+    """All layers; without `windows` none has one, without `ropes` all have the same."""
+    windows = windows or [None] * _num_layers(hf)
+    ropes = ropes or [_rope(hf)] * _num_layers(hf)
+    return tuple(LayerConfig(window, rope) for window, rope in zip(windows, ropes, strict=True))
+
+
+def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:
+    """`layer_types`, or the family's own `types` where a checkpoint names none."""
+    types = hf.texts("layer_types") if hf.has("layer_types") else types
+    if len(types) != _num_layers(hf) or not {_SLIDING, _FULL}.issuperset(types):
+        raise hf.error("layer_types", f"{_num_layers(hf)} entries, each {_SLIDING} or {_FULL}")
+    return types
+
+
+def _windows(hf: HFConfig, types: Sequence[str]) -> list[int | None]:
+    return [hf.integer("sliding_window") if kind == _SLIDING else None for kind in _layer_types(hf, types)]
+
+
+def _qwen_windows(hf: HFConfig) -> list[int | None]:
+    if not (hf.flag("use_sliding_window") and hf.has("sliding_window")):
+        return [None] * _num_layers(hf)
+    first = hf.integer("max_window_layers", 28)
+    return _windows(hf, [_SLIDING if i >= first else _FULL for i in range(_num_layers(hf))])
+
+
+def _rope(hf: HFConfig, theta: float = 10_000.0) -> RopeConfig:
+    """One rope for all layers: `rope_parameters` as transformers 5 writes it, else `rope_theta` and `rope_scaling`."""
+    params = hf.section("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
+    return _rope_from(hf, params, theta=hf.number("rope_theta", theta))
+
+
+def _ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, theta: float) -> list[RopeConfig | None]:
+    """One rope for window layers, one for full ones: nested as transformers 5 writes them, or flat as before it."""
+    nested = hf.section("rope_parameters")
+    full = nested.section(_FULL) if nested.values else hf.section("rope_scaling")
+    ropes = {
+        _SLIDING: _rope_from(hf, nested.section(_SLIDING), theta=local_theta),
+        _FULL: _rope_from(hf, full, theta=hf.number("rope_theta", theta)),
+    }
+    return [ropes[kind] for kind in _layer_types(hf, types)]
+
+
+def _rope_from(hf: HFConfig, params: HFConfig, *, theta: float) -> RopeConfig:
+    return read_rope(params, hf, theta=theta, head_dim=_head_dim(hf), max_positions=_max_positions(hf))

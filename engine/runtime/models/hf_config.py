@@ -1,0 +1,95 @@
+"""Typed access to a checkpoint's config.json.
+
+Families read their settings through this; it knows the spelling of Hugging Face, no model. As in that library, null
+means absent. A value that is missing or of the wrong type is a ModelLoadError naming the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from engine.core.errors import ModelLoadError
+
+T = TypeVar("T", int, float, bool, str)
+
+
+class HFConfig:
+    """A config.json, or one object inside it; `source` is named in errors."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self._read(key, int, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        # JSON writes 10000.0 and 10000 alike
+        return float(value) if type(value) is int else self._read(key, float, default)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self._read(key, bool, default)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._read(key, str, default)
+
+    def optional_integer(self, key: str) -> int | None:
+        return self.integer(key) if self.has(key) else None
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key) if self.has(key) else None
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers."""
+        values = self._list(key)
+        if not all(isinstance(value, (int, float)) for value in values):
+            raise self.error(key, "a list of numbers")
+        return tuple(float(value) for value in values)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        values = self._list(key)
+        if not all(isinstance(value, str) for value in values):
+            raise self.error(key, "a list of strings")
+        return tuple(values)
+
+    def section(self, key: str) -> HFConfig:
+        """The object under `key`; an empty one where it is absent."""
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return HFConfig(value, f"{self.source}, {key}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def error(self, key: str, wanted: str) -> ModelLoadError:
+        """The error for a value Quire cannot use; `wanted` says what it can."""
+        value = self.values.get(key)
+        found = "is missing" if value is None else f"is {value!r:.200}"
+        return ModelLoadError(f"{self.source}: {key!r} {found}; Quire needs {wanted}.")
+
+    def refuse(self, key: str, why: str) -> None:
+        """Raise if the setting is on: it would change the answer and is not implemented."""
+        if self.values.get(key):
+            raise ModelLoadError(
+                f"{self.source}: {key!r} is {self.values[key]!r:.200}, which Quire cannot serve: {why}."
+            )
+
+    def _read(self, key: str, kind: type[T], default: T | None) -> T:
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not kind:
+            raise self.error(key, {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind])
+        return value
+
+    def _list(self, key: str) -> Sequence[Any]:
+        value = self.values.get(key)
+        if not isinstance(value, (list, tuple)):
+            raise self.error(key, "a list")
+        return value

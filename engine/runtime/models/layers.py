@@ -1,0 +1,213 @@
+"""The parts of a decoder layer over a flat batch of tokens: norm, attention, MLP, embedding.
+
+Plain objects holding tensors; the engine thread calls them. A part that belongs to a checkpoint names its tensors by
+the checkpoint's own keys (`tensors`), as views into the merged weights, so that loading is one copy. Each torch call
+costs about 5 us on a CPU and there are thirty layers: the number of calls is kept down on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from engine.runtime.attention.base import LayerAttention
+from engine.runtime.models.config import Activation, ModelConfig, QKNorm
+from engine.runtime.models.linear import Linear
+from engine.runtime.models.rope import rotate
+
+Named = Iterator[tuple[str, Tensor]]
+Norm = Callable[[Tensor], Tensor]
+Angles = tuple[Tensor, Tensor]
+
+
+class Maker(NamedTuple):
+    """Where and in what type weights are made."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
+        return Linear(self.empty(outputs, inputs), self.empty(outputs) if bias else None)
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension, computed in float32 and rounded once.
+
+    With `offset` the scale is 1 + weight and stays in float32, as Gemma needs it.
+    """
+
+    __slots__ = ("_eps", "_offset", "weight")
+
+    def __init__(self, size: int, eps: float, make: Maker, *, offset: bool) -> None:
+        self.weight = make.empty(size, dtype=torch.float32 if offset else None)
+        self._eps = eps
+        self._offset = offset
+
+    def finish(self) -> None:
+        """Fold the offset in, once loaded."""
+        if self._offset:
+            self.weight.add_(1.0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._offset:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+def identity(x: Tensor) -> Tensor:
+    """The norm that is not there."""
+    return x
+
+
+class HeadNorm:
+    """RMSNorm of every query and key head, both in one pass over [T, heads, head_dim]."""
+
+    __slots__ = ("_eps", "_heads", "_offset", "_scale", "k", "q")
+
+    def __init__(self, config: ModelConfig, make: Maker) -> None:
+        self.q = RMSNorm(config.head_dim, config.norm_eps, make, offset=config.norm_offset)
+        self.k = RMSNorm(config.head_dim, config.norm_eps, make, offset=config.norm_offset)
+        self._eps = config.norm_eps
+        self._offset = config.norm_offset
+        self._heads = (config.num_heads, config.num_kv_heads)
+        self._scale = self.q.weight
+
+    def finish(self) -> None:
+        self.q.finish()
+        self.k.finish()
+        num_heads, num_kv_heads = self._heads
+        self._scale = torch.cat((self.q.weight.expand(num_heads, -1), self.k.weight.expand(num_kv_heads, -1)))
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        x = qk.float() if self._offset else qk
+        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._scale).to(qk.dtype)
+
+
+class FullNorm:
+    """RMSNorm of all query heads as one vector, and of all key heads as another."""
+
+    __slots__ = ("_num_heads", "k", "q")
+
+    def __init__(self, config: ModelConfig, make: Maker) -> None:
+        self._num_heads = config.num_heads
+        self.q = RMSNorm(config.num_heads * config.head_dim, config.norm_eps, make, offset=config.norm_offset)
+        self.k = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps, make, offset=config.norm_offset)
+
+    def finish(self) -> None:
+        self.q.finish()
+        self.k.finish()
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        flat = qk.flatten(1)
+        split = self._num_heads * qk.shape[-1]
+        return torch.cat((self.q(flat[:, :split]), self.k(flat[:, split:])), 1).view(qk.shape)
+
+
+_QK_NORMS: Mapping[QKNorm, Callable[[ModelConfig, Maker], HeadNorm | FullNorm]] = {
+    QKNorm.HEAD: HeadNorm,
+    QKNorm.FULL: FullNorm,
+}
+
+
+class Attention:
+    """Queries, keys and values from one matrix, rotated, attended, projected."""
+
+    __slots__ = ("_heads", "_index", "_merged", "_norm", "_num_heads", "_shape", "o", "qkv")
+
+    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
+        self._index = index
+        self._num_heads = config.num_heads
+        self._heads = config.num_heads + config.num_kv_heads  # those that are normed and rotated
+        self._shape = (-1, self._heads + config.num_kv_heads, config.head_dim)
+        self._merged = config.merged_checkpoint
+        width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        self.qkv = make.linear(config.hidden_size, width + 2 * kv_width, bias=config.qkv_bias)
+        self.o = make.linear(width, config.hidden_size, bias=config.o_bias)
+        self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
+
+    def __call__(self, x: Tensor, angles: Angles | None, attention: LayerAttention) -> Tensor:
+        """x [T, hidden]; `angles` from Rotary, None for a layer without positions."""
+        qkv = self.qkv(x).view(self._shape)
+        qk = qkv[:, : self._heads]
+        if self._norm is not None:
+            qk = self._norm(qk)
+        if angles is not None:
+            qk = rotate(qk, *angles)
+        out = attention(self._index, qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :])
+        return self.o(out.flatten(1))
+
+    def tensors(self) -> Named:
+        if self._merged:
+            yield from _named("qkv_proj", self.qkv)
+        else:
+            head_dim = self._shape[2]
+            rows = [self._num_heads * head_dim] + [(self._heads - self._num_heads) * head_dim] * 2
+            yield from _split(("q_proj", "k_proj", "v_proj"), self.qkv, rows)
+        yield from _named("o_proj", self.o)
+        if self._norm is not None:
+            yield "q_norm.weight", self._norm.q.weight
+            yield "k_norm.weight", self._norm.k.weight
+
+    def finish(self) -> None:
+        self.qkv.pack()
+        self.o.pack()
+        if self._norm is not None:
+            self._norm.finish()
+
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class MLP:
+    """down(act(gate x) * up x), gate and up from one matrix."""
+
+    __slots__ = ("_act", "_merged", "_width", "down", "gate_up")
+
+    def __init__(self, config: ModelConfig, make: Maker) -> None:
+        self._act = _ACTIVATIONS[config.activation]
+        self._merged = config.merged_checkpoint
+        self._width = config.intermediate_size
+        self.gate_up = make.linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = make.linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up(x)
+        return self.down(self._act(gate_up[:, : self._width]).mul_(gate_up[:, self._width :]))
+
+    def tensors(self) -> Named:
+        if self._merged:
+            yield from _named("gate_up_proj", self.gate_up)
+        else:
+            yield from _split(("gate_proj", "up_proj"), self.gate_up, [self._width] * 2)
+        yield from _named("down_proj", self.down)
+
+    def finish(self) -> None:
+        self.gate_up.pack()
+        self.down.pack()
+
+
+def _named(name: str, linear: Linear) -> Named:
+    yield f"{name}.weight", linear.weight
+    if linear.bias is not None:
+        yield f"{name}.bias", linear.bias
+
+
+def _split(names: tuple[str, ...], linear: Linear, rows: list[int]) -> Named:
+    """A merged matrix, as the checkpoint's separate ones."""
+    for name, part in zip(names, linear.weight.split(rows), strict=True):
+        yield f"{name}.weight", part
+    if linear.bias is not None:
+        for name, part in zip(names, linear.bias.split(rows), strict=True):
+            yield f"{name}.bias", part

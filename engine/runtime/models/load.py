@@ -1,0 +1,124 @@
+"""From an EngineConfig to a CausalLM with its weights in place. Runs once, at start-up.
+
+The decoder of models/decoder.py serves the families it knows; transformers' own code, through the adapter, the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from engine.core.config import EngineConfig
+from engine.core.errors import MemoryBudgetError, ModelLoadError
+from engine.runtime.attention.base import CausalLM
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.families import FAMILIES, read_config
+from engine.runtime.models.linear import Linear
+from engine.runtime.models.source import resolve_model_path
+from engine.runtime.weights.checkpoint import Checkpoint, Report, fill
+from engine.runtime.weights.dummy import fill_dummy
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint, read_json
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
+    """Build the model on `device` in `dtype` and fill it, telling `report` how far it is."""
+    path = resolve_model_path(config.model, config.revision)
+    try:
+        if _use_decoder(config, path):
+            return _load_decoder(config, path, device, dtype, report)
+        # transformers' model code takes seconds to import, and most models do not need it
+        from engine.runtime.models.transformers_adapter import load_adapter
+
+        return load_adapter(config, path, device, dtype, report)
+    except torch.OutOfMemoryError:
+        raise MemoryBudgetError(
+            f"{config.model} does not fit the memory of {device} in {str(dtype).removeprefix('torch.')}; choose a "
+            "smaller model, a smaller --dtype or a larger device."
+        ) from None
+
+
+def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """`--dtype`, or for auto the checkpoint's own; a CPU takes bfloat16 only where that is the faster one."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    path = resolve_model_path(config.model, config.revision)
+    stored = torch.bfloat16 if _is_gguf(path) else _stored_dtype(path)
+    if device.type == "cpu" and stored != torch.float32:
+        return torch.bfloat16 if _bfloat16_is_faster() else torch.float32
+    return stored
+
+
+def _use_decoder(config: EngineConfig, path: Path) -> bool:
+    if config.model_impl != "auto":
+        return config.model_impl == "quire"
+    return _is_gguf(path) or read_json(path / "config.json").get("model_type") in FAMILIES
+
+
+def _load_decoder(
+    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, report: Report
+) -> CausalLM:
+    dummy = config.load_format == "dummy"
+    checkpoint = None if dummy and not _is_gguf(path) else _open(path, config.load_format)
+    values = checkpoint.config if checkpoint else read_json(path / "config.json")
+    source = checkpoint.source if checkpoint else str(path / "config.json")
+    if values.get("quantization_config"):
+        raise ModelLoadError(
+            f"{source}: the weights are quantized ('quantization_config'), which is not supported yet."
+        )
+    model_config = read_config(values, source)
+    model = Decoder(
+        model_config, served_len=config.max_model_len or model_config.max_positions, dtype=dtype, device=device
+    )
+    if dummy or checkpoint is None:
+        fill_dummy(model.tensors(), config.seed, report)
+    else:
+        fill(model.tensors(), checkpoint, report, tied_head=model_config.tied_head)
+    model.finish()
+    return model
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _open(path: Path, load_format: str) -> Checkpoint:
+    if _is_gguf(path):
+        if load_format == "safetensors":
+            raise ModelLoadError(f"{path} is a GGUF file, but --load-format asks for safetensors.")
+        from engine.runtime.weights.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path)
+    if load_format == "gguf":
+        raise ModelLoadError(f"{path} is a folder; with --load-format gguf, name the .gguf file itself.")
+    return SafetensorsCheckpoint(path)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    values = read_json(folder / "config.json")
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: dtype {name!r} is not one of {', '.join(_DTYPES)}; set --dtype."
+        )
+    return _DTYPES[name]
+
+
+def _bfloat16_is_faster() -> bool:
+    """Time one decode-sized product in both types: a CPU without bfloat16 instructions emulates them, many times slower."""
+    return _product_s(torch.bfloat16) <= _product_s(torch.float32)
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    linear = Linear(torch.ones(1024, 1024, dtype=dtype))
+    linear.pack()
+    x = torch.ones(4, 1024, dtype=dtype)
+    best = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        linear(x)
+        best = min(best, time.perf_counter() - start)
+    return best

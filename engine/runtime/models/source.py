@@ -1,0 +1,40 @@
+"""Where a model lies: a folder, a .gguf file, or a name on the Hugging Face hub that becomes a folder.
+
+No torch here: whoever needs the tokenizer beside the weights may ask as well.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from engine.core.errors import ModelLoadError
+
+# Weights only as safetensors, beside them configuration and tokenizer; never pickles, never code.
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+
+
+@cache
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
+    """The local folder or .gguf file of `model`, downloading it from the hub if it is a name there."""
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
+    if model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf" or model.count("/") > 1:
+        raise ModelLoadError(f"{model} does not exist; name a model folder, a .gguf file or a Hugging Face id.")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_PATTERNS)))
+    except (OSError, ValueError) as error:  # the hub's errors derive from one or the other
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise ModelLoadError(
+            f"{model!r} is not a local path and could not be fetched from the Hugging Face hub ({reason:.300}); check "
+            "the name and the network, or name a local folder or .gguf file."
+        ) from None

@@ -1,0 +1,79 @@
+"""What every weight file looks like to a model: a config.json, and named tensors to be copied out one at a time.
+
+GGUF files are translated to Hugging Face's words by their reader, so models know one spelling. Loading happens once,
+on the thread that builds the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from engine.core.errors import ModelLoadError
+from engine.core.types import Progress
+
+Report = Callable[[Progress], None]
+
+# Buffers that old checkpoints carry and every model computes for itself.
+_COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file. `copy_to` reads, converts and writes it into a tensor of the same shape, nothing kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str
+    copy_to: Callable[[Tensor], None]
+
+
+class Checkpoint(Protocol):
+    """An open checkpoint."""
+
+    config: Mapping[str, Any]  # as config.json spells it
+    source: str  # for errors: the file the config came from
+
+    def tensors(self) -> Iterable[StoredTensor]:
+        """Every tensor, file by file. Nothing is read before a tensor's `copy_to`."""
+        ...
+
+
+def fill(targets: Mapping[str, Tensor], checkpoint: Checkpoint, report: Report, *, tied_head: bool) -> None:
+    """Copy a checkpoint into a model's empty weights: each exactly once, none missing, none left over."""
+    stored = [tensor for tensor in checkpoint.tensors() if not _is_redundant(tensor.name, tied_head=tied_head)]
+    names = {tensor.name for tensor in stored}
+    missing, unexpected = sorted(targets.keys() - names), sorted(names - targets.keys())
+    if missing or unexpected:
+        what = [f"it lacks {_listed(missing)}"] if missing else []
+        what += [f"it has {_listed(unexpected)} that its config does not call for"] if unexpected else []
+        raise ModelLoadError(f"{checkpoint.source} does not match its weights: {', and '.join(what)}.")
+    total, done = sum(tensor.num_bytes for tensor in stored), 0
+    for tensor in stored:
+        target = targets[tensor.name]
+        if tensor.shape != tuple(target.shape):
+            raise ModelLoadError(
+                f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, but the config asks for "
+                f"{list(target.shape)}."
+            )
+        tensor.copy_to(target)
+        done += tensor.num_bytes
+        report(Progress("weights", tensor.name, done, total, "bytes"))
+
+
+def _is_redundant(name: str, *, tied_head: bool) -> bool:
+    return name.endswith(_COMPUTED) or (tied_head and name == "lm_head.weight")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
+
+
+def parts(target: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """`target` in pieces of `num_rows` rows, to convert large tensors without a large intermediate."""
+    for start in range(0, target.shape[0], num_rows):
+        rows = slice(start, min(start + num_rows, target.shape[0]))
+        yield rows, target[rows]

@@ -1,0 +1,43 @@
+"""Random weights for a config.json alone, so that any size can be benchmarked without its checkpoint.
+
+Seeded, and of a scale that keeps activations sane. A few million numbers are drawn once and repeated, because drawing
+billions would take a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.core.types import Progress
+from engine.runtime.weights.checkpoint import Report
+
+_SCALE = 0.02  # what most models are initialised with
+_NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
+
+
+def fill_dummy(targets: Mapping[str, Tensor], seed: int, report: Report) -> None:
+    """Norms are 1, biases 0, matrices random."""
+    total, done = sum(target.nbytes for target in targets.values()), 0
+    drawn: Tensor | None = None
+    for name, target in targets.items():
+        if name.endswith(".bias"):
+            target.zero_()
+        elif "norm" in name:
+            target.fill_(1.0)
+        else:
+            if drawn is None:
+                generator = torch.Generator().manual_seed(seed)
+                drawn = (torch.randn(_NUM_DRAWN, generator=generator) * _SCALE).to(target)
+            _tile(target, drawn)
+        done += target.nbytes
+        report(Progress("weights", name, done, total, "bytes"))
+
+
+def _tile(target: Tensor, drawn: Tensor) -> None:
+    flat = target.view(-1)
+    for start in range(0, flat.numel(), drawn.numel()):
+        part = flat[start : start + drawn.numel()]
+        part.copy_(drawn[: part.numel()])

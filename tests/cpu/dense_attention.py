@@ -1,0 +1,46 @@
+"""A LayerAttention for tests that is as plain as attention can be: one sequence, K and V kept whole, one mask.
+
+It shares no code with the engine's backends, so it can stand beside them as an oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec
+
+
+class DenseAttention:
+    """Causal attention over everything it has been shown, call by call."""
+
+    def __init__(self, specs: Sequence[AttentionSpec]) -> None:
+        self._specs = specs
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        spec = self._specs[layer]
+        assert q.shape[1:] == (spec.num_heads, spec.head_dim)
+        assert k.shape == v.shape == (q.shape[0], spec.num_kv_heads, spec.head_dim)
+        keys = self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k.clone()
+        values = self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v.clone()
+        group = spec.num_heads // spec.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.repeat_interleave(group, 1).float()) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        key_at = torch.arange(len(keys))
+        query_at = key_at[-len(q) :, None]
+        visible = key_at <= query_at
+        if spec.window is not None:
+            visible &= key_at > query_at - spec.window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if spec.sinks is not None:
+            sinks = spec.sinks.float()[:, None, None].expand(-1, len(q), 1)
+            weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        out = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1).float())
+        return out.to(q.dtype)

@@ -1,0 +1,165 @@
+"""Every family's forward pass, from a saved tiny checkpoint, against transformers' own implementation in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from engine.core.config import EngineConfig
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.families import FAMILIES
+from engine.runtime.models.load import load_model
+from tests.cpu.dense_attention import DenseAttention
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NUM_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model: the family's config class, and what it sets beside SIZES."""
+
+    config: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> PretrainedConfig:
+        return getattr(transformers, self.config)(**(SIZES | self.settings))
+
+
+def rope(kind: str, **params: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **params}}
+
+
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+# Factors for a rotary width of 12: Phi-4-mini's three quarters of a head of 16.
+LONG = {"short_factor": [1.0 + i / 10 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
+
+CASES = {
+    "llama": Case("LlamaConfig"),
+    "llama-tied-biased": Case("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": Case("LlamaConfig", {"head_dim": 32}),
+    "llama-linear": Case("LlamaConfig", rope("linear", factor=2.5)),
+    "llama-dynamic": Case("LlamaConfig", rope("dynamic", factor=2.0)),
+    "llama-llama3": Case("LlamaConfig", LLAMA3),
+    "llama-yarn": Case("LlamaConfig", YARN),
+    "llama-yarn-mscale": Case(
+        "LlamaConfig",
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.8, truncate=False),
+    ),
+    "mistral": Case("MistralConfig", {"sliding_window": 8}),
+    "mistral-no-window": Case("MistralConfig", {"sliding_window": None}),
+    "qwen2": Case("Qwen2Config"),
+    "qwen2-window": Case("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": Case("Qwen3Config", {"head_dim": 32}),
+    "qwen3-biased": Case("Qwen3Config", {"attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": Case("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "smollm3-window": Case(
+        "SmolLM3Config", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8}
+    ),
+    "phi3": Case("Phi3Config", {"sliding_window": 8}),
+    "phi3-longrope-short": Case(
+        "Phi3Config",
+        rope("longrope", partial_rotary_factor=0.75, **LONG) | {"original_max_position_embeddings": 64},
+    ),
+    "phi3-longrope-long": Case(
+        "Phi3Config",
+        rope("longrope", partial_rotary_factor=0.75, **LONG) | {"original_max_position_embeddings": 16},
+    ),
+    "gemma": Case("GemmaConfig", {"head_dim": 32}),
+    "gemma2": Case("Gemma2Config", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "gemma2-uncapped": Case(
+        "Gemma2Config",
+        {"head_dim": 32, "sliding_window": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": Case(
+        "Gemma3TextConfig",
+        {"head_dim": 32, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "granite": Case(
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": Case("Olmo2Config"),
+    "olmo3": Case(
+        "Olmo3Config",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+
+
+def save_tiny(case: Case, folder: Path) -> torch.nn.Module:
+    """A random model of transformers, saved; norms and biases are random too, so that none can be forgotten."""
+    torch.manual_seed(0)
+    config = case.build()
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.normal_(std=0.3 if "embed" in name else 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path, **settings: Any) -> Decoder:
+    settings = {"model": str(folder), "model_impl": "quire"} | settings
+    model = load_model(EngineConfig(**settings), torch.device("cpu"), torch.float32, lambda progress: None)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits_of(model: Decoder, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    """Logits at every position, computed `chunks` tokens at a time."""
+    attention = DenseAttention(model.attention_specs)
+    positions = torch.arange(len(ids))
+    with torch.inference_mode():
+        parts = [
+            model.logits(model.forward(some, at, attention))
+            for some, at in zip(ids.split(chunks), positions.split(chunks), strict=True)
+        ]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_transformers(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(CASES[name], tmp_path)
+    ids = torch.randint(3, 128, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    model = load(tmp_path)
+    whole = logits_of(model, ids, [NUM_TOKENS])
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits_of(model, ids, [17, 11] + [1] * 12), expected, atol=1e-4, rtol=1e-4)
+    assert expected.std() > 0.1  # a model that answers nothing would prove nothing
+
+
+def test_every_family_has_a_case() -> None:
+    covered = {case.build().model_type for case in CASES.values()}
+    assert covered == set(FAMILIES)
