@@ -1,0 +1,78 @@
+"""The oracle: paged attention written as its definition, one slice at a time, in float64.
+
+Every other backend is tested against it. It reads exactly the positions a query may see, through the block table, so
+nothing stale in the pool can reach a result. Any device, engine thread; slow on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec, Batch
+
+
+def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Attention of one sequence: q [T, H, D] at positions start .. start + T - 1 over k, v [start + T, Hkv, D].
+
+    Computed in float64; the result has q's shape and dtype.
+    """
+    group = spec.num_heads // spec.num_kv_heads
+    wide_k, wide_v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), wide_k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    query_at = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
+    key_at = torch.arange(k.shape[0], device=q.device)[None, :]
+    is_visible = key_at <= query_at
+    if spec.window is not None:
+        is_visible &= key_at > query_at - spec.window
+    scores = scores.masked_fill(~is_visible, -torch.inf)
+    if spec.sinks is not None:
+        sinks = spec.sinks.double()[:, None, None].expand(-1, q.shape[0], 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, wide_v).to(q.dtype)
+
+
+class ReferenceAttention:
+    """A backend whose pool is [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    graph_safe = False
+
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+
+    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Token-major: one slot is one row of all heads."""
+        return (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+
+    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, one by one."""
+        for source, destination in pairs:
+            kv[destination] = kv[source]
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing is shared between layers but the batch itself."""
+        self._batch = batch
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Store, then attend slice by slice."""
+        batch = self._batch
+        assert batch is not None, "prepare comes before attend"
+        k_pool.flatten(0, 1)[batch.slots] = k
+        v_pool.flatten(0, 1)[batch.slots] = v
+        pieces, row = [], 0
+        for num_queries, context, table in zip(
+            batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
+        ):
+            num_blocks = -(-context // k_pool.shape[1])
+            blocks = torch.tensor(table[:num_blocks], device=q.device)
+            keys, values = (pool[blocks].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
+            queries = q[row : row + num_queries]
+            pieces.append(dense_attention(spec, queries, keys, values, context - num_queries))
+            row += num_queries
+        return torch.cat(pieces)

@@ -1,0 +1,34 @@
+"""Which attention backends there are, by name, and which one a device gets when none is named."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from engine.core.errors import ConfigError
+from engine.runtime.attention.base import AttentionBackend
+
+BACKENDS = {
+    "cpu": "engine.runtime.attention.cpu_paged:CpuPagedAttention",
+    "torch": "engine.runtime.attention.torch_paged:TorchPagedAttention",
+    "reference": "engine.runtime.attention.reference:ReferenceAttention",
+}
+
+
+def load_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name`, or with "auto" the device's best. Raises ConfigError for a name nobody has."""
+    chosen = _best(device) if name == "auto" else name
+    if chosen not in BACKENDS:
+        raise ConfigError(f"--attention-backend is {name!r}; choose one of auto, {', '.join(BACKENDS)}.")
+    if chosen == "cpu" and device.type != "cpu":
+        raise ConfigError(
+            f"--attention-backend is 'cpu' but the device is {device.type!r}; leave it out, or use 'auto'."
+        )
+    module, _, attribute = BACKENDS[chosen].partition(":")
+    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    return backend
+
+
+def _best(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "torch"

@@ -1,0 +1,57 @@
+"""Paged attention on any device, in torch operations alone: one slice at a time.
+
+The fallback where no kernel fits. Its cost grows with the number of slices, since each is a few launches a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import copy_blocks, head_major_shape, store
+from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
+
+
+class TorchPagedAttention:
+    """Head-major pool; a view where a sequence's blocks are adjacent, a gather where they are not."""
+
+    graph_safe = False
+
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+        self._views: dict[int | None, list[SliceView]] = {}  # by window
+
+    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Head-major."""
+        return head_major_shape(spec, num_blocks, block_size)
+
+    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks at once."""
+        copy_blocks(kv, pairs)
+
+    def prepare(self, batch: Batch) -> None:
+        """Forget the last step; views are made when the first layer with a given window asks."""
+        self._batch, self._views = batch, {}
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Store, then attend slice by slice."""
+        batch = self._batch
+        assert batch is not None, "prepare comes before attend"
+        store(k_pool, batch.slots, k)
+        store(v_pool, batch.slots, v)
+        if spec.window not in self._views:
+            self._views[spec.window] = _view_all(batch, k_pool.shape[2], spec.window)
+        return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[spec.window]])
+
+
+def _view_all(batch: Batch, block_size: int, window: int | None) -> list[SliceView]:
+    views, row = [], 0
+    for num_queries, context, table in zip(
+        batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
+    ):
+        views.append(view_slice(row, num_queries, context, table, block_size, window, batch.slots.device))
+        row += num_queries
+    return views

@@ -1,0 +1,184 @@
+"""One suite for every attention backend, against the definition in float64 on contiguous keys and values."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine.core.errors import ConfigError
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Batch
+from engine.runtime.attention.reference import dense_attention
+from engine.runtime.attention.table import BACKENDS, load_backend
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 96
+SPECS = {
+    "gqa": AttentionSpec(6, 2, 16, 0.25),
+    "mha": AttentionSpec(4, 4, 8, 0.3),
+    "mqa": AttentionSpec(4, 1, 32, 0.2),
+    "window": AttentionSpec(6, 2, 16, 0.25, window=20),
+    "tiny_window": AttentionSpec(6, 2, 16, 0.25, window=1),
+    "softcap": AttentionSpec(6, 2, 16, 0.9, softcap=2.0),
+    "sinks": AttentionSpec(4, 2, 16, 0.25, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
+    "all": AttentionSpec(4, 2, 16, 0.7, window=70, softcap=1.5, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
+}
+# (tokens already computed, tokens of this step)
+STEPS = {
+    "one_decode": [(37, 1)],
+    "few_decodes": [(5, 1), (150, 1)],
+    "many_decodes": [(0, 1), (3, 1), (15, 1), (16, 1), (63, 1), (64, 1), (130, 1), (77, 1)],
+    "prompt": [(0, 41)],
+    "chunks": [(32, 17), (7, 30), (0, 16)],
+    "mixed": [(0, 33), (9, 1), (20, 1), (40, 5), (64, 1), (80, 1), (1, 1), (99, 1)],
+}
+
+
+class Pools:
+    """A pool filled with NaN, where every sequence's history lies in scattered or adjacent blocks."""
+
+    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> None:
+        self.backend, self.spec, self.block_size, self.dtype = backend, spec, block_size, dtype
+        shape = backend.kv_shape(spec, NUM_BLOCKS, block_size)
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+
+    def run(self, queries: list[torch.Tensor], keys: list, values: list, steps: list, tables: list) -> torch.Tensor:
+        """One step: the last `num` of each sequence's keys and values are new, the rest were stored before."""
+        batch = make_batch(steps, tables, self.block_size)
+        self.backend.prepare(batch)
+        new_k, new_v = (
+            torch.cat([x[start : start + num] for x, (start, num) in zip(xs, steps, strict=True)])
+            for xs in (keys, values)
+        )
+        return self.backend.attend(self.spec, torch.cat(queries), new_k, new_v, self.k, self.v)
+
+
+def make_batch(steps: list, tables: list, block_size: int) -> Batch:
+    lens = [num for _, num in steps]
+    positions = torch.cat([torch.arange(start, start + num) for start, num in steps])
+    slots = [
+        tables[s][p // block_size] * block_size + p % block_size
+        for s, (start, num) in enumerate(steps)
+        for p in range(start, start + num)
+    ]
+    widest = max(map(len, tables))
+    return Batch(
+        ids=torch.zeros(sum(lens), dtype=torch.int64),
+        positions=positions,
+        slots=torch.tensor(slots),
+        block_tables=torch.tensor([table + [0] * (widest - len(table)) for table in tables], dtype=torch.int32),
+        query_starts=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
+        context_lens=torch.tensor([start + num for start, num in steps], dtype=torch.int32),
+        sample_rows=torch.tensor([], dtype=torch.int64),
+        query_lens_host=lens,
+        context_lens_host=[start + num for start, num in steps],
+        block_tables_host=tables,
+    )
+
+
+def make_tables(steps: list, block_size: int, is_scattered: bool) -> list[list[int]]:
+    """Block tables of sequences that share the pool; one more block each than needed, as the scheduler may reserve."""
+    blocks = list(range(NUM_BLOCKS))
+    if is_scattered:
+        random.Random(7).shuffle(blocks)
+    return [[blocks.pop(0) for _ in range((start + num) // block_size + 1)] for start, num in steps]
+
+
+@pytest.mark.parametrize("is_scattered", [False, True], ids=["adjacent", "scattered"])
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_equals_the_definition(name: str, spec: AttentionSpec, steps: list, is_scattered: bool) -> None:
+    torch.manual_seed(3)
+    block_size = 16
+    pools = Pools(load_backend(name, CPU), spec, block_size, torch.float32)
+    tables = make_tables(steps, block_size, is_scattered)
+    keys, values = (
+        [torch.randn(start + num, spec.num_kv_heads, spec.head_dim) for start, num in steps] for _ in range(2)
+    )
+    queries = [torch.randn(start + num, spec.num_heads, spec.head_dim) for start, num in steps]
+
+    before = [(0, start) for start, _ in steps if start]
+    chosen = [s for s, (start, _) in enumerate(steps) if start]
+    if before:
+        pools.run([queries[s][: steps[s][0]] for s in chosen], [keys[s] for s in chosen], [values[s] for s in chosen],
+                  before, [tables[s] for s in chosen])  # fmt: skip
+    out = pools.run([q[start:] for q, (start, _) in zip(queries, steps, strict=True)], keys, values, steps, tables)
+
+    expected = [
+        dense_attention(spec, queries[s][start:], keys[s], values[s], start) for s, (start, _) in enumerate(steps)
+    ]
+    torch.testing.assert_close(out, torch.cat(expected), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [1, 4, 64, 128])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_block_sizes_and_half_precision(name: str, block_size: int, dtype: torch.dtype) -> None:
+    """Within a few roundings of the half type, at every block size, and whatever NaN the pool held before."""
+    torch.manual_seed(5)
+    spec = AttentionSpec(6, 2, 16, 0.25)
+    steps = [(0, 1), (2, 1), (5, 1), (1, 1), (7, 1), (0, 9)]
+    pools = Pools(load_backend(name, CPU), spec, block_size, dtype)
+    tables = make_tables(steps, block_size, is_scattered=True)
+    keys, values = ([torch.randn(s + n, 2, 16).to(dtype) for s, n in steps] for _ in range(2))
+    queries = [torch.randn(s + n, 6, 16).to(dtype) for s, n in steps]
+    for position in range(7):  # token by token, so that blocks are begun, continued and filled by decode steps
+        live = [s for s, (start, _) in enumerate(steps) if start > position]
+        if live:
+            pools.run([queries[s][position : position + 1] for s in live], [keys[s] for s in live],
+                      [values[s] for s in live], [(position, 1)] * len(live), [tables[s] for s in live])  # fmt: skip
+    out = pools.run([q[start:] for q, (start, _) in zip(queries, steps, strict=True)], keys, values, steps, tables)
+    expected = [dense_attention(spec, queries[s][i:], keys[s], values[s], i) for s, (i, _) in enumerate(steps)]
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 3e-3
+    torch.testing.assert_close(out, torch.cat(expected), atol=tolerance, rtol=tolerance)
+
+
+def test_the_definition_itself_equals_an_explicit_loop() -> None:
+    torch.manual_seed(1)
+    spec = AttentionSpec(4, 2, 8, 0.5, window=3, softcap=2.0, sinks=torch.tensor([0.1, 0.2, -0.3, 1.0]))
+    q, k, v = torch.randn(3, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    out = dense_attention(spec, q, k, v, start=2)
+    assert spec.sinks is not None
+    for i in range(3):
+        for head in range(4):
+            seen = range(i, i + 3)  # position i + 2 sees itself and two before it
+            scores = [2.0 * torch.tanh(q[i, head] @ k[j, head // 2] * 0.5 / 2.0) for j in seen]
+            weights = [torch.exp(score) for score in scores]
+            total = sum(weights) + torch.exp(spec.sinks[head])
+            expected = sum(w / total * v[j, head // 2] for w, j in zip(weights, seen, strict=True))
+            torch.testing.assert_close(out[i, head], expected)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_copies_whole_blocks(name: str) -> None:
+    backend, spec = load_backend(name, CPU), SPECS["gqa"]
+    pool = torch.randn(backend.kv_shape(spec, 8, 16))
+    block_axis = list(pool.shape).index(8)
+    before = pool.clone()
+    backend.copy_blocks(pool, [(1, 5), (2, 0)])
+    for source, destination in ((1, 5), (2, 0), (3, 3), (1, 1)):
+        assert torch.equal(pool.select(block_axis, destination), before.select(block_axis, source))
+
+
+def test_layers_with_different_windows_share_a_step() -> None:
+    """Prepared once, a backend serves both kinds of layers of a model that alternates them."""
+    torch.manual_seed(2)
+    backend = load_backend("cpu", CPU)
+    steps, block_size = [(40, 1)] * 6, 16
+    tables = make_tables(steps, block_size, is_scattered=True)
+    backend.prepare(make_batch(steps, tables, block_size))
+    for spec in (SPECS["gqa"], SPECS["window"], SPECS["gqa"]):
+        k_pool, v_pool = (torch.randn(backend.kv_shape(spec, NUM_BLOCKS, block_size)) for _ in range(2))
+        q, k, v = torch.randn(6, 6, 16), torch.randn(6, 2, 16), torch.randn(6, 2, 16)
+        out = backend.attend(spec, q, k, v, k_pool, v_pool)
+        for s in range(6):
+            keys, values = (pool[:, tables[s]].flatten(1, 2)[:, :41].transpose(0, 1) for pool in (k_pool, v_pool))
+            expected = dense_attention(spec, q[s : s + 1], keys, values, 40)
+            torch.testing.assert_close(out[s : s + 1], expected, atol=2e-5, rtol=2e-5)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ConfigError, match="'flashy'; choose one of auto, cpu, torch, reference"):
+        load_backend("flashy", CPU)
