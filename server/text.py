@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 REPLACEMENT = "\ufffd"
 NUM_CONTEXT_TOKENS = 6  # of the prompt: enough to tell whether the first token continues a word or a character
-MAX_HELD_TOKENS = 32  # of broken UTF-8: a character has at most four bytes, so beyond this it is no character
+MAX_HELD_TOKENS = 32  # without whole text: a character has at most four bytes, so beyond this it is none
 
 
 class Detokenizer:
@@ -94,7 +94,8 @@ class Detokenizer:
         """The text that this id settles; empty while a character is incomplete."""
         self._window.append(token_id)
         text = self._decode()
-        if text.endswith(REPLACEMENT) and len(self._window) - self._num_settled < MAX_HELD_TOKENS:
+        is_settled = len(text) > self._known and not text.endswith(REPLACEMENT)
+        if not is_settled and len(self._window) - self._num_settled < MAX_HELD_TOKENS:
             return ""
         delta = text[self._known :]
         del self._window[: self._num_settled]

@@ -1,0 +1,83 @@
+"""The HTTP application: parts wired together, routes mounted, the engine started and stopped with it.
+
+Everything here runs on the event loop. Whoever runs the application (server/serve.py) may drain it earlier through
+`app.state.context.client.stop`; the lifespan's own stop then finds nothing left to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from engine.loop import Engine
+from server import errors
+from server.app_config import AppConfig
+from server.auth import KeyGuard
+from server.client import EngineClient
+from server.metrics import Metrics
+from server.middleware import BodyLimit, RequestScope
+from server.protocol.limits import Limits
+from server.routes import chat, completions, models, operations, tokens
+from server.routes.context import Context
+from server.text import Tokenizer
+from server.version import VERSION
+
+
+def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
+    """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
+    context = Context(
+        engine=engine,
+        client=EngineClient(engine),
+        tokenizer=tokenizer,
+        config=config,
+        limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
+        metrics=Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm"),
+        started_s=int(time.time()),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        context.client.start()
+        yield
+        await context.client.stop(config.shutdown_timeout_s)
+
+    app = FastAPI(
+        title="Quire",
+        version=VERSION,
+        lifespan=lifespan,
+        middleware=_middleware(context),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.context = context
+    errors.install(app)
+    for module in (completions, chat, models, tokens, operations):
+        app.include_router(module.router)
+    return app
+
+
+def _middleware(context: Context) -> list[Middleware]:
+    """From the outside in. What a client without a key may cost ends at the guard."""
+    config = context.config
+    stack = [Middleware(RequestScope, metrics=context.metrics)]
+    if config.allowed_origins:
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.allowed_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after"],
+            )
+        )
+    if config.api_keys:
+        stack.append(Middleware(KeyGuard, keys=config.api_keys))
+    stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes))
+    return stack

@@ -1,0 +1,119 @@
+"""The event loop's side of the engine: requests go in, each answer has one mailbox, leaving aborts.
+
+The engine thread calls `_deliver` once a step and touches nothing else here; all other code runs on the event loop.
+A mailbox keeps what its reader has not taken yet, at most the tokens that were asked for: a slow reader finds several
+steps merged, and the engine never waits for it. Knows no text and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from engine.core.types import AbortCause, Request, TokenEvent
+from engine.loop import Engine
+
+
+class PromptEvent(NamedTuple):
+    """An event and which of the answer's prompts it belongs to."""
+
+    prompt: int
+    event: TokenEvent
+
+
+class Answer:
+    """The mailbox of one or more requests that are answered together, as a scope: leaving it ends what still runs."""
+
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
+        self._client = client
+        self._prompts = {request.request_id: index for index, request in enumerate(requests)}
+        self._alive = {(request.request_id, choice) for request in requests for choice in range(request.params.n)}
+        self._events: list[PromptEvent] = []
+        self._filled = asyncio.Event()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody waits any more: end what still runs. The one way out, for every reason a client may leave."""
+        self._client.forget(self._prompts)
+        for request_id in {request_id for request_id, _ in self._alive}:
+            self._client.engine.abort(request_id, AbortCause.DISCONNECT)
+
+    async def take(self) -> list[PromptEvent]:
+        """Wait until something has happened and return all of it, in order."""
+        await self._filled.wait()
+        self._filled.clear()
+        events, self._events = self._events, []
+        return events
+
+    def put(self, event: TokenEvent) -> None:
+        """One more event for the reader."""
+        if event.finish_reason is not None:
+            self._alive.discard((event.request_id, event.choice))
+        self._events.append(PromptEvent(self._prompts[event.request_id], event))
+        self._filled.set()
+
+    def stop(self, event: TokenEvent) -> None:
+        """A stop string was found in this event's choice; its other choices go on."""
+        self._client.engine.abort(event.request_id, AbortCause.STOP_STRING, event.choice)
+
+
+class EngineClient:
+    """Submits requests and hands every event to the answer that waits for it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.is_draining = False
+        self._answers: dict[str, Answer] = {}  # by request id
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Engine requests that somebody waits for."""
+        return len(self._answers)
+
+    def start(self) -> None:
+        """Start the engine and listen to it on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.engine.start(self._deliver)
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new work, let open answers finish for `drain_s`, end the rest. Returns when the engine has stopped."""
+        self.is_draining = True
+        await asyncio.to_thread(self.engine.stop, drain_s)
+
+    def submit(self, requests: Sequence[Request]) -> Answer:
+        """Hand requests to the engine, all or none, and return their answer, to be entered as a scope.
+
+        Raises what Engine.submit raises.
+        """
+        answer = Answer(self, requests)
+        try:
+            for request in requests:
+                self._answers[request.request_id] = answer
+                self.engine.submit(request)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nobody waits for these any more."""
+        for request_id in request_ids:
+            self._answers.pop(request_id, None)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Engine thread: one crossing a step."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            answer = self._answers.get(event.request_id)
+            if answer is not None:
+                answer.put(event)

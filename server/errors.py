@@ -1,0 +1,145 @@
+"""The one place where an exception becomes an HTTP answer, in OpenAI's envelope on every path.
+
+    {"error": {"message": ..., "type": ..., "param": ... | null, "code": ...}}
+
+Runs on the event loop. Codes are strings that a program may rely on; messages are for people.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from engine.core.errors import (
+    ClientError,
+    ComputeError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    NeverFitsError,
+    OverloadedError,
+    QuireError,
+    ShuttingDownError,
+)
+
+MAX_ENTRIES = 10  # of a validation message
+MAX_SHOWN = 200  # characters of anything a client sent, so that a bad body of megabytes is not sent back
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+
+# The first class that fits decides: (exception, status, type, code).
+_TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
+    (ContextLengthError, 400, _INVALID, "context_length_exceeded"),
+    (NeverFitsError, 400, _INVALID, "request_too_large"),
+    (InvalidRequestError, 400, _INVALID, "invalid_value"),
+    (OverloadedError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (ShuttingDownError, 503, "service_unavailable_error", "shutting_down"),
+    (EngineDeadError, 500, _SERVER, "engine_dead"),
+    (ComputeError, 500, _SERVER, "compute_error"),
+    (QuireError, 500, _SERVER, "internal_error"),
+    (ClientDisconnect, 499, _INVALID, "client_disconnected"),
+)
+
+# Where pydantic's word for a fault has a counterpart among OpenAI's codes.
+_VALIDATION_CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "json_invalid": "invalid_json",
+}
+
+
+@dataclass(eq=False)  # not frozen: an exception's traceback is set while it travels
+class ApiError(Exception):
+    """An answer that is not a success, ready to be sent."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    type: str = _INVALID
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """The envelope as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return to_json({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def unsupported(name: str, reason: str) -> ApiError:
+    """A field that is known and would change the answer, but that nobody here can honour."""
+    return ApiError(400, "unsupported_parameter", f"{name} is not supported: {reason}", name)
+
+
+def shorten(text: str) -> str:
+    """At most MAX_SHOWN characters."""
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told about any exception; what nobody foresaw is told nothing about."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return _from_validation(error)
+    if isinstance(error, HTTPException):
+        return _from_http(error)
+    for kind, status, error_type, code in _TABLE:
+        if isinstance(error, kind):
+            param = error.param if isinstance(error, ClientError) else None
+            return ApiError(status, code, str(error), param, error_type, _retry_headers(error))
+    return ApiError(500, "internal_error", "The server failed on this request; its log says why.", None, _SERVER)
+
+
+def _retry_headers(error: Exception) -> dict[str, str]:
+    if not isinstance(error, OverloadedError):
+        return {}
+    wait_s = max(error.retry_after_s, 0.001)
+    return {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    entries = error.errors(include_url=False, include_context=False, include_input=False)
+    lines, params = [], []
+    for entry in entries[:MAX_ENTRIES]:
+        param = shorten(".".join(map(str, entry["loc"])))
+        message = shorten(entry["msg"].removeprefix("Value error, "))
+        params.append(param)
+        lines.append(f"{param}: {message}" if param else message)
+    if len(entries) > MAX_ENTRIES:
+        lines.append(f"and {len(entries) - MAX_ENTRIES} more")
+    kind = entries[0]["type"]
+    code = _VALIDATION_CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
+    return ApiError(400, code, "; ".join(lines), params[0] or None)
+
+
+def _from_http(error: HTTPException) -> ApiError:
+    """Starlette's own answers: no such route, no such method."""
+    phrase = HTTPStatus(error.status_code).phrase
+    error_type = _INVALID if error.status_code < 500 else _SERVER
+    code = phrase.lower().replace(" ", "_")
+    return ApiError(error.status_code, code, str(error.detail), None, error_type, dict(error.headers or {}))
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    api_error = to_api_error(error)
+    if api_error.status == HTTPStatus.NOT_FOUND and isinstance(error, HTTPException):
+        path = shorten(request.url.path)
+        api_error = ApiError(404, "not_found", f"There is no route {request.method} {path} here.")
+    return api_error.response()
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception that is foreseen; the rest is caught, and logged, by the outermost middleware."""
+    for kind in (ApiError, QuireError, ValidationError, HTTPException, ClientDisconnect):
+        app.add_exception_handler(kind, _answer)

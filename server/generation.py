@@ -1,0 +1,71 @@
+"""One answer on its way: the engine's events become deltas of its choices, and are counted.
+
+Event loop only. Between the mailbox (client.py) and the JSON (protocol/); knows neither HTTP nor JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.core.types import Request
+from server.choice import Choice, Delta, TextRules
+from server.client import Answer
+from server.protocol.usage import Usage
+from server.text import Tokenizer
+
+
+class ChoiceDelta(NamedTuple):
+    """What is new in one choice; `choice` counts all choices of all prompts."""
+
+    choice: int
+    delta: Delta
+
+
+class Generation:
+    """The choices of an open answer: `next_deltas` until it returns none, or `all_deltas` at once."""
+
+    def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: Tokenizer, rules: TextRules) -> None:
+        self._answer = answer
+        self._n = requests[0].params.n
+        self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
+        self._num_open = len(self._choices)
+        self._cached_tokens: dict[int, int] = {}  # by prompt
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        return Usage.of(self._num_prompt_tokens, num_tokens, sum(self._cached_tokens.values()))
+
+    async def next_deltas(self) -> list[ChoiceDelta]:
+        """Wait for something worth showing; empty when all choices are done. Raises the error of a choice that failed."""
+        news: list[ChoiceDelta] = []
+        while self._num_open and not news:
+            heard = await self._listen()
+            news = [ChoiceDelta(i, self._choices[i].take()) for i in heard if not self._choices[i].is_silent]
+        return news
+
+    async def all_deltas(self) -> list[Delta]:
+        """Wait for the end; one delta a choice, in order."""
+        while self._num_open:
+            await self._listen()
+        return [choice.take() for choice in self._choices]
+
+    async def _listen(self) -> list[int]:
+        """Take in what has happened; returns the choices that heard of it."""
+        heard: dict[int, None] = {}  # ordered, each once
+        for prompt, event in await self._answer.take():
+            index = prompt * self._n + event.choice
+            choice = self._choices[index]
+            if choice.is_done:
+                continue  # a stop string was found in it; what the engine drew since is not shown
+            if event.prompt is not None:
+                self._cached_tokens[prompt] = event.prompt.num_cached_tokens
+            if choice.accept(event):
+                self._num_open -= 1
+                if event.finish_reason is None:
+                    self._answer.stop(event)
+            heard[index] = None
+        return list(heard)

@@ -1,0 +1,97 @@
+"""What happens to every HTTP request before and after its route: an id, a body limit, one log line, one count.
+
+Plain ASGI on the event loop: a streamed answer costs one wrapped `send` an event and nothing is buffered. Knows no
+route and no protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError, to_api_error
+from server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_ID = 128  # characters of a client's own id that we repeat
+IGNORED_FIELDS = "ignored_fields"  # the key in the request's state under which routes leave their names
+
+
+class RequestScope:
+    """Outermost: gives a request its id, tells what was ignored, counts and logs it, and lets no exception out."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request; an exception that nobody foresaw becomes a 500 if there is still an answer to give."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        request_id = Headers(scope=scope).get("x-request-id", "")[:MAX_REQUEST_ID] or uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if IGNORED_FIELDS in state:
+                    headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            if not status:
+                await to_api_error(error).response()(scope, receive, send_with_headers)
+        finally:
+            self._conclude(scope, request_id, status, time.monotonic() - started_s)
+
+    def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "unmatched")
+        self._metrics.http_request(route, scope["method"], status, seconds)
+        logger.info("%s %s %d in %.3f s, request %r", scope["method"], route, status, seconds, request_id)
+
+
+class BodyLimit:
+    """Refuses a body beyond `max_bytes`: at once where it announces its length, else as soon as it has grown too far."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count what is received; the route's own read of the body raises."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await self._too_large().response()(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _too_large(self) -> ApiError:
+        message = f"The request body is larger than {self._max_bytes} bytes; send less (--max-body-bytes)."
+        return ApiError(413, "request_too_large", message)

@@ -1,0 +1,56 @@
+"""What all request bodies share: null means absent, nothing is coerced, and no field is dropped in silence.
+
+A field is one of four things: declared and honoured; a no-op, which by its meaning cannot change the answer; known but
+not supported, which is a 400 naming it unless its value asks for what happens anyway; or known to nobody, which the
+client is told. Pure data, no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from server.errors import shorten, unsupported
+
+
+class RequestBody(BaseModel):
+    """Base of every request body."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset()
+    # name -> values that ask for nothing beyond what is done anyway
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            neutral = cls.UNSUPPORTED.get(name)
+            value = data[name]
+            if neutral is not None and value is not None and value not in neutral:
+                raise unsupported(name, "it would change the answer and this server cannot honour it; leave it out.")
+        return data
+
+    def ignored_fields(self) -> list[str]:
+        """Names that nobody knows, fit for a header."""
+        extra = self.model_extra or {}
+        names = [name for name in extra if name not in self.NO_OPS and name not in self.UNSUPPORTED]
+        return [ascii(shorten(name))[1:-1] for name in names]
+
+
+class ResponseBody(BaseModel):
+    """Base of every answer: only what was set is sent, so a field may be null on purpose or absent."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+    def json_bytes(self) -> bytes:
+        """This answer as UTF-8 JSON."""
+        return self.__pydantic_serializer__.to_json(self, exclude_unset=True)

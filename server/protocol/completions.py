@@ -1,0 +1,126 @@
+"""POST /v1/completions: its request, its answer and its stream's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, model_validator
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import SamplingParams
+from server.choice import Delta
+from server.protocol.base import ResponseBody
+from server.protocol.form import Envelope
+from server.protocol.limits import Limits
+from server.protocol.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
+from server.protocol.sampling import SamplingBody
+from server.protocol.usage import Usage
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024
+
+Prompt = str | list[int]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if not prompts or "" in prompts:
+        raise ValueError("is empty; send at least one token")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"has {len(prompts)} prompts; one request may have at most {MAX_PROMPTS}")
+    return prompts
+
+
+class CompletionBody(SamplingBody):
+    """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_scoring(self) -> CompletionBody:
+        if not self.max_tokens and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "max_tokens is 0, which answers nothing; give at least 1, or set echo or prompt_logprobs to score.",
+                param="max_tokens",
+            )
+        return self
+
+    def params(self, limits: Limits) -> SamplingParams:
+        """The engine's parameters, the same for every prompt. Raises InvalidRequestError."""
+        limits.check_logprobs(self.logprobs, "logprobs")
+        scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        return self.sampling_params(limits, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
+
+
+class CompletionChoice(ResponseBody):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(ResponseBody):
+    """The answer, and a chunk of it: OpenAI gives both the same shape."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class CompletionForm:
+    """Implements Form for the completions API."""
+
+    def __init__(self, body: CompletionBody, envelope: Envelope) -> None:
+        self._body = body
+        self._envelope = envelope
+        self._fields = envelope.fields("text_completion")
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        return Completion(**self._fields, choices=choices, usage=usage).json_bytes()
+
+    def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
+        return [Completion(**self._fields, choices=[self._choice(index, delta)], **usage).json_bytes()]
+
+    def closing(self, usage: Usage) -> bytes:
+        return Completion(**self._fields, choices=[], usage=usage).json_bytes()
+
+    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
+        finish = delta.finish_reason
+        choice = CompletionChoice(
+            index=index,
+            text=delta.text,
+            logprobs=self._logprobs(delta),
+            finish_reason=finish.value if finish else None,
+            stop_reason=delta.stop_reason,
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = delta.token_ids
+        if delta.prompt is not None:
+            if self._body.return_token_ids:
+                choice.prompt_token_ids = list(self._envelope.prompts[index // self._body.n])
+            if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
+                choice.prompt_logprobs = prompt_logprobs(self._envelope.tokenizer, delta.prompt.logprobs)
+        return choice
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+        return completion_logprobs(self._envelope.tokenizer, delta) if self._body.logprobs is not None else None

@@ -1,0 +1,58 @@
+"""What this model and this server allow: the numbers that a request is held against before the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ContextLengthError, InvalidRequestError
+from server.app_config import AppConfig
+from server.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds in tokens and ids, resolved once at start-up."""
+
+    vocab_size: int
+    max_model_len: int
+    pool_tokens: int  # positions that the whole KV pool holds
+    max_logprobs: int
+    has_priorities: bool
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, vocab_size: int, tokenizer: Tokenizer, app: AppConfig) -> Limits:
+        return cls(
+            vocab_size=vocab_size,
+            max_model_len=config.max_model_len,
+            pool_tokens=config.num_blocks * config.block_size,
+            max_logprobs=app.max_logprobs,
+            has_priorities=config.policy == "priority",
+            tokenizer=tokenizer,
+        )
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raise InvalidRequestError if the model has no such token."""
+        for token_id in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token_id < self.vocab_size:
+                message = f"{param} has the token id {token_id}; ids of this model are 0 to {self.vocab_size - 1}."
+                raise InvalidRequestError(message, param=param)
+
+    def check_logprobs(self, wanted: int | None, param: str) -> None:
+        """Raise InvalidRequestError if more alternatives are asked for than this server gives."""
+        if wanted is not None and wanted > self.max_logprobs:
+            raise InvalidRequestError(
+                f"{param} is {wanted}; this server gives at most {self.max_logprobs}.", param=param
+            )
+
+    def rest_of_context(self, num_prompt: int, param: str) -> int:
+        """The most tokens that can follow a prompt. Raises ContextLengthError if there is room for none."""
+        if num_prompt >= self.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but {param} has {num_prompt}, "
+                f"which leaves no room for an answer; shorten it.",
+                param=param,
+            )
+        return max(1, min(self.max_model_len - num_prompt, self.pool_tokens - num_prompt + 1))

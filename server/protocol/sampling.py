@@ -1,0 +1,193 @@
+"""The fields that both generating APIs share, their ranges, and what they become for the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import SamplingParams
+from server.choice import TextRules
+from server.protocol.base import RequestBody
+from server.protocol.limits import Limits
+
+MAX_N = 128
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_CACHE_SALT = 128
+GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
+
+_OFF: tuple[Any, ...] = (False, 0, [], {}, "")
+
+# Fields of OpenAI, vLLM and others that would change the answer, with the values that ask for nothing special.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "allowed_token_ids", "bad_words", "beam_width", "chat_template", "documents", "dry_multiplier",
+            "dynatemp_range", "ec_transfer_params", "grammar", "guided_choice", "guided_decoding_backend",
+            "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "json_schema",
+            "kv_transfer_params", "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "mm_processor_kwargs",
+            "prompt_embeds", "regex", "repetition_detection", "return_prompt_text", "return_tokens_as_token_ids",
+            "stop_regex", "structured_outputs", "suffix", "thinking_token_budget", "top_n_sigma",
+            "use_beam_search", "xtc_probability",
+        ),
+        _OFF,
+    ),
+    "length_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "truncation_side": ("left",),
+    "typical_p": (1, 1.0),
+}  # fmt: skip
+
+# Fields that by their meaning leave the answer as it is: bookkeeping and hints.
+NO_OPS = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+    | {"service_tier", "store", "user", "request_id"}
+)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class StreamOptions(RequestBody):
+    """How a stream reports usage."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingBody(RequestBody):
+    """Fields of /v1/completions and /v1/chat/completions alike. A default of None is the model's own."""
+
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1, le=MAX_N)
+    best_of: int | None = None
+    stop: Annotated[list[StopString], BeforeValidator(_listed), Field(max_length=MAX_STOPS)] = Field(
+        default_factory=list
+    )
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> SamplingBody:
+        if self.best_of is not None and self.best_of != self.n:
+            _refuse("best_of", f"best_of is {self.best_of}; only n ({self.n}) is supported: nothing is ranked.")
+        if self.stream_options is not None and not self.stream:
+            _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
+        if self.stream and self.prompt_logprobs is not None:
+            _refuse("prompt_logprobs", "prompt_logprobs cannot be streamed; set stream to false.")
+        if self.truncate_prompt_tokens == 0:
+            _refuse("truncate_prompt_tokens", "truncate_prompt_tokens is 0; give at least 1, or -1 for what fits.")
+        return self
+
+    @property
+    def stream_usage(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    def ignored_fields(self) -> list[str]:
+        """Those of the body and of its stream_options."""
+        nested = self.stream_options.ignored_fields() if self.stream_options else []
+        return super().ignored_fields() + [f"stream_options.{name}" for name in nested]
+
+    def truncate(self, prompt: list[int], limits: Limits) -> list[int]:
+        """The end of the prompt, if truncate_prompt_tokens asks for less than all; -1 keeps what leaves room."""
+        keep = self.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        room = limits.max_model_len - (1 if self.max_tokens is None else self.max_tokens)
+        return prompt[-(keep if keep > 0 else max(room, 1)) :]
+
+    def sampling_params(
+        self, limits: Limits, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """The engine's parameters. Raises InvalidRequestError for what only the model or the server can refuse."""
+        self._check_against(limits, max_tokens)
+        defaults = limits.tokenizer.sampling_defaults
+        temperature = _first(self.temperature, defaults.temperature)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            top_k=max(_first(self.top_k, defaults.top_k), 0),
+            top_p=_first(self.top_p, defaults.top_p),
+            min_p=_first(self.min_p, defaults.min_p),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self._logit_bias(limits),
+            seed=secrets.randbits(63) if self.seed is None else self.seed & (2**64 - 1),
+            n=self.n,
+            min_tokens=self.min_tokens,
+            eos_token_ids=frozenset() if self.ignore_eos else limits.tokenizer.eos_token_ids,
+            stop_token_ids=frozenset(self.stop_token_ids),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def text_rules(self, params: SamplingParams, *, echo: bool = False) -> TextRules:
+        """How the answer's text is made."""
+        return TextRules(
+            stops=tuple(self.stop),
+            include_stop=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            min_tokens=self.min_tokens,
+            ending_ids=params.eos_token_ids | params.stop_token_ids,
+            echo=echo,
+        )
+
+    def _check_against(self, limits: Limits, max_tokens: int) -> None:
+        limits.check_ids(self.stop_token_ids, "stop_token_ids")
+        limits.check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        if self.min_tokens > max_tokens:
+            _refuse("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
+        if self.priority and not limits.has_priorities:
+            _refuse("priority", "priority has no effect here; start the server with --scheduling-policy priority.")
+
+    def _logit_bias(self, limits: Limits) -> tuple[tuple[int, float], ...]:
+        if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in self.logit_bias):
+            _refuse("logit_bias", "logit_bias has a key that is not a token id; keys are ids in decimal digits.")
+        biases = {int(key): bias for key, bias in self.logit_bias.items()}
+        limits.check_ids(tuple(biases), "logit_bias")
+        return tuple(biases.items())
+
+
+def _first(asked: Any, default: Any) -> Any:
+    return default if asked is None else asked
+
+
+def _refuse(param: str, message: str) -> None:
+    raise InvalidRequestError(message, param=param)

@@ -1,0 +1,29 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from server.protocol.chat import ChatBody, ChatForm
+from server.protocol.form import Envelope
+from server.routes.context import InContext, json_body
+from server.routes.generate import engine_requests, respond
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(
+    http: Request, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody))]
+) -> Response:
+    """Answer a conversation."""
+    model = context.check_model(body.model)
+    text = body.render(context.limits)
+    prompt = body.truncate(await context.encode(text, add_special_tokens=body.add_special_tokens), context.limits)
+    params = body.params(context.limits, len(prompt))
+    requests = engine_requests(context, body, [prompt], [params])
+    envelope = Envelope(id_prefix="chatcmpl", model=model, tokenizer=context.tokenizer, prompts=[prompt])
+    return await respond(http, context, body, requests, body.text_rules(params), ChatForm(body, envelope))

@@ -1,0 +1,92 @@
+"""What every route works with, and how a request's body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+
+from engine.loop import Engine
+from server.app_config import AppConfig
+from server.client import EngineClient
+from server.errors import ApiError, shorten
+from server.metrics import Metrics
+from server.middleware import IGNORED_FIELDS
+from server.protocol.base import RequestBody
+from server.protocol.limits import Limits
+from server.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_INLINE_CHARS = 8192  # longer texts are encoded on a worker thread, so that other requests are not held up
+MAX_TOLD_FIELDS = 20
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The application's parts. Made once by create_app, read by routes on the event loop."""
+
+    engine: Engine
+    client: EngineClient
+    tokenizer: Tokenizer
+    config: AppConfig
+    limits: Limits
+    metrics: Metrics
+    started_s: int  # Unix time
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report. Raises a 404 for a model that is not served here."""
+        names = self.config.served_model_names
+        if name is None or name in names:
+            return names[0] if name is None else name
+        message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
+        raise ApiError(404, "model_not_found", message, "model")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, without holding up the event loop for a long one."""
+        if len(text) <= MAX_INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _context(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+InContext = Annotated[Context, Depends(_context)]
+
+
+def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:
+    """A dependency that reads, checks and returns a JSON body; fields that nobody knows are told or refused."""
+
+    async def read(request: Request, context: InContext) -> Body:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            shown = shorten(media_type) or "absent"
+            message = f"The Content-Type is {shown}; send application/json."
+            raise ApiError(400, "unsupported_media_type", message)
+        body = model.model_validate_json(await request.body())
+        names = body.ignored_fields()
+        if names and context.config.strict_fields:
+            message = f"Unknown fields: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
+            raise ApiError(400, "unknown_parameter", message, names[0])
+        if names:
+            _tell_ignored(request, context, names)
+        return body
+
+    return read
+
+
+def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
+    setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
+    logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
+    for name in names[:MAX_TOLD_FIELDS]:
+        context.metrics.ignored_field(name)

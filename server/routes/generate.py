@@ -1,0 +1,95 @@
+"""How both generating routes answer: submit, then one JSON document or a stream of events.
+
+Leaving early aborts: a stream through its response's scope, a plain answer by watching for the disconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import TypeVar
+
+from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from engine.core.errors import QuireError
+from engine.core.types import Request, SamplingParams
+from server.choice import TextRules
+from server.errors import to_api_error
+from server.generation import Generation
+from server.protocol.form import Form
+from server.protocol.sampling import SamplingBody
+from server.protocol.usage import Usage
+from server.routes.context import Context
+from server.sse import DONE, EventStream, frame
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+def engine_requests(
+    context: Context, body: SamplingBody, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Request]:
+    """One engine request a prompt, under ids of our own."""
+    answer_id = uuid.uuid4().hex
+    return [
+        Request(
+            request_id=f"{answer_id}-{index}",
+            prompt=tuple(prompt),
+            params=own,
+            arrival_s=context.engine.clock(),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+async def respond(
+    http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
+) -> Response:
+    """Submit and answer. Raises what the engine refuses with, before anything is sent."""
+    answer = context.client.submit(requests)
+    generation = Generation(answer, requests, context.tokenizer, rules)
+    if body.stream:
+        return EventStream(_frames(generation, body, form), answer)
+    with answer:
+        deltas = await unless_disconnected(http, generation.all_deltas())
+        return Response(form.answer(deltas, generation.usage), media_type="application/json")
+
+
+async def unless_disconnected(http: HttpRequest, work: Coroutine[None, None, Result]) -> Result:
+    """The result of `work`, or ClientDisconnect as soon as nobody waits for it. The body must have been read."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(http.receive())  # all that can follow the body is the disconnect
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _frames(generation: Generation, body: SamplingBody, form: Form) -> AsyncIterator[bytes]:
+    """The stream: chunks as they come, an error as its own event, and always the end mark."""
+    options = body.stream_usage
+    usage: dict[str, Usage | None] = {"usage": None} if options.include_usage else {}
+    try:
+        while news := await generation.next_deltas():
+            if options.include_usage and options.continuous_usage_stats:
+                usage = {"usage": generation.usage}
+            yield b"".join([frame(chunk) for index, delta in news for chunk in form.chunks(index, delta, **usage)])
+        if options.include_usage:
+            yield frame(form.closing(generation.usage))
+    except Exception as error:  # too late for a status: whatever fails becomes the stream's last event
+        if not isinstance(error, QuireError):
+            logger.exception("a stream failed")
+        yield frame(to_api_error(error).body())
+    yield DONE

@@ -1,0 +1,42 @@
+"""POST /tokenize and /detokenize: the tokenizer alone, without the engine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+from server.protocol.base import ResponseBody
+from server.protocol.logprobs import token_text
+from server.protocol.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
+from server.routes.context import InContext, json_body
+
+router = APIRouter()
+
+
+def _json(answer: ResponseBody) -> Response:
+    return Response(answer.json_bytes(), media_type="application/json")
+
+
+@router.post("/tokenize")
+async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
+    """The token ids of a text or of a rendered conversation."""
+    context.check_model(body.model)
+    text = body.render(context.limits) if body.prompt is None else body.prompt
+    special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+    ids = await context.encode(text, add_special_tokens=special)
+    answer = Tokenized(count=len(ids), max_model_len=context.limits.max_model_len, tokens=ids)
+    if body.return_token_strs:
+        answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
+    return _json(answer)
+
+
+@router.post("/detokenize")
+async def detokenize(
+    context: InContext, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
+) -> Response:
+    """The text of some token ids, special tokens spelled out."""
+    context.check_model(body.model)
+    context.limits.check_ids(body.tokens, "tokens")
+    return _json(Detokenized(prompt=context.tokenizer.decode(body.tokens, skip_special_tokens=False)))

@@ -1,0 +1,15 @@
+"""The version that is running, as /version, the answers' fingerprint and the metrics tell it."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def _installed() -> str:
+    try:
+        return metadata.version("quire")
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return "0+uninstalled"
+
+
+VERSION = _installed()
