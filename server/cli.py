@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = COMMANDS.get(name)
     if command is None:
-        sys.stderr.write(f"quire: {name!r} is not a command; choose one of {', '.join(COMMANDS)}, or see `quire --help`.\n")
+        sys.stderr.write(
+            f"quire: {name!r} is not a command; choose one of {', '.join(COMMANDS)}, or see `quire --help`.\n"
+        )
         return 2
     run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
     return run(arguments if command.passes_name else arguments[1:])

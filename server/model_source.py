@@ -35,6 +35,8 @@ def find_model(model: str | None) -> ModelSource:
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
     path = Path(model).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
     if path.exists():
         return ModelSource(str(path), path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 from types import TracebackType
+from typing import final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bars, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from engine.core.types import Progress
 
@@ -20,12 +22,18 @@ log = logging.getLogger("quire.startup")
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
+@final
 class StartupStory:
     """A scope around loading; `report` is what build_engine calls."""
 
     def __init__(self, *, show_bars: bool | None = None) -> None:
         show = sys.stderr.isatty() if show_bars is None else show_bars
-        columns = (TextColumn("{task.description:12}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description:12}"),
+            BarColumn(),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+        )
         self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
         self._tasks: dict[str, TaskID] = {}
 

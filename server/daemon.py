@@ -1,0 +1,103 @@
+"""Runs the HTTP server until a signal or the engine's death, and sees to it that open answers get their end.
+
+First signal: new requests are refused while open ones may finish for the shutdown timeout, then they are aborted.
+Second signal: they are aborted now. Third: the process leaves as it is. An engine that dies has already told its
+streams; the process follows with exit status 1. Main thread, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from server.routes.context import Context
+
+log = logging.getLogger("quire.serve")
+
+FLUSH_S = 5  # for answers that are complete to reach slow readers
+STOP_MARGIN_S = 10.0  # a step in flight may take this long past the timeout before the process leaves without it
+WATCH_S = 0.25  # how often the engine's pulse is felt
+
+
+def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float) -> int:
+    """Serve on a listening socket. Returns the exit status: 0 after a signal, 1 after a failure."""
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=FLUSH_S,
+    )
+    context = app.state.context
+    assert isinstance(context, Context)
+    daemon = Daemon(config, context, shutdown_timeout_s)
+    daemon.run(sockets=[listener])
+    return 0 if daemon.started and context.engine.health().error is None else 1
+
+
+class Daemon(uvicorn.Server):
+    """uvicorn's server, whose signals drain the engine first and only then close connections."""
+
+    def __init__(self, config: uvicorn.Config, context: Context, shutdown_timeout_s: float) -> None:
+        super().__init__(config)
+        self._client = context.client
+        self._timeout_s = shutdown_timeout_s
+        self._num_signals = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `should_exit`, watching the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._tasks.append(self._loop.create_task(self._watch()))
+        try:
+            await super().serve(sockets)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal handlers
+        """A signal came in, between any two bytecodes of the main thread: wake the loop and do nothing else."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
+
+    def _on_signal(self, name: str) -> None:
+        self._num_signals += 1
+        assert self._loop is not None
+        if self._num_signals == 1:
+            log.info("%s: finishing %d open requests within %g s", name, self._client.num_open, self._timeout_s)
+            self._tasks.append(self._loop.create_task(self._drain(self._timeout_s)))
+        elif self._num_signals == 2:
+            log.warning("%s again: aborting %d open requests", name, self._client.num_open)
+            self._tasks.append(self._loop.create_task(self._drain(0.0)))
+        else:
+            log.error("%s for the third time: leaving at once", name)
+            os._exit(1)
+
+    async def _drain(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._client.stop(timeout_s), timeout_s + STOP_MARGIN_S)
+        except asyncio.TimeoutError:
+            log.error("a step of the engine has not come back; leaving without it")  # noqa: TRY400 - nothing to trace
+            os._exit(1)
+        self.should_exit = True
+
+    async def _watch(self) -> None:
+        """Leave when the engine has died. Connections close once their streams, which it has told, are through."""
+        while not self._client.is_draining:
+            if not self._client.engine.health().alive:
+                log.critical("the engine is dead: leaving")
+                self.should_exit = True
+                return
+            await asyncio.sleep(WATCH_S)

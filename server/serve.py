@@ -1,0 +1,142 @@
+"""The process behind `quire serve`: settings, port, model, engine, HTTP, in this order, and an orderly end.
+
+The port is taken before anything slow, so that a port in use is told at once. Every fault before the server runs is one
+sentence and an exit status: 2 for a wrong setting, 1 for anything else; the traceback is shown at --log-level debug.
+Main thread; torch stays behind build_engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.core.errors import ConfigError, QuireError
+from engine.loop import Engine
+from server.config import Settings
+from server.flags import load_settings, name_origins
+from server.logs import configure_logging
+from server.model_source import find_model
+
+log = logging.getLogger("quire.serve")
+
+BACKLOG = 2048  # connections the kernel holds while the event loop is busy
+
+
+class _PortError(QuireError):
+    """The address cannot be listened on."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit status."""
+    try:
+        settings = load_settings(argv)
+    except ConfigError as error:
+        sys.stderr.write(f"quire: {error}\n")
+        return 2
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        with bind(settings.host, settings.port) as listener:
+            return _serve(settings, listener)
+    except QuireError as error:
+        log.error(name_origins(str(error), settings, argv))  # noqa: TRY400 - one sentence for the user
+        log.debug("it happened here:", exc_info=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        log.warning("Stopped while starting.")
+        return 130
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening: while a model loads, connections are refused."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--host is {host!r}, which is no address of this machine: {error}.") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _explain(error, host, port) from error
+    return listener
+
+
+def _explain(error: OSError, host: str, port: int) -> QuireError:
+    if error.errno == errno.EADDRINUSE:
+        return _PortError(f"Port {port} on {host} is in use; stop what listens there, or choose another with --port.")
+    if error.errno == errno.EACCES:
+        return _PortError(f"Port {port} needs privileges to be bound; choose one from 1024 up with --port.")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(
+            f"--host is {host!r}, which is no address of this machine; 127.0.0.1 and 0.0.0.0 always are."
+        )
+    return _PortError(f"{host}:{port} cannot be listened on: {error.strerror}.")
+
+
+def _serve(settings: Settings, listener: socket.socket) -> int:
+    started_s = time.monotonic()
+    source = find_model(settings.model)
+    engine_config = settings.engine_config(source.path)  # a wrong setting is told before the seconds of importing
+    app_config = settings.app_config(source.path, source.name)
+
+    from engine.build import build_engine
+
+    from server.app import create_app
+    from server.daemon import run
+    from server.startup import StartupStory
+    from server.tokenizer import load_tokenizer
+
+    name = app_config.served_model_names[0]
+    log.info("loading %s from %s", name, source.path)
+    with StartupStory() as story:
+        tokenizer = load_tokenizer(
+            settings.tokenizer or source.path,
+            revision=settings.revision if settings.tokenizer is None else None,
+            chat_template=_read_template(settings.chat_template),
+            model_sampling=settings.generation_config == "auto",
+        )
+        engine = build_engine(engine_config, story.report)
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:  # another process listened on the same port meanwhile
+        _close(engine)
+        raise _explain(error, settings.host, settings.port) from error
+    app = create_app(engine, tokenizer, app_config)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    log.info("ready in %.1f s: %s serves %s", time.monotonic() - started_s, url, name)
+    log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys)))
+    return run(app, listener, settings.shutdown_timeout)
+
+
+def _close(engine: Engine) -> None:
+    engine.start(lambda _: None)
+    engine.stop(0)
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template is {str(path)!r}, which cannot be read: {error}.") from error
+
+
+def _curl(url: str, name: str, *, has_key: bool) -> str:
+    """A line to paste into a shell."""
+    body = {
+        "model": name,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 64,
+    }
+    key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
