@@ -96,7 +96,7 @@ class Daemon(uvicorn.Server):
     async def _watch(self) -> None:
         """Leave when the engine has died. Connections close once their streams, which it has told, are through."""
         while not self._client.is_draining:
-            if not self._client.engine.health().alive:
+            if self._client.engine.health().error is not None:
                 log.critical("the engine is dead: leaving")
                 self.should_exit = True
                 return
