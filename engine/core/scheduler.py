@@ -102,19 +102,17 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         flight = _Flight()
-        num_preemptions = self.stats.preemptions
         catching_up = self._plan_decodes(flight)
         budget = self.config.max_num_batched_tokens - len(flight.slices)
         for seq in catching_up:
             budget -= self._plan_prompt(seq, budget, flight)
-        # Right after a preemption there is no memory to spare: who was pushed out comes before who is new.
-        if self.stats.preemptions == num_preemptions:
-            budget = self._admit(budget, now, flight)
+        budget = self._admit(budget, now, flight)
         if not flight.slices:
             return None
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
+        self._recorder.gauges(self._running)
         num_tokens = self.config.max_num_batched_tokens - budget
         num_samples = sum([len(piece.samples) for piece in flight.slices])
         return StepPlan(flight.step_id, flight.slices, flight.copies, num_tokens, num_samples)

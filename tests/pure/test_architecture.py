@@ -1,0 +1,99 @@
+"""Who may import whom (DESIGN's table), read from every file's imports; and what the core may pull in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for room in ("engine", "server", "loadtest") for path in (ROOT / room).rglob("*.py"))
+THIRD_PARTY = {"torch", "numpy", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module a file imports, at any depth, spelled as far as the import says."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(str(node.module))
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, *roots: str) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+    # who, must never import, except in these modules
+    ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), ()),
+    ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
+    ("engine.runtime", ("engine.core.scheduler", "engine.core.block_pool", "engine.core.memory", "engine.loop"), ()),
+    ("engine.runtime", ("engine.core.sequence", "engine.core.prefix_cache", "engine.core.fake_runner"), ()),
+    ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
+    ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
+    ("server", ("torch", "engine.runtime", "engine.core.scheduler", "engine.core.block_pool"), ()),
+    ("server", ("engine.core.memory", "engine.core.sequence", "engine.core.fake_runner"), ()),
+    ("server", ("loadtest",), ("server.cli",)),
+    ("server", ("engine.build",), ("server.app", "server.serve")),
+    ("loadtest", ("engine.runtime", "engine.build", "torch"), ()),
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_respect_the_rooms(path: Path) -> None:
+    module, imports = module_of(path), imports_of(path)
+    for room, forbidden, exceptions in RULES:
+        if within(module, room) and module not in exceptions:
+            wrong = sorted(name for name in imports if within(name, *forbidden))
+            assert not wrong, f"{module} may not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if within(module_of(path), "engine.core")], ids=module_of)
+def test_the_core_imports_the_standard_library_and_itself(path: Path) -> None:
+    for name in imports_of(path):
+        assert within(name, "engine.core") or name.split(".")[0] in sys.stdlib_module_names
+
+
+def test_there_is_no_import_circle() -> None:
+    modules = {module_of(path): path for path in FILES}
+    edges = {name: {other for other in imports_of(path) if other in modules} for name, path in modules.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for other in sorted(edges[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(modules):
+        visit(name, ())
+
+
+def test_importing_the_scheduler_loads_no_third_party_module() -> None:
+    code = (
+        "import sys, engine.core.scheduler; "
+        "foreign = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names); "
+        "print(sorted(name for name in foreign if not name.startswith('_') and name != 'engine'))"
+    )
+    output = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert not tree.body or ast.get_docstring(tree), f"{path} has no module docstring"

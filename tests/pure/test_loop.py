@@ -1,0 +1,227 @@
+"""The engine thread: every accepted request ends once, whatever happens to the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.core.errors import EngineDeadError, NeverFitsError, OverloadedError, ShuttingDownError
+from engine.core.fake_runner import FakeRunner, FakeStep
+from engine.core.plan import StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.types import AbortCause, FinishReason, TokenEvent
+from engine.loop import Engine, QueueLimits
+from tests.pure.driver import VOCAB, config, request, solo
+
+PATIENCE_S = 20.0  # a bound on waiting for what must happen, not a measurement
+
+
+class Listener:
+    """Collects events and lets a test wait for terminal ones."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[TokenEvent]] = []
+        self.ends: dict[tuple[str, int], TokenEvent] = {}
+        self.changed = threading.Condition()
+
+    def __call__(self, events: list[TokenEvent]) -> None:
+        with self.changed:
+            self.batches.append(events)
+            for event in events:
+                if event.finish_reason is not None:
+                    assert (event.request_id, event.choice) not in self.ends
+                    self.ends[event.request_id, event.choice] = event
+            self.changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE_S), "it never happened"
+
+    def said(self, request_id: str, choice: int = 0) -> list[int]:
+        return [
+            token
+            for events in self.batches
+            for event in events
+            if (event.request_id, event.choice) == (request_id, choice)
+            for token in event.token_ids
+        ]
+
+
+class GatedRunner(FakeRunner):
+    """A FakeRunner whose steps wait for a gate, and which can be told to break."""
+
+    def __init__(self) -> None:
+        super().__init__(config(), vocab_size=VOCAB)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.breaks = False
+        self.closed = False
+
+    def run(self, plan: StepPlan) -> FakeStep:
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self.breaks:
+            raise RuntimeError("the device is gone")
+        return super().run(plan)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rig:
+    """An engine over a gated runner, with a listener."""
+
+    def __init__(self, depth: int = 0, limits: QueueLimits | None = None) -> None:
+        self.runner = GatedRunner()
+        self.listener = Listener()
+        self.engine = Engine(
+            Scheduler(config()), self.runner, vocab_size=VOCAB, depth=depth, limits=limits or QueueLimits()
+        )
+        self.engine.start(self.listener)
+
+    def block(self) -> None:
+        """Hold the engine inside a step."""
+        self.runner.gate.clear()
+        self.runner.entered.clear()
+        self.engine.submit(request("blocker", max_tokens=40, eos_token_ids=frozenset(), arrival_s=0.0))
+        assert self.runner.entered.wait(PATIENCE_S)
+
+    def release(self) -> None:
+        self.runner.gate.set()
+
+    def close(self) -> None:
+        self.release()
+        self.engine.stop(0.0)
+        assert self.runner.closed
+        assert self.engine.stats.integrity_failures == 0
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
+    yield rig
+    rig.close()
+
+
+def test_requests_from_many_threads_say_what_they_say_alone(rig: Rig) -> None:
+    asked = [request(str(i), (i % 50, 2, 3), n=1 + i % 2, seed=i, max_tokens=9) for i in range(40)]
+    threads = [
+        threading.Thread(target=lambda part: [rig.engine.submit(one) for one in part], args=(asked[i::4],))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 60)
+    for one in asked:
+        for choice in range(one.params.n):
+            assert (
+                rig.listener.said(one.request_id, choice),
+                rig.listener.ends[one.request_id, choice].finish_reason,
+            ) == solo(one, choice)
+    assert not rig.engine.health().busy
+
+
+def test_events_are_delivered_once_a_step(rig: Rig) -> None:
+    rig.block()
+    for i in range(5):
+        rig.engine.submit(request(str(i), max_tokens=6, eos_token_ids=frozenset()))
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 6)
+    assert len(rig.listener.batches) <= rig.engine.stats.steps
+    assert max(len(events) for events in rig.listener.batches) == 6
+
+
+def test_a_request_that_never_fits_is_refused_to_its_sender(rig: Rig) -> None:
+    with pytest.raises(NeverFitsError):
+        rig.engine.submit(request(n=100))
+
+
+def test_an_aborted_request_ends_once_and_late_or_unknown_aborts_are_ignored(rig: Rig) -> None:
+    rig.block()
+    rig.engine.submit(request("queued", n=2))
+    for request_id in ("blocker", "queued", "queued", "unknown"):
+        rig.engine.abort(request_id, AbortCause.DISCONNECT)
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
+    assert {event.finish_reason for event in rig.listener.ends.values()} == {FinishReason.ABORT}
+    rig.engine.submit(request("next"))
+    rig.listener.wait_for(lambda: ("next", 0) in rig.listener.ends)
+    assert rig.engine.stats.aborted[AbortCause.DISCONNECT] == 2
+    assert rig.engine.stats.blocks_held == 0
+
+
+def test_stopping_lets_open_requests_finish(rig: Rig) -> None:
+    rig.block()
+    threading.Timer(0.05, rig.release).start()
+    rig.engine.stop(PATIENCE_S)
+    assert rig.listener.ends["blocker", 0].finish_reason is FinishReason.LENGTH
+    with pytest.raises(ShuttingDownError):
+        rig.engine.submit(request("late"))
+    assert not rig.engine.health().alive
+
+
+def test_stopping_aborts_what_outlives_the_deadline(rig: Rig) -> None:
+    rig.block()
+    threading.Timer(0.05, rig.release).start()
+    rig.engine.stop(0.0)
+    assert rig.listener.ends["blocker", 0].finish_reason is FinishReason.ABORT
+    assert rig.engine.stats.aborted[AbortCause.SHUTDOWN] == 1
+
+
+def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -> None:
+    rig.block()
+    rig.engine.submit(request("queued", n=2))
+    rig.runner.breaks = True
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
+    for event in rig.listener.ends.values():
+        assert event.finish_reason is FinishReason.ERROR
+        assert isinstance(event.error, EngineDeadError)
+        assert "the device is gone" in str(event.error)
+    with pytest.raises(EngineDeadError):
+        rig.engine.submit(request("late"))
+    health = rig.engine.health()
+    assert not health.alive
+    assert health.error is not None
+
+
+def test_a_hanging_step_shows_in_health(rig: Rig) -> None:
+    assert rig.engine.health() == (True, False, 0.0, None)
+    rig.block()
+    before = rig.engine.health()
+    assert before.alive
+    assert before.busy
+    threading.Event().wait(0.02)
+    assert rig.engine.health().seconds_since_step > before.seconds_since_step
+    rig.release()
+
+
+def test_a_full_queue_is_refused_at_once_with_a_time_to_come_back() -> None:
+    rig = Rig(limits=QueueLimits(max_requests=2, max_tokens=None))
+    rig.block()
+    for i in range(7):  # five free seats, then two places in the queue
+        rig.engine.submit(request(str(i)))
+    with pytest.raises(OverloadedError) as refused:
+        rig.engine.submit(request("one too many"))
+    assert "--max-num-queued-reqs 2" in str(refused.value)
+    assert 1.0 <= refused.value.retry_after_s <= 120.0
+    assert rig.engine.stats.rejected == 1
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 8)
+    rig.engine.submit(request("later"))
+    rig.close()
+
+
+def test_too_many_queued_tokens_are_refused() -> None:
+    rig = Rig(limits=QueueLimits(max_requests=None, max_tokens=20))
+    rig.block()
+    for i in range(5):
+        rig.engine.submit(request(str(i), (1, 2, 3)))
+    with pytest.raises(OverloadedError, match="--max-num-queued-tokens 20"):
+        rig.engine.submit(request("wide", (1,) * 12))
+    rig.close()
