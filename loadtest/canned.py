@@ -1,6 +1,6 @@
 """A server of ready-made event streams: the fastest thing a client can be pointed at, to find the client's own ceiling.
 
-`python -m loadtest.canned` prints its port and serves until its standard input closes. Like an engine, it sends one
+`python -m loadtest.canned` prints its port and serves until SIGTERM. Like an engine, it sends one
 event to every open stream, then the next to every one, so nothing arrives merged that a real server would send apart.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -85,15 +84,11 @@ class CannedConnection(asyncio.Protocol):
 
 
 async def serve() -> None:
-    """Print the port, serve until standard input ends."""
-    loop = asyncio.get_running_loop()
+    """Print the port and serve."""
     canned = CannedServer()
-    server = await loop.create_server(lambda: CannedConnection(canned), "127.0.0.1", 0)
-    ticking = asyncio.ensure_future(canned.tick())
+    server = await asyncio.get_running_loop().create_server(lambda: CannedConnection(canned), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)
-    ticking.cancel()
-    server.close()
+    await canned.tick()
 
 
 if __name__ == "__main__":

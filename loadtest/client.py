@@ -213,7 +213,7 @@ class Client:
 
     def __init__(self, target: Target, timeout_s: float = 600.0) -> None:
         self.target = target
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._idle: list[Connection] = []
         self._tls = ssl.create_default_context() if target.tls else None
 
@@ -224,13 +224,13 @@ class Client:
         outcome = Outcome(start_s=time.perf_counter())
         reader = EventReader(outcome)
         try:
-            status = await asyncio.wait_for(self._exchange(request, reader.feed), self._timeout_s)
+            status = await asyncio.wait_for(self._exchange(request, reader.feed), self.timeout_s)
             if status != 200:
                 outcome.error = f"HTTP {status}: {_body_sentence(reader.tail)}"
             elif not outcome.finish_reason and not outcome.error:
                 outcome.error = "the stream ended without a finish_reason"
         except asyncio.TimeoutError:
-            outcome.error = f"no complete answer within {self._timeout_s:g} s"
+            outcome.error = f"no complete answer within {self.timeout_s:g} s"
         except (ClientError, OSError) as error:
             outcome.error = str(error)
         outcome.end_s = time.perf_counter()

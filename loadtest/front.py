@@ -23,7 +23,6 @@ from loadtest.client import Client, Outcome, Target
 from loadtest.workload import Job
 
 TARGET_EVENTS_PER_S = 10_000
-START_LIMIT_S = 60.0
 
 
 class FrontError(Exception):
@@ -38,18 +37,17 @@ class Figures:
     seconds: float
     events_per_s: float
     cpu_us_per_event: float
-    client_cpu_us_per_event: float
+    client_busy: float  # share of its core that the client used: near 1 means that it was the limit
     failed: int
     tokens_per_event: float
 
 
 @contextlib.contextmanager
 def child(module: str, core: int | None, arguments: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run `python -m module`, which prints its port and lives until its input closes; yields it and the port."""
+    """Run `python -m module`, which prints its port once it listens; yields the process and the port."""
     process = subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdin is not None
     assert process.stdout is not None
     try:
         if core is not None:
@@ -59,8 +57,8 @@ def child(module: str, core: int | None, arguments: Sequence[str] = ()) -> Itera
             raise FrontError(f"{module} did not start: it said {line.strip()!r} where its port was expected.")
         yield process, int(line)
     finally:
-        process.stdin.close()
-        process.wait(START_LIMIT_S)
+        process.terminate()
+        process.wait()
         process.stdout.close()
 
 
@@ -92,7 +90,7 @@ async def drive(port: int, pid: int, num_streams: int, num_tokens: int, endpoint
         seconds,
         events / seconds,
         server_cpu / events * 1e6,
-        client_cpu / events * 1e6,
+        client_cpu / seconds,
         len(failed),
         tokens / events,
     )
@@ -102,6 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `front`."""
     parser.add_argument("--streams", type=int, default=256, help="open at the same time; default %(default)s")
     parser.add_argument("--tokens", type=int, default=256, help="events a stream; default %(default)s")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="time of a step; default %(default)s")
     parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     parser.add_argument("--json", type=Path, metavar="FILE")
 
@@ -114,13 +113,16 @@ def run(options: argparse.Namespace) -> int:
         os.sched_setaffinity(0, {cores[0]})
     found = {}
     try:
-        for name, module in (("client ceiling", "loadtest.canned"), ("front", "server.fake")):
-            with child(module, server_core) as (process, port):
+        for name, module, arguments in (
+            ("client's ceiling", "loadtest.canned", []),
+            ("front", "loadtest.fake_server", [str(options.step_ms)]),
+        ):
+            with child(module, server_core, arguments) as (process, port):
                 figures = asyncio.run(drive(port, process.pid, options.streams, options.tokens, options.endpoint))
             found[name] = figures
             print(
-                f"{name:<16}{figures.events_per_s:>10,.0f} events/s   server {figures.cpu_us_per_event:>6.1f} us/event"
-                f"   client {figures.client_cpu_us_per_event:>6.1f} us/event   {figures.tokens_per_event:.2f} tokens/event"
+                f"{name:<18}{figures.events_per_s:>10,.0f} events/s   server {figures.cpu_us_per_event:>6.1f} us/event"
+                f"   client busy {figures.client_busy:>4.0%}   {figures.tokens_per_event:.2f} tokens/event"
                 f"   {figures.failed} failed"
             )
     finally:

@@ -61,7 +61,7 @@ def draw_bench(path: Path, points: Sequence[Point], outcomes: Mapping[str, Seque
 
 def _cdf(axis: Any, seconds: Sequence[float], label: str) -> None:
     if seconds:
-        ordered = sorted(second * 1e3 for second in seconds)
+        ordered = sorted(max(second * 1e3, 0.01) for second in seconds)  # the axis is logarithmic
         axis.step(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], where="post", label=label)
 
 

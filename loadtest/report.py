@@ -124,7 +124,8 @@ def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: 
 def show(points: Sequence[Point], console: Console) -> None:
     """Print throughput and latency tables, then everything that went wrong."""
     rates = Table(title="Throughput")
-    for column in ("load", "done", "failed", "seconds", "req/s", "output tok/s", "total tok/s", "tok/chunk"):
+    rates.add_column("load", no_wrap=True)
+    for column in ("done", "failed", "seconds", "req/s", "out tok/s", "all tok/s", "tok/chunk"):
         rates.add_column(column, justify="right")
     for point in points:
         rates.add_row(
@@ -141,7 +142,8 @@ def show(points: Sequence[Point], console: Console) -> None:
     latency = Table(
         title="Latency, ms", caption="ITL is the time between two chunks; TPOT divides by the tokens counted."
     )
-    for column in ("load", "", "mean", "p50", "p90", "p99"):
+    latency.add_column("load", no_wrap=True)
+    for column in ("", "mean", "p50", "p90", "p99"):
         latency.add_column(column, justify="right")
     for point in points:
         for name, spread in (

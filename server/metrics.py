@@ -12,7 +12,6 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib import metadata
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -30,6 +29,7 @@ from prometheus_client.registry import Collector
 from engine.core.stats import REQUEST_BUCKETS_S, Histogram, Stats
 from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
+from server.version import VERSION
 
 MAX_IGNORED_FIELDS = 64  # clients choose these names; beyond this many they share the label "other"
 
@@ -238,7 +238,7 @@ class EngineCollector(Collector):
             "enable_prefix_caching": str(config.enable_prefix_caching).lower(),
             "scheduling_policy": config.policy,
         }
-        build = {"version": metadata.version("quire"), "python": platform.python_version()}
+        build = {"version": VERSION, "python": platform.python_version()}
         yield _info("quire_build_info", "What is running.", self._labels | build)
         yield _info("quire_config_info", "The engine's settings as resolved at start-up.", self._labels | settings)
         if self._compat_vllm:

@@ -1,0 +1,42 @@
+"""The real HTTP app, tokenizer and engine thread over a runner that only invents tokens, as a process of its own.
+
+`python -m loadtest.fake_server STEP_MS` prints its port once it accepts connections, and serves until SIGTERM. A
+composition root: the one file of loadtest/ that imports the server, and nothing in loadtest/ imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import CostModel, FakeRunner
+from engine.core.scheduler import Scheduler
+from engine.loop import Engine
+from server.app import create_app
+from server.app_config import AppConfig
+from server.daemon import run
+from server.model_source import find_model
+from server.serve import BACKLOG, bind
+from server.tokenizer import load_tokenizer
+
+
+def main(step_ms: float) -> int:
+    """Serve the default model's tokenizer over invented tokens, one step every `step_ms`."""
+    source = find_model(None)
+    tokenizer = load_tokenizer(source.path)
+    config = SchedulerConfig(
+        num_blocks=32768, block_size=16, max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=8192
+    )
+    cost = CostModel(step_s=step_ms / 1e3, token_s=0.0)
+    runner = FakeRunner(config, vocab_size=tokenizer.vocab_size, memory=False, cost=cost, sleep=time.sleep)
+    engine = Engine(Scheduler(config), runner, vocab_size=tokenizer.vocab_size)
+    app = create_app(engine, tokenizer, AppConfig(model="fake", served_model_names=("fake",)))
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen(BACKLOG)
+        print(listener.getsockname()[1], flush=True)
+        return run(app, listener, shutdown_timeout_s=1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])))

@@ -1,0 +1,168 @@
+"""/metrics against the engine's own numbers: every row is there, typed, complete and adds up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import FakeRunner
+from engine.core.scheduler import Scheduler
+from engine.core.stats import Histogram
+from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
+from engine.loop import Engine
+from server.metrics import MAX_IGNORED_FIELDS, METRICS, VLLM_METRICS, Metrics
+
+NUM_REQUESTS = 5
+
+
+def started_engine() -> Engine:
+    config = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+    return Engine(Scheduler(config), FakeRunner(config), vocab_size=512)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """An engine that has answered NUM_REQUESTS with a shared prompt, and ended one early."""
+    engine = started_engine()
+    ended = threading.Semaphore(0)
+
+    def deliver(events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.finish_reason is not None:
+                ended.release()
+
+    engine.start(deliver)
+    for index in range(NUM_REQUESTS):
+        params = SamplingParams(max_tokens=index + 1, temperature=0.0)
+        engine.submit(Request(request_id=f"r{index}", prompt=(1,) * 9, params=params, arrival_s=engine.clock()))
+        assert ended.acquire(timeout=10)
+    endless = SamplingParams(max_tokens=100, temperature=0.0)
+    engine.submit(Request(request_id="left", prompt=(2,) * 9, params=endless, arrival_s=engine.clock()))
+    engine.abort("left", AbortCause.DISCONNECT)
+    assert ended.acquire(timeout=10)
+    yield engine
+    engine.stop(0.0)
+
+
+def scrape(metrics: Metrics) -> Mapping[str, Metric]:
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    return {family.name: family for family in text_string_to_metric_families(body.decode())}
+
+
+def value(family: Metric, **labels: str) -> float:
+    (number,) = (sample.value for sample in family.samples if labels.items() <= sample.labels.items())
+    return number
+
+
+def test_every_row_is_exposed_with_its_model_and_help(engine: Engine) -> None:
+    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    for metric in METRICS:
+        family = families[metric.name.removesuffix("_total")]
+        assert family.documentation == metric.help
+        assert family.type == metric.kind.name.lower()
+        assert family.samples
+        assert all(sample.labels["model_name"] == "tiny" for sample in family.samples)
+    assert not any(name.startswith("vllm:") for name in families)
+    assert {"python_info", "process_resident_memory_bytes"} <= families.keys()
+
+
+def test_counters_are_the_engines(engine: Engine) -> None:
+    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    stats = engine.stats
+    assert value(families["quire_requests_finished"], reason="length") == NUM_REQUESTS
+    assert value(families["quire_requests_finished"], reason="abort") == 1
+    assert value(families["quire_requests_aborted"], cause="disconnect") == 1
+    assert value(families["quire_prefix_cache_hit_tokens"]) == (NUM_REQUESTS - 1) * 8
+    assert value(families["quire_generation_tokens"]) == stats.generation_tokens >= 1 + 2 + 3 + 4 + 5
+    assert {sample.labels["reason"] for sample in families["quire_requests_finished"].samples} == {
+        reason.value for reason in FinishReason
+    }
+
+
+def test_blocks_add_up_to_the_pool(engine: Engine) -> None:
+    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    blocks = {sample.labels["state"]: sample.value for sample in families["quire_kv_blocks"].samples}
+    assert sum(blocks.values()) == 64
+    assert blocks["held"] == 0
+    assert blocks["cached"] > 0
+    assert value(families["quire_config_info"], num_blocks="64", block_size="4") == 1
+
+
+def test_histograms_are_cumulative_and_complete(engine: Engine) -> None:
+    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    histograms = [metric for metric in METRICS if metric.kind.name == "HISTOGRAM"]
+    assert len(histograms) == 12
+    for metric in histograms:
+        stats = metric.read(engine.stats)
+        assert isinstance(stats, Histogram)
+        samples = families[metric.name].samples
+        buckets = [(float(sample.labels["le"]), sample.value) for sample in samples if sample.name.endswith("_bucket")]
+        assert [bound for bound, _ in buckets] == [*stats.bounds, float("inf")]
+        assert [count for _, count in buckets] == [sum(stats.counts[: index + 1]) for index in range(len(buckets))]
+        suffixes = {sample.name.removeprefix(metric.name): sample.value for sample in samples}
+        assert suffixes["_count"] == stats.count == buckets[-1][1]
+        assert suffixes["_sum"] == pytest.approx(stats.sum)
+    assert families["quire_time_to_first_token_seconds"].samples[-2].value == NUM_REQUESTS
+
+
+def test_vllm_names_carry_the_same_numbers(engine: Engine) -> None:
+    families = scrape(Metrics(engine, "tiny", compat_vllm=True))
+    for metric in VLLM_METRICS:
+        name = metric.name if metric.kind.name == "HISTOGRAM" else metric.name.removesuffix("_total")
+        assert all(sample.labels["engine"] == "0" for sample in families[name].samples)
+    assert value(families["vllm:request_success"], finished_reason="length") == NUM_REQUESTS
+    assert value(families["vllm:generation_tokens"]) == engine.stats.generation_tokens
+    ours, theirs = families["quire_step_tokens"], families["vllm:iteration_tokens_total"]
+    assert [sample.value for sample in ours.samples] == [sample.value for sample in theirs.samples]
+
+
+def test_preempted_requests_wait_in_vllms_eyes() -> None:
+    engine = started_engine()
+    engine.stats.num_waiting, engine.stats.num_preempted = 3, 2
+    families = scrape(Metrics(engine, "tiny", compat_vllm=True))
+    assert value(families["quire_num_requests_waiting"]) == 3
+    assert value(families["quire_num_requests_preempted"]) == 2
+    assert value(families["vllm:num_requests_waiting"]) == 5
+
+
+def test_health_is_told() -> None:
+    engine = started_engine()
+    metrics = Metrics(engine, "tiny", compat_vllm=False)
+    assert value(scrape(metrics)["quire_engine_alive"]) == 0
+    engine.start(lambda events: None)
+    assert value(scrape(metrics)["quire_engine_alive"]) == 1
+    engine.stop(0.0)
+    assert value(scrape(metrics)["quire_engine_alive"]) == 0
+
+
+def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> None:
+    metrics = Metrics(engine, "tiny", compat_vllm=False)
+    for index in range(1000):
+        metrics.ignored_field(f"field{index}")
+    metrics.ignored_field("field0")
+    family = scrape(metrics)["quire_ignored_fields"]
+    counts = {sample.labels["field"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+    assert len(counts) == MAX_IGNORED_FIELDS + 1
+    assert counts["field0"] == 2
+    assert counts["other"] == 1000 - MAX_IGNORED_FIELDS
+
+
+def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) -> None:
+    metrics = Metrics(engine, "tiny", compat_vllm=False)
+    metrics.http_request("/v1/completions", "POST", 200, 0.2)
+    metrics.http_request("/v1/completions", "POST", 429, 0.001)
+    families = scrape(metrics)
+    requests = {
+        sample.labels["status"]: sample.value
+        for sample in families["quire_http_requests"].samples
+        if sample.name.endswith("_total")
+    }
+    assert requests == {"200": 1, "429": 1}
+    seconds = {sample.name: sample.value for sample in families["quire_http_request_duration_seconds"].samples}
+    assert seconds["quire_http_request_duration_seconds_sum"] == pytest.approx(0.201)
