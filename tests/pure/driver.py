@@ -9,7 +9,7 @@ from engine.core.fake_runner import FakeRunner, FakeStep, mix
 from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import choice_seed
-from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 
 VOCAB = 50
 EOS = 7
@@ -70,6 +70,7 @@ class Driver:
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.streams: dict[tuple[str, int], list[int]] = {}
+        self.prompts: dict[tuple[str, int], PromptInfo] = {}
         self.ends: dict[tuple[str, int], TokenEvent] = {}
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
 
@@ -86,6 +87,8 @@ class Driver:
             self.streams.setdefault(key, []).extend(event.token_ids)
             if event.token_ids:
                 assert (event.prompt is not None) == first, "prompt info rides on the first event, and only there"
+            if event.prompt is not None:
+                self.prompts[key] = event.prompt
             if event.finish_reason is not None:
                 self.ends[key] = event
 
@@ -129,6 +132,8 @@ class Driver:
         assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
         for piece in plan.slices:
             assert piece.num_tokens > 0
+            peak = piece.num_prompt + max(piece.params.max_tokens - 1, 0)
+            assert piece.start + piece.num_tokens <= peak, "the last token is never fed back"
             assert piece.start + piece.num_tokens <= len(piece.block_table) * settings.block_size
             assert len(piece.tokens) >= piece.start + piece.num_tokens - 1
 

@@ -168,23 +168,55 @@ def test_scoring_computes_the_prompt_and_no_token() -> None:
     assert [entry and entry.token_id for entry in end.prompt.logprobs] == [None, *long_prompt(15)[1:]]
 
 
-def test_prompt_logprobs_are_whole_whatever_is_cached_and_however_often_it_was_preempted() -> None:
-    driver = Driver(config(num_blocks=8, max_num_batched_tokens=6))
+def test_prompt_logprobs_ignore_what_is_cached_and_come_once_a_choice() -> None:
+    driver = Driver(config(max_num_batched_tokens=6))
     driver.add(request("warm", long_prompt(15)))
     driver.drain()
-    driver.add(request("first", long_prompt(7, 5), max_tokens=20, eos_token_ids=frozenset(), arrival_s=0.0))
-    driver.add(request("asks", long_prompt(15), max_tokens=4, prompt_logprobs=0, n=2, arrival_s=1.0))
-    seen = []
-    while driver.scheduler.has_work:
-        driver.launch()
-        plan, pending = driver.launched.popleft()
-        events = driver.scheduler.commit(plan, pending.wait(), driver.now)
-        seen += [event.prompt for event in events if event.prompt is not None and event.request_id == "asks"]
-        driver.take(events)
-    assert len(seen) == 2
-    for info in seen:
-        assert info.logprobs is not None
-        assert [entry and entry.token_id for entry in info.logprobs] == [None, *long_prompt(15)[1:]]
+    driver.add(request("asks", long_prompt(15), max_tokens=4, prompt_logprobs=0, n=2))
+    driver.drain()
+    assert driver.scheduler.stats.prefix_hit_tokens == 0
+    assert set(driver.prompts) == {("warm", 0), ("asks", 0), ("asks", 1)}
+    for choice in range(2):
+        logprobs = driver.prompts["asks", choice].logprobs
+        assert logprobs is not None
+        assert [entry and entry.token_id for entry in logprobs] == [None, *long_prompt(15)[1:]]
+
+
+def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt() -> None:
+    driver = Driver(config(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=2))
+    driver.add(request("grows", long_prompt(7, 5), max_tokens=25, eos_token_ids=frozenset()))
+    for _ in range(8):
+        driver.step()
+    driver.add(request("asks", long_prompt(15), max_tokens=4, prompt_logprobs=0, arrival_s=1.0))
+    driver.drain()
+    assert driver.ends["asks", 0].timings.num_preemptions > 0  # type: ignore[union-attr]
+    logprobs = driver.prompts["asks", 0].logprobs
+    assert logprobs is not None
+    assert [entry and entry.token_id for entry in logprobs] == [None, *long_prompt(15)[1:]]
+    driver.check_streams()
+
+
+def test_admission_leaves_a_block_for_each_running_sequence() -> None:
+    driver = Driver(config(num_blocks=4))
+    driver.add(request("runs", long_prompt(9), max_tokens=4, eos_token_ids=frozenset()))
+    driver.step()
+    driver.add(request("waits", max_tokens=2, arrival_s=1.0))
+    driver.step()
+    assert driver.scheduler.stats.num_waiting == 1, "one block is free, and the running sequence may need it"
+    driver.drain()
+    assert driver.scheduler.stats.preemptions == 0
+    driver.check_streams()
+
+
+def test_the_heads_of_finished_prompts_outlive_their_tails() -> None:
+    driver = Driver(config(num_blocks=10))
+    driver.add(request("old", long_prompt(17), max_tokens=1))
+    driver.drain()
+    driver.add(request("other", long_prompt(29, 30), max_tokens=1))
+    driver.drain()
+    driver.add(request("again", long_prompt(17), max_tokens=1))
+    driver.drain()
+    assert driver.scheduler.stats.prefix_hit_tokens == 8, "the other prompt took the free blocks and two tails"
     driver.check_streams()
 
 
