@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import NamedTuple
+
+from server.version import VERSION
 
 
 class Command(NamedTuple):
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(_help())
         return 0 if arguments else 2
     if name in ("-V", "--version"):
-        sys.stdout.write(f"quire {_version()}\n")
+        sys.stdout.write(f"quire {VERSION}\n")
         return 0
     command = COMMANDS.get(name)
     if command is None:
@@ -51,10 +52,3 @@ def _help() -> str:
         + "".join(lines)
         + "\n`quire COMMAND --help` explains a command; `quire --version` tells the version.\n"
     )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("quire")
-    except metadata.PackageNotFoundError:  # a checkout that was never installed
-        return "0+uninstalled"
