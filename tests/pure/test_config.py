@@ -1,0 +1,211 @@
+"""Settings: one spelling each, four sources in order, faults as sentences, secrets kept."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError
+from server.app_config import AppConfig
+from server.config import LogFormat, Settings
+from server.flags import GROUPS, flag, load_settings, make_parser, name_origins
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("QUIRE_"):
+            monkeypatch.delenv(name)
+
+
+def fault(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(argv)
+    return str(caught.value)
+
+
+# -- one spelling ------------------------------------------------------------------------------------------------------
+
+
+def test_every_engine_setting_can_be_set_and_has_the_engines_default() -> None:
+    settings = Settings()
+    for field in fields(EngineConfig):
+        if field.name != "model":
+            assert getattr(settings, field.name) == field.default, field.name
+
+
+def test_every_application_setting_has_the_applications_default() -> None:
+    made = Settings().app_config("m", "m")
+    assert made == AppConfig(model="m", served_model_names=("m",))
+
+
+def test_no_setting_belongs_to_two_groups() -> None:
+    names = [name for group in GROUPS for name in group.model_fields]
+    assert sorted(names) == sorted(set(names)) == sorted(Settings.model_fields)
+
+
+def test_every_setting_is_read_by_somebody() -> None:
+    """Fields of EngineConfig are read in the engine; the rest must be read here as `settings.name` or `self.name`."""
+    read = {field.name for field in fields(EngineConfig)}
+    for path in (ROOT / "server").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "settings" or (node.value.id == "self" and path.name == "config.py"):
+                    read.add(node.attr)
+    assert set(Settings.model_fields) - read - {"config"} == set()  # config: read by the sources themselves
+
+
+def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
+    text = make_parser().format_help()
+    for name, field in Settings.model_fields.items():
+        assert (flag(name) if name != "model" else "MODEL") in text
+        assert field.description
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from server.flags import make_parser; make_parser().format_help(); import server.cli; "
+        "print(sorted({'torch', 'transformers', 'fastapi', 'tokenizers', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
+
+
+# -- four sources ------------------------------------------------------------------------------------------------------
+
+
+def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 1\nblock_size: 32\nseed: null\n")
+    monkeypatch.setenv("QUIRE_PORT", "2")
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "2")
+    settings = load_settings(["--config", str(file), "--port", "3"])
+    assert (settings.port, settings.max_num_seqs, settings.block_size, settings.seed) == (3, 2, 32, 0)
+
+
+def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("served-model-name: [a, b]\napi-key: k1, k2\nmodel: some/model\n")
+    monkeypatch.setenv("QUIRE_CONFIG", str(file))
+    settings = load_settings([])
+    assert settings.served_model_name == ("a", "b")
+    assert settings.model == "some/model"
+    assert settings.app_config("m", "m").api_keys == ("k1", "k2")
+
+
+def test_an_empty_variable_and_an_empty_file_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("")
+    monkeypatch.setenv("QUIRE_API_KEY", "")
+    monkeypatch.setenv("QUIRE_PORT", "")
+    assert load_settings(["--config", str(file)]) == Settings(config=file)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["some/model"], "model", "some/model"),
+        (["--kv-cache-memory-bytes", "2GiB"], "kv_cache_memory_bytes", 2 << 30),
+        (["--max-body-bytes", "5MB"], "max_body_bytes", 5_000_000),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--async-scheduling"], "async_scheduling", True),
+        (["--served-model-name", "a", "b"], "served_model_name", ("a", "b")),
+        (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
+        (["--log-format", "json"], "log_format", LogFormat.JSON),
+        (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
+    ],
+)
+def test_flags_are_understood(argv: list[str], name: str, value: object) -> None:
+    assert getattr(load_settings(argv), name) == value
+
+
+def test_what_is_set_reaches_the_engine_and_the_application() -> None:
+    settings = load_settings(["--max-num-seqs", "7", "--strict-fields", "--stall-limit", "5", "--metrics-compat", "vllm"])
+    assert settings.engine_config("here") == EngineConfig(model="here", max_num_seqs=7)
+    app = settings.app_config("here", "name")
+    assert (app.strict_fields, app.stall_limit_s, app.metrics_compat) == (True, 5.0, "vllm")
+    assert app.served_model_names == ("name",)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--port", "8x"], "--port is '8x'; it must be a whole number."),
+        (["--port", "70000"], "--port is '70000'; it must be at most 65535."),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout is '-1'; it must be at least 0."),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout is 'nan'; it must be at least 0."),
+        (["--stall-limit", "0"], "--stall-limit is '0'; it must be more than 0."),
+        (["--log-format", "xml"], "--log-format is 'xml'; choose 'text' or 'json'."),
+        (["--max-body-bytes", "2 apples"], "--max-body-bytes is '2 apples'; it must be a size such as 2GiB, 512MB or 1048576."),
+        (["--prot", "1"], "--prot is not an argument of `quire serve`; did you mean --port?"),
+        (["--port"], "--port: expected one argument; see `quire serve --help`."),
+        (["a", "b"], "b is not an argument of `quire serve`; see `quire serve --help`."),
+        (["--config", "/no/where.yaml"], "--config is '/no/where.yaml', which cannot be read: No such file or directory."),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag_is_one_sentence(argv: list[str], sentence: str) -> None:
+    assert fault(*argv) == sentence
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_BLOCK_SIZE", "many")
+    assert fault() == "--block-size is 'many' (set by QUIRE_BLOCK_SIZE); it must be a whole number."
+
+
+def test_a_variable_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQ", "4")
+    assert fault() == "The variable QUIRE_MAX_NUM_SEQ is not a setting of Quire; did you mean QUIRE_MAX_NUM_SEQS?"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("port: x", "--port is 'x' (set by {file}); it must be a whole number."),
+        ("max-num-sqs: 1", "{file} sets 'max-num-sqs', which is not a setting of Quire; did you mean max-num-seqs?"),
+        ("a-b: 1\na_b: 2", "{file} sets 'a_b' twice; keep one of the two spellings."),
+        ("- port", "--config is '{file}', which holds no settings; write one 'name: value' a line."),
+        ("port: [1", "--config is '{file}', which is not valid YAML at line 1: expected ',' or ']', but got '<stream end>'."),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_named(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text(content)
+    assert fault("--config", str(file)) == sentence.format(file=file)
+
+
+def test_a_later_fault_tells_where_its_settings_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("max-num-seqs: 9")
+    monkeypatch.setenv("QUIRE_DTYPE", "float8")
+    argv = ["--config", str(file), "--block-size", "16"]
+    settings = load_settings(argv)
+    with pytest.raises(ConfigError, match="--dtype is 'float8'") as caught:
+        settings.engine_config("m")
+    assert name_origins(str(caught.value), settings, argv).endswith(" (--dtype was set by QUIRE_DTYPE.)")
+    told = name_origins("--max-num-seqs is 9 and --block-size is 16 and --seed is 0.", settings, argv)
+    assert told.endswith(f" (--max-num-seqs was set by {file}.)")
+
+
+def test_secrets_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "sk-secret")
+    settings = load_settings([])
+    assert "sk-secret" not in repr(settings) + str(settings) + str(settings.model_dump()) + make_parser().format_help()
+    file = tmp_path / "quire.yaml"
+    file.write_text("api-key: {a: sk-secret}")
+    monkeypatch.delenv("QUIRE_API_KEY")
+    assert fault("--config", str(file)).startswith("--api-key is not understood (set by ")
+    assert "sk-secret" not in fault("--config", str(file)) + fault("--api-keys=sk-secret") + fault("--api-keyy", "sk-secret")
