@@ -1,0 +1,259 @@
+"""Any other causal LM: transformers' own code for everything but attention, which goes to Quire's pool.
+
+The packed batch enters as one row, [1, T], with explicit positions and no cache; transformers calls the one attention
+function registered here, and the LayerAttention of the step reaches it through the model's keyword arguments. What
+each layer asks of attention (heads, scale, window, sinks) is not guessed from the config but overheard once, in a
+forward pass over two tokens. A model whose state is not keys and values cannot work and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from engine.core.config import EngineConfig
+from engine.core.errors import ModelLoadError
+from engine.core.types import Progress
+from engine.runtime.attention.base import AttentionSpec, LayerAttention
+from engine.runtime.weights.checkpoint import Report
+
+_IMPLEMENTATION = "quire_paged"
+_SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, ImportError)
+
+
+def load_adapter(
+    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, report: Report
+) -> TransformersModel:
+    """Build and fill the model at `path` with transformers."""
+    if path.is_file():
+        raise ModelLoadError(
+            f"{path}: GGUF files are served by Quire's own models only; drop --model-impl transformers."
+        )
+    hf_config = _read_config(path)
+    report(Progress("weights", f"{hf_config.model_type}, through transformers"))
+    dummy = config.load_format == "dummy"
+    model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
+    served_len = config.max_model_len or _max_positions(hf_config, path)
+    _fix_ropes(model, served_len, path)
+    return TransformersModel(model, _max_positions(hf_config, path), str(path))
+
+
+class TransformersModel:
+    """A CausalLM around a model of transformers."""
+
+    def __init__(self, model: Any, max_model_len: int, source: str) -> None:
+        self.max_model_len = max_model_len
+        self.dtype: torch.dtype = model.dtype
+        self._body = model.get_decoder()
+        self._head = model
+        # The head's forward also scales and caps; giving it a body that returns known states keeps all of that.
+        self._given = _Given()
+        model.set_submodule(_name_of(self._body, model), self._given)
+        self.vocab_size, self.attention_specs = self._overhear(next(model.parameters()).device, source)
+
+    def _overhear(self, device: torch.device, source: str) -> tuple[int, Sequence[AttentionSpec]]:
+        """The width of the logits and what each layer asks of attention, from the model itself."""
+        ears, positions = _Overhear(source), torch.arange(2, device=device)
+        try:
+            with torch.inference_mode():
+                hidden = self.forward(torch.tensor([0, 2], device=device), positions, ears)
+                other = self.forward(torch.tensor([1, 2], device=device), positions, _Overhear(source))
+                vocab_size = self.logits(hidden).shape[-1]
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            raise _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})") from error
+        # This attention mixes no tokens, so a second token that knows the first has heard of it some other way.
+        if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2):
+            raise _refusal(source, "its tokens reach each other outside of attention")
+        return vocab_size, ears.specs(self._body.config.get_text_config().num_hidden_layers)
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
+        """ids, positions [T] -> final, normed hidden states [T, hidden]."""
+        output = self._body(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, quire_attention=attention
+        )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+        self._given.states = hidden[None]
+        return self._head(input_ids=None, use_cache=False).logits[0].float()
+
+
+@dataclass
+class _States(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not typed
+    """The outputs that any head may look for, of a body that has only hidden states."""
+
+    cross_attentions: None = None
+
+
+class _Given(nn.Module):
+    """Stands where a model's body was and returns the states it was given."""
+
+    states: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> _States:
+        states, self.states = self.states, None
+        return _States(last_hidden_state=states)
+
+
+class _Overhear:
+    """Notes what every layer asks of attention, and answers with its values."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._specs: dict[int, AttentionSpec] = {}
+
+    def hear(self, layer: int, spec: AttentionSpec) -> None:
+        if layer in self._specs:
+            raise _refusal(self._source, f"layer {layer} attends more than once")
+        self._specs[layer] = spec
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    def specs(self, num_layers: int) -> list[AttentionSpec]:
+        if sorted(self._specs) != list(range(num_layers)):
+            raise _refusal(
+                self._source, f"only {len(self._specs)} of its {num_layers} layers use attention that can be paged"
+            )
+        return [self._specs[layer] for layer in range(num_layers)]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    quire_attention: LayerAttention | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls: query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module types its attributes as Tensor | Module
+    if isinstance(quire_attention, _Overhear):
+        _check(module, q, k, v, attention_mask)
+        spec = AttentionSpec(
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        quire_attention.hear(layer, spec)
+    if quire_attention is None:
+        raise ValueError("its code does not hand keyword arguments down to attention")
+    return quire_attention(layer, q, k, v)[None], None
+
+
+AttentionInterface.register(_IMPLEMENTATION, _attend)
+
+
+def _check(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    if mask is not None:
+        raise ValueError("it builds an attention mask or bias of its own")
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError("its attention is not causal")
+    if not q.shape[2] == k.shape[2] == v.shape[2]:
+        raise ValueError(f"its keys have {k.shape[2]} dimensions a head and its values {v.shape[2]}")
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from None
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise _refusal(path, "it is an encoder-decoder")
+    foreign = set(getattr(text, "layer_types", None) or ()) - _SERVABLE_LAYERS
+    if foreign:
+        raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(path, f"transformers has no causal language model for {config.model_type!r}")
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if kind._is_stateful:  # noqa: SLF001 - how transformers' classes declare what they are
+        raise _refusal(path, f"{kind.__name__} keeps a recurrent state")
+    if not kind._supports_attention_backend:  # noqa: SLF001 - likewise
+        raise _refusal(path, f"transformers cannot exchange the attention of {kind.__name__}")
+    if getattr(config, "quantization_config", None):
+        raise ModelLoadError(f"{path}: the weights are quantized ('quantization_config'), which is not supported yet.")
+    return config
+
+
+def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype) -> Any:
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=_IMPLEMENTATION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except _LOADING_ERRORS as error:
+        raise ModelLoadError(f"{path}: transformers cannot load it ({_line(error)}).") from None
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]!r} first.")
+    return model
+
+
+def _random(config: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        try:
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=_IMPLEMENTATION)
+        except _LOADING_ERRORS as error:
+            raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from None
+    return model
+
+
+def _name_of(body: nn.Module, model: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is body)
+
+
+def _max_positions(hf_config: Any, path: Path) -> int:
+    found = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(found, int):
+        raise _refusal(path, "its config has no 'max_position_embeddings'")
+    return found
+
+
+def _fix_ropes(model: nn.Module, served_len: int, path: Path) -> None:
+    """Fix length-dependent rope scalings for the longest sequence served: keys are cached rotated, batches are mixed."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind in ("longrope", "dynamic"):
+            inverse, module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=served_len)
+            module.inv_freq.copy_(inverse)  # type: ignore[operator]  # a buffer
+            module.rope_type = "default"  # type: ignore[assignment]  # an ordinary attribute
+        elif isinstance(kind, dict) and {"longrope", "dynamic"} & set(kind.values()):
+            raise _refusal(path, "it has length-dependent rope scalings by layer type")
+
+
+def _refusal(source: object, why: str) -> ModelLoadError:
+    return ModelLoadError(f"{source} cannot be served: {why}.")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,123 @@
+"""Models without code of ours, through transformers' own, against transformers with its own attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.core.config import EngineConfig
+from engine.core.errors import ModelLoadError
+from engine.runtime.models.load import load_model
+from engine.runtime.models.transformers_adapter import TransformersModel
+from tests.cpu.dense_attention import DenseAttention
+from tests.cpu.test_models_families import Case, rope, save_tiny
+
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CASES = {
+    "gpt2": Case("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
+    "opt": Case("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt_neox": Case("GPTNeoXConfig"),
+    "phi": Case("PhiConfig"),
+    "starcoder2": Case("Starcoder2Config", {"sliding_window": 8}),
+    "cohere": Case("CohereConfig", {"logit_scale": 0.5}),
+    "cohere2": Case("Cohere2Config", {"sliding_window": 8, "layer_types": WINDOWS}),
+    "olmo": Case("OlmoConfig"),
+    "glm4": Case("Glm4Config", {"head_dim": 16}),
+    "mixtral": Case("MixtralConfig", EXPERTS | {"sliding_window": 8}),
+    "qwen2_moe": Case(
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3_moe": Case(
+        "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    ),
+    "gpt_oss": Case("GptOssConfig", EXPERTS | {"head_dim": 16, "sliding_window": 8, "layer_types": WINDOWS}),
+    "llama": Case("LlamaConfig"),
+    "gemma2": Case("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
+}
+
+
+def load(folder: Path, **settings: object) -> TransformersModel:
+    config = EngineConfig(model=str(folder), model_impl="transformers", **settings)  # type: ignore[arg-type]
+    model = load_model(config, torch.device("cpu"), torch.float32, lambda progress: None)
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_transformers(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(CASES[name], tmp_path)
+    ids = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    model = load(tmp_path)
+    assert model.vocab_size == 128
+    assert model.max_model_len == 64
+    attention, positions = DenseAttention(model.attention_specs), torch.arange(30)
+    with torch.inference_mode():
+        found = [
+            model.logits(model.forward(some, at, attention))
+            for some, at in zip(ids.split([17, 11, 1, 1]), positions.split([17, 11, 1, 1]), strict=True)
+        ]
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    assert expected.std() > 0.1
+
+
+REFUSED = {
+    "falcon": (Case("FalconConfig"), "attention of FalconForCausalLM"),
+    "mamba": (Case("MambaConfig", {"state_size": 8}), "linear_attention"),
+    "llama4": (Case("Llama4TextConfig", {"num_local_experts": 2}), "chunked_attention"),
+    "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "encoder-decoder"),
+    "deepseek_v3": (
+        Case(
+            "DeepseekV3Config",
+            {
+                "num_key_value_heads": 4,
+                "first_k_dense_replace": 3,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 16,
+                "v_head_dim": 16,
+            },
+        ),
+        "keys have 24 dimensions a head and its values 16",
+    ),
+    "diffllama": (Case("DiffLlamaConfig"), "attends more than once"),
+    "doge": (Case("DogeConfig"), "mask or bias of its own"),
+    "nemotron": (Case("NemotronConfig"), "keyword arguments"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_it_cannot_serve(name: str, tmp_path: Path) -> None:
+    case, reason = REFUSED[name]
+    case.build().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=reason) as refusal:
+        load(tmp_path, load_format="dummy")
+    assert str(refusal.value).count("\n") == 0
+
+
+def test_length_dependent_ropes_do_not_depend_on_batch_mates(tmp_path: Path) -> None:
+    """transformers stretches them by the longest sequence of a batch; here --max-model-len alone decides."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    save_tiny(Case("LlamaConfig", rope("longrope", original_max_position_embeddings=16, **factors)), tmp_path)
+    ids = torch.arange(3, 33)
+
+    def last(model: TransformersModel, chunks: list[int]) -> torch.Tensor:
+        attention = DenseAttention(model.attention_specs)
+        with torch.inference_mode():
+            parts = zip(ids.split(chunks), torch.arange(30).split(chunks), strict=True)
+            return [model.logits(model.forward(some, at, attention)) for some, at in parts][-1][-1]
+
+    long, short = load(tmp_path), load(tmp_path, max_model_len=16)
+    torch.testing.assert_close(last(long, [30]), last(long, [8, 22]))
+    assert not torch.allclose(last(long, [30]), last(short, [30]), atol=1e-2)
