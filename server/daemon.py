@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -26,8 +27,8 @@ STOP_MARGIN_S = 10.0  # a step in flight may take this long past the timeout bef
 WATCH_S = 0.25  # how often the engine's pulse is felt
 
 
-def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float) -> int:
-    """Serve on a listening socket. Returns the exit status: 0 after a signal, 1 after a failure."""
+def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]) -> int:
+    """Serve on a bound socket; `on_ready` is called once requests are taken. Returns the exit status, 0 or 1."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -41,7 +42,7 @@ def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float) -> int
     )
     context = app.state.context
     assert isinstance(context, Context)
-    daemon = Daemon(config, context, shutdown_timeout_s)
+    daemon = Daemon(config, context, shutdown_timeout_s, on_ready)
     daemon.run(sockets=[listener])
     return 0 if daemon.started and context.engine.health().error is None else 1
 
@@ -49,8 +50,11 @@ def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float) -> int
 class Daemon(uvicorn.Server):
     """uvicorn's server, whose signals drain the engine first and only then close connections."""
 
-    def __init__(self, config: uvicorn.Config, context: Context, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: Context, shutdown_timeout_s: float, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._on_ready = on_ready
         self._client = context.client
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
@@ -66,6 +70,12 @@ class Daemon(uvicorn.Server):
         finally:
             for task in self._tasks:
                 task.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application and listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal handlers
         """A signal came in, between any two bytecodes of the main thread: wake the loop and do nothing else."""

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.core.errors import ConfigError, QuireError
-from engine.loop import Engine
 from server.config import Settings
 from server.flags import load_settings, name_origins
 from server.logs import configure_logging
@@ -88,7 +87,6 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     app_config = settings.app_config(source.path, source.name)
 
     from engine.build import build_engine
-
     from server.app import create_app
     from server.daemon import run
     from server.startup import StartupStory
@@ -107,19 +105,16 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     try:
         listener.listen(BACKLOG)
     except OSError as error:  # another process listened on the same port meanwhile
-        _close(engine)
         raise _explain(error, settings.host, settings.port) from error
     app = create_app(engine, tokenizer, app_config)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    log.info("ready in %.1f s: %s serves %s", time.monotonic() - started_s, url, name)
-    log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys)))
-    return run(app, listener, settings.shutdown_timeout)
 
+    def announce() -> None:
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("ready in %.1f s: %s serves %s", time.monotonic() - started_s, url, name)
+        log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys)))
 
-def _close(engine: Engine) -> None:
-    engine.start(lambda _: None)
-    engine.stop(0)
+    return run(app, listener, settings.shutdown_timeout, announce)
 
 
 def _read_template(path: Path | None) -> str | None:

@@ -1,0 +1,57 @@
+"""The `quire` command with the real everything but the model: build_engine returns an engine over the fake runner.
+
+FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the engine dies.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+from collections.abc import Callable
+
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.errors import MemoryBudgetError
+from engine.core.fake_runner import CostModel, FakeRunner
+from engine.core.plan import PendingStep, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.types import Progress
+from engine.loop import Engine
+
+VOCAB_SIZE = 49152
+
+
+class MortalRunner(FakeRunner):
+    """Fails as a whole after some steps."""
+
+    steps_left = int(os.environ.get("FAKE_STEPS", "1000000"))
+
+    def run(self, plan: StepPlan) -> PendingStep:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise RuntimeError("the device fell off the bus")
+        return super().run(plan)
+
+
+def build_engine(config: EngineConfig, report: Callable[[Progress], None]) -> Engine:
+    if config.kv_cache_memory_bytes == 1:
+        raise MemoryBudgetError("--kv-cache-memory-bytes is 1, too little for one block.")
+    for done in (0, 50, 100):
+        report(Progress("weights", "fake", done, 100, "tensors"))
+    report(Progress("kv_pool", "256 blocks"))
+    scheduler = SchedulerConfig(
+        num_blocks=256, block_size=16, max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=256
+    )
+    cost = CostModel(step_s=float(os.environ.get("FAKE_STEP_S", "0.001")), token_s=0.0)
+    runner = MortalRunner(scheduler, vocab_size=VOCAB_SIZE, cost=cost, sleep=time.sleep)
+    return Engine(Scheduler(scheduler), runner, vocab_size=VOCAB_SIZE)
+
+
+if __name__ == "__main__":
+    stand_in = types.ModuleType("engine.build")
+    stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
+    sys.modules["engine.build"] = stand_in
+    from server.cli import main
+
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""The process: what it prints, how it ends. Real sockets and signals; only the model is fake."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.cli import main
+
+ROOT = Path(__file__).parents[2]
+LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def quire(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status and what was written to standard error."""
+    _, written = process.communicate(timeout=30)
+    return process.returncode, written
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Wait for a line that matches; returns its first group."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(pattern, line):
+            return found.group(1)
+    raise AssertionError(f"the process ended without a line like {pattern}")
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    return read_until(process, r"ready in [\d.]+ s: (\S+)")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("serve", "bench", "simulate"))
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"quire \d\S*\n", capsys.readouterr().out)
+    assert main([]) == 2
+
+
+def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server"]) == 2
+    expected = "quire: 'server' is not a command; choose one of serve, bench, simulate, or see `quire --help`.\n"
+    assert capsys.readouterr().err == expected
+
+
+# -- faults at start ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "sentence"),
+    [
+        (["--port", "x"], 2, "quire: --port is 'x'; it must be a whole number."),
+        (["--dtype", "float8"], 2, "--dtype is 'float8'; choose one of auto, float32, bfloat16, float16."),
+        (["--host", "192.0.2.1", "--port", "0"], 2, "--host is '192.0.2.1', which is no address of this machine"),
+        (["/no/model", "--port", "0"], 1, "There is no model at '/no/model'"),
+        (["--kv-cache-memory-bytes", "1", "--port", "0"], 1, "--kv-cache-memory-bytes is 1, too little for one block."),
+    ],
+)
+def test_a_fault_is_one_line_and_an_exit_status(argv: list[str], status: int, sentence: str) -> None:
+    with quire("serve", *argv) as process:
+        returned, written = outcome(process)
+    assert returned == status
+    assert sentence in written.splitlines()[-1]
+    assert "Traceback" not in written
+
+
+def test_the_traceback_is_there_for_who_wants_it() -> None:
+    with quire("serve", "/no/model", "--port", "0", "--log-level", "debug") as process:
+        assert "Traceback" in outcome(process)[1]
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with quire("serve", "--port", str(port)) as process:
+            status, written = outcome(process)
+    assert status == 1
+    assert f"Port {port} on 127.0.0.1 is in use" in written
+    assert len(written.splitlines()) == 1
+
+
+# -- a life ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
+    with quire("serve", "--port", "0") as process:
+        url = ready(process)
+        command = shlex.split(read_until(process, r"try: (curl .*)"))
+        assert command[1] == f"{url}/v1/chat/completions"
+        body = json.loads(command[command.index("-d") + 1])
+        answer = httpx.post(command[1], json=body, timeout=30)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["prompt_tokens"] == 37  # SmolLM2's own template, with its system prompt
+        process.send_signal(signal.SIGTERM)
+        status, written = outcome(process)
+    assert status == 0
+    assert "POST /v1/chat/completions 200" in written
+
+
+def test_the_first_signal_lets_open_answers_finish() -> None:
+    with quire("serve", "--port", "0") as process:
+        url = ready(process)
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 600}, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            read_until(process, "(SIGINT): finishing 1 open requests within 30 s")
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=30)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert outcome(process)[0] == 0
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
+    timeout = "0.1" if num_signals == 1 else "60"
+    with quire("serve", "--port", "0", "--shutdown-timeout", timeout, FAKE_STEP_S="0.02") as process:
+        url = ready(process)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            if num_signals == 2:
+                read_until(process, "(SIGTERM): finishing")
+                process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert outcome(process)[0] == 0
+
+
+def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:
+    with quire("serve", "--port", "0", FAKE_STEPS="20") as process:
+        url = ready(process)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
+            events = [line for line in answer.iter_lines() if line]
+        assert events[-1] == "data: [DONE]"
+        assert "the device fell off the bus" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        status, written = outcome(process)
+    assert status == 1
+    assert "Traceback" not in written
+
+
+def test_json_logs_are_one_object_a_line() -> None:
+    with quire("serve", "--port", "0", "--log-format", "json") as process:
+        read_until(process, r'"message": "(ready)')
+        process.send_signal(signal.SIGTERM)
+        status, written = outcome(process)
+    assert status == 0
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert {"time", "level", "logger", "message"} <= lines[-1].keys()
+    assert any("SIGTERM" in line["message"] for line in lines)
