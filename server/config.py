@@ -132,10 +132,13 @@ class SchedulingSettings(BaseModel):
         _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"
     )
     max_num_queued_reqs: int | None = _setting(
-        _ENGINE.max_num_queued_reqs, "N", "requests that may wait; more are refused with 429", unset="no limit"
+        _ENGINE.max_num_queued_reqs, "N", "requests that may wait; more are refused with 429", unset="1024"
     )
     max_num_queued_tokens: int | None = _setting(
-        _ENGINE.max_num_queued_tokens, "N", "prompt tokens that may wait; more are refused with 429", unset="no limit"
+        _ENGINE.max_num_queued_tokens,
+        "N",
+        "prompt tokens that may wait; more are refused with 429",
+        unset="8 times the KV pool",
     )
 
 

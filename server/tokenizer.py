@@ -66,8 +66,8 @@ class TextTokenizer:
         """Token ids of a text, never truncated. Raises InvalidRequestError for a text that is not Unicode."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            raise InvalidRequestError(f"The text is not valid Unicode: {error.reason}.") from error
+        except TypeError as error:  # the library's word for half of a surrogate pair, which JSON can spell
+            raise InvalidRequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids, with U+FFFD for broken UTF-8."""

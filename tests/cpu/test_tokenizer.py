@@ -1,0 +1,365 @@
+"""Tokenizers from GGUF files and Hugging Face folders, against transformers' own or the definition of the algorithm."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from server.chat_template import ChatTemplate
+from server.gguf_metadata import read_metadata
+from server.gguf_tokenizer import TokenType, build_tokenizer
+from server.model_source import find_model
+from server.text import SamplingDefaults
+from server.tokenizer import TextTokenizer, load_tokenizer
+
+TRICKY = (
+    "Hello 1234567 world\n\n  x",
+    "don't DON'T we'LL it's",
+    "  leading, trailing  \t\r\n\r\n",
+    "naïve café, and decomposed: cafe\u0301",
+    "日本語のテキスト 🎉👩‍👩‍👧 ½ ²",
+    "x=12.5;y[3]:=f(a,b)//c  # comment",
+    "a\u00a0b\u200bc\ufeff",
+    "",
+)
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def render(tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]] = CHAT, **kwargs: Any) -> str:
+    final = kwargs.pop("continue_final_message", False)
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=not final, continue_final_message=final, template_kwargs=kwargs
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm() -> TextTokenizer:
+    return load_tokenizer(find_model(None).path)
+
+
+# -- the embedded model ------------------------------------------------------------------------------------------------
+
+
+def test_smollm2_chat_ids(smollm: TextTokenizer) -> None:
+    """The ids that the model's published tokenizer and template give."""
+    system = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198]  # fmt: skip
+    user = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198]
+    assert smollm.encode(render(smollm), add_special_tokens=False) == [*system, *user, 1, 520, 9531, 198]
+    assert smollm.encode(render(smollm), add_special_tokens=True) == [*system, *user, 1, 520, 9531, 198]  # no BOS
+    assert smollm.eos_token_ids == {0, 2}
+    assert smollm.vocab_size == 49152
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_bytes_and_text_round_trip(smollm: TextTokenizer, text: str) -> None:
+    ids = smollm.encode(text + "<|im_end|>", add_special_tokens=False)
+    assert ids[-1] == 2
+    assert b"".join(smollm.token_bytes(i) for i in ids).decode() == text + "<|im_end|>"
+    assert smollm.decode(ids, skip_special_tokens=False) == text + "<|im_end|>"
+    assert smollm.decode(ids, skip_special_tokens=True) == text
+
+
+def test_digits_stand_alone(smollm: TextTokenizer) -> None:
+    assert [smollm.token_bytes(i) for i in smollm.encode(" 2024", add_special_tokens=False)] == [
+        b" ", b"2", b"0", b"2", b"4",
+    ]  # fmt: skip
+
+
+def test_an_id_without_a_token_and_half_a_character(smollm: TextTokenizer) -> None:
+    assert smollm.token_bytes(10**6) == b""
+    with pytest.raises(InvalidRequestError, match="not valid Unicode"):
+        smollm.encode("\ud83d", add_special_tokens=False)
+
+
+# -- byte-level BPE ----------------------------------------------------------------------------------------------------
+
+
+def reference(pattern: str, *, nfc: bool, ignore_merges: bool) -> tokenizers.Tokenizer:
+    """A small tokenizer trained with a pattern of transformers' own."""
+    made = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    made.normalizer = normalizers.NFC() if nfc else normalizers.Sequence([])
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        TRICKY * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    return made
+
+
+def gguf_metadata(backend: tokenizers.Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    keys = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [*tokens, "<|begin|>", "<|end|>"],
+        "token_type": [TokenType.NORMAL] * len(tokens) + [TokenType.CONTROL] * 2,
+        "merges": [" ".join(merge) for merge in model["merges"]],
+        "bos_token_id": len(tokens),
+        "eos_token_id": len(tokens) + 1,
+        **more,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+def patterns() -> dict[str, tuple[str, bool, bool]]:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    llama3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    return {"qwen2": (PRETOKENIZE_REGEX, True, False), "llama-bpe": (llama3, False, True)}
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
+def test_a_gguf_tokenizer_equals_its_original(pre: str) -> None:
+    pattern, nfc, ignore_merges = patterns()[pre]
+    original = reference(pattern, nfc=nfc, ignore_merges=ignore_merges)
+    built = build_tokenizer(gguf_metadata(original, pre))
+    for text in TRICKY:
+        assert built.encode(text, add_special_tokens=False).ids == original.encode(text).ids
+    bos = [built.token_to_id("<|begin|>")] if pre == "llama-bpe" else []
+    assert built.encode("a", add_special_tokens=True).ids == bos + original.encode("a").ids
+    assert built.encode("<|end|>", add_special_tokens=False).ids == [built.token_to_id("<|end|>")]
+
+
+def test_the_file_decides_about_bos_and_eos() -> None:
+    original = reference(patterns()["qwen2"][0], nfc=True, ignore_merges=False)
+    built = build_tokenizer(gguf_metadata(original, "llama-bpe", add_bos_token=False, add_eos_token=True))
+    assert built.encode("a").ids == [*original.encode("a").ids, built.token_to_id("<|end|>")]
+
+
+def test_gpt2_is_transformers_byte_level() -> None:
+    original = reference(patterns()["qwen2"][0], nfc=False, ignore_merges=False)
+    original.normalizer = normalizers.Sequence([])
+    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built = build_tokenizer(gguf_metadata(original, "gpt-2"))
+    for text in TRICKY:
+        assert built.encode(text).ids == original.encode(text).ids
+
+
+# -- SentencePiece BPE -------------------------------------------------------------------------------------------------
+
+PIECES = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc", "ca", "cab", "▁▁", "▁b", "aa"]
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
+SPM_TYPES = [
+    TokenType.UNKNOWN,
+    TokenType.CONTROL,
+    TokenType.CONTROL,
+    *[TokenType.BYTE] * 256,
+    *[TokenType.NORMAL] * len(PIECES),
+]
+SPM = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": SPM_TOKENS,
+    "tokenizer.ggml.token_type": [int(kind) for kind in SPM_TYPES],
+    "tokenizer.ggml.scores": [0.0] * 259 + [-float(PIECES.index(piece)) - 10 * (len(piece) == 1) for piece in PIECES],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}  # fmt: skip
+
+
+def sentence_piece(text: str) -> list[str]:
+    """The definition: merge the neighbours that make the best-scored piece, the leftmost first, until none is left."""
+    scores = dict(zip(SPM_TOKENS, SPM["tokenizer.ggml.scores"], strict=True))
+    symbols = list(("▁" + text.replace(" ", "▁")) if text else "")
+    while True:
+        joined = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in PIECES]
+        if not joined:
+            break
+        at = min(joined)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return [part for s in symbols for part in ([s] if s in PIECES else [f"<0x{byte:02X}>" for byte in s.encode()])]
+
+
+@given(st.text(alphabet="abc é日"))
+def test_sentence_piece_merges_as_defined(text: str) -> None:
+    assert build_tokenizer(SPM).encode(text, add_special_tokens=False).tokens == sentence_piece(text)
+
+
+def test_sentence_piece_text_and_bos(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "spm.gguf", SPM)))
+    ids = tokenizer.encode("ab é cab", add_special_tokens=True)
+    assert ids[0] == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab é cab"
+    assert b"".join(tokenizer.token_bytes(i) for i in ids) == b"<s> ab \xc3\xa9 cab"
+    assert tokenizer.eos_token_ids == {2}
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        render(tokenizer)
+
+
+# -- files that cannot be used -----------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any]) -> Path:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_is_what_the_gguf_package_wrote(tmp_path: Path) -> None:
+    assert SPM.items() <= read_metadata(write_gguf(tmp_path / "m.gguf", SPM)).items()
+
+
+def test_every_truncation_of_a_header_is_told(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "m.gguf", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]})
+    content = whole.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in range(len(content)):
+        cut.write_bytes(content[:size])
+        with pytest.raises(ModelLoadError, match="is not a whole GGUF file"):
+            read_metadata(cut)
+
+
+@pytest.mark.parametrize(
+    "content", [b"PK\x03\x04" + bytes(99), b"GGUF" + struct.pack("<IQQ", 9, 0, 0), b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62)]
+)  # fmt: skip
+def test_another_file_is_told(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelLoadError, match="is not a whole GGUF file"):
+        read_metadata(file)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({}, "holds no tokenizer"),
+        ({"model": "gpt2", "pre": "viking", "tokens": ["a"]}, "unsupported kind gpt2 with pre-tokenizer 'viking'"),
+        ({"model": "bert", "tokens": ["a"]}, "unsupported kind bert"),
+        ({"model": "llama", "tokens": ["a"]}, "1 tokens but 0 scores"),
+        ({"model": "gpt2", "pre": "qwen2", "tokens": ["a"], "merges": ["a x"]}, "inconsistent"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_built_is_refused(metadata: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelLoadError, match=sentence):
+        build_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+
+
+# -- Hugging Face folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = reference(patterns()["qwen2"][0], nfc=True, ignore_merges=False)
+    saved = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|end|>")
+    saved.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    saved.save_pretrained(tmp_path)
+    generation = {"eos_token_id": [7, 8], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 9}))
+    return tmp_path
+
+
+def test_a_folder_gives_what_transformers_gives(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    for text in TRICKY:
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == theirs.encode(text)
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+    assert render(ours) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert ours.eos_token_ids == {7, 8, 9, theirs.eos_token_id}
+    assert ours.vocab_size == len(theirs)
+
+
+def test_the_models_sampling_is_taken_only_when_asked_for(folder: Path) -> None:
+    assert load_tokenizer(str(folder)).sampling_defaults == SamplingDefaults()
+    taken = load_tokenizer(str(folder), model_sampling=True).sampling_defaults
+    assert taken == SamplingDefaults(temperature=0.6, top_p=0.9)
+
+
+def test_a_template_given_by_the_user_replaces_the_models_own(folder: Path) -> None:
+    assert render(load_tokenizer(str(folder), chat_template="{{ messages|length }} {{ eos_token }}")) == "1 <|end|>"
+
+
+def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelLoadError, match=r"cannot be loaded.*--tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+# -- chat templates ----------------------------------------------------------------------------------------------------
+
+
+def chat(source: str, messages: Sequence[Mapping[str, Any]] = CHAT, *, final: bool = False, **kwargs: Any) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    return template.render(
+        messages, add_generation_prompt=not final, continue_final_message=final, template_kwargs=kwargs
+    )
+
+
+def test_templates_have_what_transformers_gives_them() -> None:
+    assert (
+        chat("{{ bos_token }}{{ messages[0] | tojson }}")
+        == '<s>{"role": "user", "content": "What is the capital of France?"}'
+    )
+    assert chat("{% if tools is not none or documents %}x{% endif %}{{ add_generation_prompt }}") == "True"
+    assert chat("{% generation %}{{ depth }}{% endgeneration %}", depth=3) == "3"
+    assert len(chat("{{ strftime_now('%Y') }}")) == 4
+    assert chat("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
+
+
+def test_a_continued_message_ends_where_its_text_ends() -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}"
+    conversation = [*CHAT, {"role": "assistant", "content": "It is "}]
+    assert chat(source, conversation, final=True).endswith("\n<assistant>It is ")
+    with pytest.raises(InvalidRequestError, match="leaves out the last message"):
+        chat("{{ messages[0].content }}", conversation, final=True)
+    with pytest.raises(InvalidRequestError, match="needs a last message"):
+        chat(source, [{"role": "assistant", "content": None}], final=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_a_template_that_refuses_is_the_requests_fault(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        chat(source)
+
+
+def test_kwargs_cannot_replace_the_conversation() -> None:
+    with pytest.raises(InvalidRequestError, match="may not set 'messages'"):
+        ChatTemplate("x", {}).render(
+            CHAT, add_generation_prompt=True, continue_final_message=False, template_kwargs={"messages": []}
+        )
+
+
+def test_a_broken_template_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read.*--chat-template"):
+        ChatTemplate("{% if %}", {})
