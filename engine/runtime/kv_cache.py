@@ -1,0 +1,110 @@
+"""The paged K/V pool: its tensors, what a block costs, and how many blocks fit.
+
+Owned by the runner, engine thread. It knows layers and blocks, never sequences. The layout of the tensors is the
+attention backend's; bound together, pool and backend are the `attention` that a model calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import MemoryBudgetError
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec
+
+_MIB = 1 << 20
+_HOW_TO_GROW = "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+
+
+class KVCache:
+    """K and V of every layer, and the LayerAttention over them."""
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        backend: AttentionBackend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate. Raises MemoryBudgetError if the device has not that much."""
+        self._specs, self._backend = specs, backend
+        shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
+        try:
+            # Left uninitialized: untouched pages of a CPU pool then cost nothing, and no backend reads what is unwritten.
+            self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        except RuntimeError as error:  # torch's out-of-memory errors, on either device
+            needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
+            raise MemoryBudgetError(
+                f"A KV pool of {num_blocks} blocks needs {needed} MiB, which {device.type} memory does not have; "
+                "lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len."
+            ) from error
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of one layer over the prepared batch."""
+        return self._backend.attend(self._specs[layer], q, k, v, self._keys[layer], self._values[layer])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer."""
+        for pool in (*self._keys, *self._values):
+            self._backend.copy_blocks(pool, pairs)
+
+
+def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
+    """What one block costs over all layers: K and V of `block_size` positions."""
+    return sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * block_size * dtype.itemsize
+
+
+class PoolSize(NamedTuple):
+    """How large the pool is, and the longest sequence that it lets us serve."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def fit_pool(
+    budget_bytes: int, bytes_per_block: int, block_size: int, *, model_len: int, asked_len: int | None
+) -> PoolSize:
+    """As many blocks as the budget holds, and the longest sequence they can serve.
+
+    Where `asked_len` (--max-model-len) is None the length is lowered to what fits; a length that was asked for and does
+    not fit is a MemoryBudgetError, and so is a budget below one block.
+    """
+    num_blocks = budget_bytes // bytes_per_block
+    if num_blocks < 1:
+        raise MemoryBudgetError(
+            f"The KV pool may use {max(budget_bytes, 0) / _MIB:.1f} MiB, and one block of {block_size} tokens needs "
+            f"{bytes_per_block / _MIB:.1f} MiB; {_HOW_TO_GROW}, or choose a smaller model."
+        )
+    capacity = num_blocks * block_size
+    if asked_len is not None and asked_len > capacity:
+        raise MemoryBudgetError(
+            f"--max-model-len is {asked_len}, and the KV pool's {num_blocks} blocks hold {capacity} tokens; "
+            f"set it to at most {capacity}, or {_HOW_TO_GROW}."
+        )
+    return PoolSize(num_blocks, min(asked_len or model_len, capacity))
+
+
+def default_cpu_budget() -> int:
+    """Bytes for a pool in main memory when none were asked for: a quarter of what is available, at most 2 GiB."""
+    return min(2 << 30, available_memory() // 4)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that this process can still take, a container's limit included."""
+    available = 1 << 62
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) << 10
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return max(available, 0)

@@ -1,0 +1,172 @@
+"""The Runner that computes with a model: a StepPlan in, sampled ids out.
+
+    copies -> batch -> forward -> prompt log probabilities -> LM head of the sampled rows -> sampler -> host
+
+Only rows that are sampled or scored go through the LM head. On a GPU nothing waits before `wait`: results travel to
+pinned memory behind an event, and drawn ids stay on the device in `last_ids[seat]` for the step that needs them.
+Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.config import SchedulerConfig
+from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.types import SamplingParams, TokenLogprob
+from engine.runtime.attention.base import AttentionBackend, Batch, CausalLM
+from engine.runtime.batch import BatchBuilder
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
+from engine.runtime.sampling.sampler import Sampled, Sampler
+
+_SCORED_BYTES = 64 << 20  # of logits at a time, when a prompt's log probabilities are computed
+_NOT_FINITE = (
+    "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
+)
+
+
+class _Scores(NamedTuple):
+    """Log probabilities of one slice's prompt tokens, in chunks."""
+
+    slice_index: int
+    num_top: int
+    chunks: list[Logprobs]
+
+
+class ModelStep:
+    """A launched step; its tensors are on their way to the host."""
+
+    def __init__(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], event: torch.cuda.Event | None):
+        self._owners = [index for index, piece in enumerate(plan.slices) for _ in piece.samples]
+        rows = () if sampled is None else sampled.logprob_rows
+        self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
+        self._sampled, self._scores, self._event = sampled, scores, event
+
+    def wait(self) -> StepResult:
+        """Block until the device is done, and read."""
+        if self._event is not None:
+            self._event.synchronize()
+        result = StepResult(token_ids=[])
+        errors: dict[int, str] = {}
+        if self._sampled is not None:
+            result.token_ids = self._sampled.ids.tolist()
+            is_finite = self._sampled.is_finite.tolist()
+            errors.update((self._owners[row], _NOT_FINITE) for row, good in enumerate(is_finite) if not good)
+            if self._sampled.logprobs is not None:
+                entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
+                result.logprobs = dict(zip(self._num_top, entries, strict=True))
+        prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
+        for scores in self._scores:
+            entries = [
+                entry for chunk in scores.chunks for entry in chunk.to_types([scores.num_top] * len(chunk.chosen))
+            ]
+            prompt_logprobs[scores.slice_index] = entries
+            if any(entry.logprob != entry.logprob for entry in entries):
+                errors[scores.slice_index] = _NOT_FINITE
+        result.prompt_logprobs, result.errors = prompt_logprobs, errors
+        return result
+
+
+class ModelRunner:
+    """Owns the model, the pool and the sampler's state."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        config: SchedulerConfig,
+        device: torch.device,
+    ) -> None:
+        self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
+        self._batches = BatchBuilder(config, device)
+        self._sampler = Sampler(device)
+        self._last_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> ModelStep:
+        """Launch a step."""
+        if plan.copies:
+            self._kv_cache.copy_blocks(plan.copies)
+        batch = self._batches.build(plan, self._last_ids)
+        self._backend.prepare(batch)
+        hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
+        scores = [
+            self._score(index, piece, first_row, hidden)
+            for index, (piece, first_row) in enumerate(zip(plan.slices, _first_rows(batch), strict=True))
+            if piece.prompt_logprobs >= 0
+        ]
+        sampled = None
+        if plan.num_samples:
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows))
+            sampled = self._sampler.sample(plan, logits, self._last_ids)
+        return self._send(plan, sampled, scores)
+
+    def close(self) -> None:
+        """Let go of weights and pool."""
+        del self._model, self._backend, self._kv_cache
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _score(self, index: int, piece: SequenceSlice, first_row: int, hidden: Tensor) -> _Scores:
+        """Log probabilities of the prompt tokens that follow the slice's positions, a bounded number at a time."""
+        following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
+        targets = torch.tensor(following, dtype=torch.int64, device=self._device)
+        step = max(1, _SCORED_BYTES // (4 * self._model.vocab_size))
+        rows = hidden[first_row : first_row + len(following)]
+        chunks = [
+            gather_logprobs(self._model.logits(some), chosen, piece.prompt_logprobs)
+            for some, chosen in zip(rows.split(step), targets.split(step), strict=True)
+        ]
+        return _Scores(index, piece.prompt_logprobs, chunks if following else [])
+
+    def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores]) -> ModelStep:
+        if self._device.type != "cuda":
+            return ModelStep(plan, sampled, scores, None)
+        if sampled is not None:
+            logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
+            sampled = sampled._replace(
+                ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
+            )
+        scores = [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in scores]
+        event = torch.cuda.Event()
+        event.record()
+        return ModelStep(plan, sampled, scores, event)
+
+
+def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:
+    """A step of `num_seqs` made-up prompts that share `num_tokens` tokens and all draw; writes to the first blocks."""
+    slices, block = [], 0
+    params = SamplingParams(max_tokens=1, top_p=0.9)
+    for seat in range(num_seqs):
+        length = num_tokens // num_seqs + (seat < num_tokens % num_seqs)
+        num_blocks = -(-length // config.block_size)
+        table = [(block + i) % config.num_blocks for i in range(num_blocks)]
+        block += num_blocks
+        slices.append(
+            SequenceSlice(seat, [0] * length, length, 0, length, table, (Sample(seat, 0),), params, -1, -1 - seat)
+        )
+    return StepPlan(0, slices, [], num_tokens, num_seqs)
+
+
+def _first_rows(batch: Batch) -> list[int]:
+    rows, row = [], 0
+    for length in batch.query_lens_host:
+        rows.append(row)
+        row += length
+    return rows
+
+
+def _to_host(logprobs: Logprobs) -> Logprobs:
+    return Logprobs(*map(_pinned, logprobs))
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy in page-locked memory, complete once the stream gets there."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,51 @@
+"""Random numbers without a state: Gumbel noise as a pure function of (seed, position, token id).
+
+A draw is therefore the same on any batch row, alone or in a busy batch, after a preemption and on any device. Adding
+the noise to log probabilities and taking the best draws from their distribution (the Gumbel-max trick); a small change
+of the logits moves few draws, which inverting a cumulative sum would not promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def make_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
+    """Two well-mixed 32-bit words for each (seed, position): [2, R, 1] int32."""
+    words = [_mix(_mix(seed & _MASK) ^ position) for seed, position in zip(seeds, positions, strict=True)]
+    halves = [[_signed(word >> 32) for word in words], [_signed(word) for word in words]]
+    return torch.tensor(halves, dtype=torch.int32).unsqueeze(-1).to(device, non_blocking=True)
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [R, vocab_size] float32, finite everywhere."""
+    first, second = keys.unbind(0)
+    # A multiplicative hash of the token id that the two key words enter at different rounds. Shifts of signed numbers
+    # copy the sign, which the masks undo.
+    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * _signed(0x9E3779B9) ^ first
+    x = (x ^ (x >> 16 & 0xFFFF)).mul_(_signed(0x85EBCA6B)).bitwise_xor_(second)
+    x = (x ^ (x >> 13 & 0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    x = x.bitwise_xor_(x >> 16 & 0xFFFF).bitwise_and_(0x7FFFFFFF)
+    # The best tokens are those with the smallest exponentials, so the fine end of the float scale is put there.
+    uniform = x.float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: int) -> int:
+    """A 64-bit finalizer (splitmix64)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
+    return x ^ x >> 31
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as torch's int32 spells them."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word

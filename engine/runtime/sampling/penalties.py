@@ -1,0 +1,90 @@
+"""What a sequence has said so far, on the device, and what that does to its next logits.
+
+Each seat keeps its sequence's ids in one growing tensor, extended by the few that are new at each step; it is begun
+anew when the seat changes hands. An id that the host does not know yet (overlap) is taken from `last_ids` on the
+device. Only the tokens that occurred are touched, never a vocabulary-sized table. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import SequenceSlice
+from engine.core.types import SamplingParams
+
+
+def is_penalized(params: SamplingParams) -> bool:
+    """Whether any of the three penalties is on."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+@dataclass(slots=True)
+class _Seat:
+    seq_id: int
+    ids: Tensor
+    length: int = 0
+
+
+class History:
+    """The ids of the sequences that need them, by seat."""
+
+    def __init__(self) -> None:
+        self._seats: dict[int, _Seat] = {}
+
+    def ids(self, piece: SequenceSlice, last_ids: Tensor) -> Tensor:
+        """All ids of the slice's sequence up to the slice's end, [start + num_tokens] int64."""
+        stop = piece.start + piece.num_tokens
+        seat = self._seats.get(piece.seat)
+        if seat is None or seat.seq_id != piece.seq_id:
+            seat = self._seats[piece.seat] = _Seat(piece.seq_id, last_ids.new_empty(0))
+        if stop > seat.ids.shape[0]:
+            seat.ids = torch.cat([seat.ids, seat.ids.new_empty(stop)])  # at least doubles
+        known = min(len(piece.tokens), stop)
+        if seat.length < known:
+            new = torch.tensor(piece.tokens[seat.length : known])
+            seat.ids[seat.length : known].copy_(new, non_blocking=True)
+        if known < stop:
+            seat.ids[known:stop] = last_ids[piece.seat]
+        seat.length = stop
+        return seat.ids[:stop]
+
+
+class Penalized(NamedTuple):
+    """One row of logits that is to be penalized."""
+
+    row: int
+    params: SamplingParams
+    ids: Tensor  # prompt and generated
+    num_prompt: int
+
+
+def apply_penalties(logits: Tensor, rows: Sequence[Penalized]) -> None:
+    """Change logits [R, V] in place: repetition over prompt and answer, then frequency and presence over the answer."""
+    flat = logits.view(-1)
+    repeated = [r for r in rows if r.params.repetition_penalty != 1.0]
+    if repeated:
+        at = _places(repeated, [r.ids for r in repeated], logits.shape[1])
+        factor = _spread([r.params.repetition_penalty for r in repeated], [r.ids for r in repeated], logits)
+        values = flat[at]
+        # A token that occurs twice is written twice with the same value.
+        flat[at] = torch.where(values > 0, values / factor, values * factor)
+    counted = [r for r in rows if r.params.frequency_penalty != 0.0 or r.params.presence_penalty != 0.0]
+    if counted:
+        answers = [r.ids[r.num_prompt :] for r in counted]
+        at = _places(counted, answers, logits.shape[1])
+        flat.index_add_(0, at, -_spread([r.params.frequency_penalty for r in counted], answers, logits))
+        flat[at] = flat[at] - _spread([r.params.presence_penalty for r in counted], answers, logits)
+
+
+def _places(rows: Sequence[Penalized], ids: Sequence[Tensor], vocab_size: int) -> Tensor:
+    return torch.cat([each + row.row * vocab_size for row, each in zip(rows, ids, strict=True)])
+
+
+def _spread(values: Sequence[float], ids: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Each row's value, once for each of its ids."""
+    return torch.cat([like.new_full(each.shape, value) for value, each in zip(values, ids, strict=True)])

@@ -1,0 +1,142 @@
+"""Logits become token ids: one batch of rows, each with its own parameters.
+
+The order is OpenAI's and vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then the draw.
+Rows that ask for none of these cost one argmax. Nothing here waits for a GPU. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.types import SamplingParams
+from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
+from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
+from engine.runtime.sampling.noise import gumbel_noise, make_keys
+from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
+
+
+class Sampled(NamedTuple):
+    """What was drawn for R rows, on the device."""
+
+    ids: Tensor  # [R] int64
+    is_finite: Tensor  # [R] bool; False where the logits were not, and the id is void
+    logprobs: Logprobs | None  # for `logprob_rows` alone
+    logprob_rows: Sequence[int]
+
+
+class _Row(NamedTuple):
+    at: int  # its row in the logits
+    piece: SequenceSlice
+    sample: Sample
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.piece.params
+
+    @property
+    def position(self) -> int:
+        """Where the drawn token will stand."""
+        return self.piece.start + self.piece.num_tokens
+
+
+class Sampler:
+    """Keeps the histories that penalties need; everything else is a function of the plan and the logits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._history = History()
+
+    def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
+        """Draw a token for every sample of the plan, in its order; logits [R, V] float32 are consumed.
+
+        `last_ids` [seats] int64 is read for ids not yet known to the host, then holds the new ones.
+        """
+        rows = _rows(plan)
+        is_finite = logits.amax(-1).isfinite()  # NaN and +inf come through a maximum, and so does a row of -inf
+        asking = [row for row in rows if row.params.logprobs is not None]
+        raw = logits.index_select(0, self._long([row.at for row in asking])) if asking else None
+
+        self._edit(logits, rows, last_ids)
+        ids = logits.argmax(-1)
+        drawing = [row for row in rows if row.params.temperature > 0]
+        if drawing:
+            at = self._long([row.at for row in drawing])
+            ids.index_copy_(0, at, self._draw(logits if len(drawing) == len(rows) else logits[at], drawing))
+        last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
+
+        if raw is None:
+            return Sampled(ids, is_finite, None, ())
+        indices = [row.at for row in asking]
+        most = max(row.params.logprobs or 0 for row in asking)
+        return Sampled(ids, is_finite, gather_logprobs(raw, ids[self._long(indices)], most), indices)
+
+    def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
+        """What changes the logits of single tokens, in place."""
+        vocab_size = logits.shape[1]
+        flat = logits.view(-1)
+        biases = [(row.at * vocab_size + token, bias) for row in rows for token, bias in row.params.logit_bias]
+        if biases:
+            places, values = zip(*biases, strict=True)
+            flat.index_add_(0, self._long(places), self._float(values))
+        banned = [row.at * vocab_size + token for row in rows for token in _banned(row) if token < vocab_size]
+        if banned:
+            flat.index_fill_(0, self._long(banned), -torch.inf)
+        penalized = [
+            Penalized(row.at, row.params, self._history.ids(row.piece, last_ids), row.piece.num_prompt)
+            for row in rows
+            if is_penalized(row.params)
+        ]
+        if penalized:
+            apply_penalties(logits, penalized)
+
+    def _draw(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+        """Temperature, filters, and the Gumbel-max draw; logits [len(rows), V]."""
+        scores = logits / self._float([row.params.temperature for row in rows])[:, None]
+        vocab_size = scores.shape[1]
+        if any(row.params.min_p > 0 for row in rows):
+            keep_min_p(scores, self._float([row.params.min_p for row in rows]))
+        ranked = [i for i, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
+        if ranked:
+            top_k = [rows[i].params.top_k for i in ranked]
+            most = max(top_k)
+            self._on_rows(scores, ranked, lambda part: keep_top_k(part, self._long(top_k), most))
+        nucleus = [i for i, row in enumerate(rows) if row.params.top_p < 1]
+        if nucleus:
+            top_p = self._float([rows[i].params.top_p for i in nucleus])
+            self._on_rows(scores, nucleus, lambda part: keep_top_p(part, top_p))
+        keys = make_keys([row.sample.seed for row in rows], [row.position for row in rows], self._device)
+        return scores.add_(gumbel_noise(keys, vocab_size)).argmax(-1)
+
+    def _on_rows(self, scores: Tensor, chosen: Sequence[int], change: Callable[[Tensor], None]) -> None:
+        """Apply an in-place change to the chosen rows."""
+        if len(chosen) == scores.shape[0]:
+            change(scores)
+            return
+        at = self._long(chosen)
+        part = scores.index_select(0, at)
+        change(part)
+        scores.index_copy_(0, at, part)
+
+    def _long(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    def _float(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
+
+
+def _rows(plan: StepPlan) -> list[_Row]:
+    pairs = [(piece, sample) for piece in plan.slices for sample in piece.samples]
+    return [_Row(at, piece, sample) for at, (piece, sample) in enumerate(pairs)]
+
+
+def _banned(row: _Row) -> frozenset[int]:
+    """Tokens that would end the sequence before its min_tokens."""
+    params = row.params
+    if row.position - row.piece.num_prompt >= params.min_tokens:
+        return frozenset()
+    return params.eos_token_ids | params.stop_token_ids
