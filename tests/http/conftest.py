@@ -1,0 +1,50 @@
+"""Fixtures of the HTTP tests: one served application that most tests share, and any other that a test asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from harness import Live
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Live]:
+    with Live().serving() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared_server: Live) -> Iterator[Live]:
+    """The shared server; after the test it must be idle and its books must balance."""
+    yield shared_server
+    shared_server.check_idle()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Live]]:
+    """Serve another application for this test: `serve(api_keys=("k",))`."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(Live(**options).serving())
+
+
+@pytest.fixture
+def http(live: Live) -> Iterator[httpx.Client]:
+    """A client of the shared server."""
+    with httpx.Client(base_url=live.url) as client:
+        yield client
+
+
+@pytest.fixture
+def post(http: httpx.Client) -> Callable[..., dict[str, Any]]:
+    """POST fields as JSON to a path that must answer 200."""
+
+    def send(path: str, **fields: Any) -> dict[str, Any]:
+        response = http.post(path, json=fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return send

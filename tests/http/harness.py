@@ -1,0 +1,144 @@
+"""The real application over the fake runner, served by uvicorn on a free loopback port.
+
+The fake model is a parrot: a prompt that holds a `|` is answered with what stands before it, then the end token; any
+other prompt is answered with letters for ever. So every expected text can be read off the request.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import CostModel, FakeRunner
+from engine.core.plan import SequenceSlice
+from engine.core.scheduler import Scheduler
+from engine.loop import Engine, QueueLimits
+from server.app import create_app
+from server.app_config import AppConfig
+from server.text import SamplingDefaults
+from server.tokenizer import TextTokenizer, Vocabulary
+
+END = 256
+VOCAB_SIZE = 258  # 256 bytes, the end token, and one id that the tokenizer does not have
+WAIT_S = 10.0  # for what has to happen; never a measurement
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}|{% endif %}"
+    "{{ suffix or '' }}"
+)
+CONFIG = SchedulerConfig(num_blocks=256, block_size=16, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256)
+APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
+
+
+def byte_tokenizer() -> TextTokenizer:
+    """One token a byte, in byte order, and an end token."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    backend = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    vocabulary = Vocabulary(
+        special_tokens={},
+        eos_token_ids=frozenset({END}),
+        chat_template=TEMPLATE,
+        sampling_defaults=SamplingDefaults(),
+    )
+    return TextTokenizer(backend, vocabulary)
+
+
+def parrot(history: Sequence[int], seed: int) -> int:
+    """The next token."""
+    if ord("|") not in history:
+        return ord("a") + len(history) % 26
+    told = list(history).index(ord("|"))
+    position = len(history) - told - 1
+    return history[position] if position < told else END
+
+
+class Gate:
+    """Lets the engine step only while it is open."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self.open()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        self._opened.clear()
+
+    def __call__(self, seconds: float) -> None:
+        assert self._opened.wait(WAIT_S), "a test left the gate closed"
+        time.sleep(seconds)
+
+
+class Live:
+    """A served application and its engine."""
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig = CONFIG,
+        limits: QueueLimits = QueueLimits(),  # noqa: B008 - immutable
+        fail: Callable[[SequenceSlice], str | None] | None = None,
+        step_s: float = 0.0,
+        **app: Any,
+    ) -> None:
+        self.gate = Gate()
+        self.scheduler = Scheduler(config)
+        cost = CostModel(step_s=step_s, token_s=0.0)
+        self.runner = FakeRunner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
+        self.engine = Engine(self.scheduler, self.runner, vocab_size=VOCAB_SIZE, limits=limits)
+        self.app = create_app(self.engine, byte_tokenizer(), replace(APP, **app))
+        self.context = self.app.state.context
+        self.url = ""
+
+    @contextmanager
+    def serving(self) -> Iterator[Live]:
+        """Serve until left; then nothing may be open, held or out of balance."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = uvicorn.Server(
+            uvicorn.Config(self.app, loop="asyncio", http="httptools", ws="none", lifespan="on", log_config=None)
+        )
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            eventually(lambda: server.started)
+            yield self
+            self.gate.open()
+            self.check_idle()
+        finally:
+            self.gate.open()
+            server.should_exit = True
+            thread.join(WAIT_S)
+            listener.close()
+        assert not thread.is_alive()
+        assert not self.scheduler.has_work
+        self.scheduler.check_integrity()
+
+    def check_idle(self) -> None:
+        """Every request ends, is forgotten, and gives back what it held, without waiting for a shutdown."""
+        eventually(lambda: not self.engine.health().busy)
+        eventually(lambda: self.context.client.num_open == 0)
+        assert self.engine.stats.blocks_held == 0
+        assert self.engine.stats.integrity_failures == 0
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait for something that another thread brings about."""
+    give_up_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < give_up_s, "it never happened"
+        time.sleep(0.002)

@@ -1,0 +1,214 @@
+"""What nobody should send: one short, typed sentence, always in the same envelope, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from harness import Live
+
+Serve = Callable[..., Live]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT = {"prompt": "x|"}
+HELLO = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error, after checking that the envelope is whole."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    assert len(response.content) < 4000
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["code"], str)
+    assert error["message"].strip()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({}, "prompt", "missing_required_parameter"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [[]]}, "prompt", "invalid_value"),
+        ({"prompt": ["x", ""]}, "prompt", "invalid_value"),
+        ({"prompt": ["x", 1]}, "prompt", "invalid_value"),
+        ({"prompt": [True]}, "prompt", "invalid_value"),
+        ({"prompt": {"a": 1}}, "prompt", "invalid_value"),
+        ({"prompt": ["x"] * 1025}, "prompt", "invalid_value"),
+        ({"prompt": [258]}, "prompt", "invalid_value"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": [10**30]}, "prompt", "invalid_value"),
+        ({"max_tokens": -1}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+        ({"max_tokens": True}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 600}, "max_tokens", "context_length_exceeded"),
+        ({"max_tokens": 10**30}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": "x" * 513}, "prompt", "context_length_exceeded"),
+        ({"min_tokens": 17}, "min_tokens", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 17}, "n", "request_too_large"),
+        ({"n": 10**9}, "n", "invalid_value"),
+        ({"best_of": 3}, "best_of", "invalid_value"),
+        ({"temperature": -0.1}, "temperature", "invalid_value"),
+        ({"temperature": 2.1}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_type"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"top_p": 1.1}, "top_p", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
+        ({"min_p": 1.5}, "min_p", "invalid_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"stop": ""}, "stop.0", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": 5}, "stop", "invalid_type"),
+        ({"stop": "x" * 2000}, "stop.0", "invalid_value"),
+        ({"stop_token_ids": [999]}, "stop_token_ids", "invalid_value"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+        ({"logprobs": -1}, "logprobs", "invalid_value"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
+        ({"priority": 1}, "priority", "invalid_value"),
+        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+        ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_parameter"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "unsupported_parameter"),
+        ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds", "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
+    http: httpx.Client, fields: dict[str, Any], param: str, code: str
+) -> None:
+    body = fields if "prompt" in fields or not fields else {**TEXT, **fields}
+    error = error_of(http.post(COMPLETIONS, json=body), 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": "hi"}, "messages", "invalid_type"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "missing_required_parameter"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "x" * 512}]}, "messages", "context_length_exceeded"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 600}, "max_tokens", "context_length_exceeded"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
+        ({"logprobs": 1}, "logprobs", "invalid_type"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"functions": [{}]}, "functions", "unsupported_parameter"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "unsupported_parameter"),
+        ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+        ({"audio": {"voice": "a"}}, "audio", "unsupported_parameter"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        ({"continue_final_message": True}, "continue_final_message", "invalid_value"),
+    ],
+)
+def test_a_conversation_that_cannot_be_is_a_400_that_names_the_field(
+    http: httpx.Client, fields: dict[str, Any], param: str, code: str
+) -> None:
+    error = error_of(http.post(CHAT, json={**HELLO, **fields}), 400)
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_the_context_length_is_told_with_its_numbers(http: httpx.Client) -> None:
+    message = error_of(http.post(COMPLETIONS, json={"prompt": "x" * 500, "max_tokens": 20}), 400)["message"]
+    assert all(number in message for number in ("512", "520", "500", "20"))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"null", b"{'prompt': 1}", b'{"prompt": "x"} trailing', b"[" * 100_000,
+        b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800"}', b'{"prompt": "x\\udc00y"}', b'{"prompt": "x", "stop": "\\ud83d"}',
+        b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "top_p": -Infinity}', b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "logit_bias": {"1": NaN}}', b'{"\\ud800": 1, "prompt": "x"}',
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_request(http: httpx.Client, raw: bytes) -> None:
+    error_of(http.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"}), 400)
+
+
+def test_other_content_types_are_refused(http: httpx.Client) -> None:
+    for media_type in ("text/plain", "application/x-www-form-urlencoded", ""):
+        response = http.post(COMPLETIONS, content=json.dumps(TEXT), headers={"content-type": media_type})
+        assert error_of(response, 400)["code"] == "unsupported_media_type"
+
+
+def test_a_long_list_of_faults_is_told_in_short(http: httpx.Client) -> None:
+    messages = [{"role": "x" * 10_000, "content": index} for index in range(1000)]
+    assert "more" in error_of(http.post(CHAT, json={"messages": messages}), 400)["message"]
+
+
+def test_unknown_models_routes_and_methods(http: httpx.Client) -> None:
+    for path, body in ((COMPLETIONS, TEXT), (CHAT, HELLO), ("/tokenize", {"prompt": "x"})):
+        error = error_of(http.post(path, json={**body, "model": "gpt-9"}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert "parrot" in error["message"]
+    assert error_of(http.get("/v1/models/gpt-9"), 404)["code"] == "model_not_found"
+    assert error_of(http.post("/v1/embeddings", json={}), 404)["code"] == "not_found"
+    assert error_of(http.get("/v1/" + "x" * 5000), 404)["code"] == "not_found"
+    response = http.get(COMPLETIONS)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+
+
+def test_a_body_too_large_is_refused_announced_or_not(serve: Serve) -> None:
+    live = serve(max_body_bytes=1000)
+    big = json.dumps({"prompt": "x" * 2000}).encode()
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=live.url) as http:
+        assert error_of(http.post(COMPLETIONS, content=big, headers=headers), 413)["code"] == "request_too_large"
+        pieces = (big[start : start + 100] for start in range(0, len(big), 100))
+        assert error_of(http.post(COMPLETIONS, content=pieces, headers=headers), 413)["code"] == "request_too_large"
+        assert http.post(COMPLETIONS, json=TEXT).status_code == 200
+
+
+def test_a_field_that_nobody_knows_is_told(live: Live, http: httpx.Client) -> None:
+    response = http.post(CHAT, json={**HELLO, "frobnicate": 1, "naïve\r\nx-evil": 2, "user": "me"})
+    assert response.status_code == 200
+    assert response.headers["x-quire-ignored-fields"] == r"frobnicate, na\xefve\r\nx-evil"
+    assert "x-evil" not in response.headers
+    assert 'quire_ignored_fields_total{field="frobnicate"} 1.0' in http.get("/metrics").text
+
+
+def test_strict_fields_refuses_it(serve: Serve) -> None:
+    live = serve(strict_fields=True)
+    options = {"stream": True, "stream_options": {"includ_usage": True}}
+    for fields, name in (({"frobnicate": 1}, "frobnicate"), (options, "stream_options.includ_usage")):
+        error = error_of(httpx.post(live.url + COMPLETIONS, json={**TEXT, **fields}), 400)
+        assert (error["param"], error["code"]) == (name, "unknown_parameter")
+    assert httpx.post(live.url + COMPLETIONS, json={**TEXT, "user": "me"}).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"tokens": [999]}, {"tokens": "x"}, {}])
+def test_detokenize_refuses_what_is_no_token(http: httpx.Client, fields: dict[str, Any]) -> None:
+    error_of(http.post("/detokenize", json=fields), 400)
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "x", **HELLO}])
+def test_tokenize_wants_one_of_two(http: httpx.Client, fields: dict[str, Any]) -> None:
+    error_of(http.post("/tokenize", json=fields), 400)
