@@ -165,7 +165,8 @@ class Engine:
         events = self._take_in(messages)
         plan = self._scheduler.plan(self.clock())
         if plan is not None:
-            self._launched.append((plan, self._runner.run(plan), self.clock()))
+            begun_s = self.clock()  # before run: without a device queue, run itself is the step
+            self._launched.append((plan, self._runner.run(plan), begun_s))
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events += self._commit_oldest()
         elif plan is None and self._scheduler.has_work:
@@ -192,11 +193,11 @@ class Engine:
         return events
 
     def _commit_oldest(self) -> list[TokenEvent]:
-        plan, pending, launched_s = self._launched.popleft()
+        plan, pending, begun_s = self._launched.popleft()
         result = pending.wait()
         now = self.clock()
         # With overlap a step begins, as far as the device goes, when the one before it ends.
-        seconds = now - max(launched_s, self.stats.last_step_s)
+        seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0

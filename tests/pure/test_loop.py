@@ -201,6 +201,16 @@ def test_a_hanging_step_shows_in_health(rig: Rig) -> None:
     rig.release()
 
 
+def test_a_step_lasts_from_its_launch_to_its_commit(rig: Rig) -> None:
+    """Also with a runner that computes inside `run`, as the CPU's does."""
+    rig.block()
+    threading.Event().wait(0.05)
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 1)
+    assert rig.engine.stats.step_s.sum >= 0.05
+    assert 0 < rig.engine.stats.tokens_per_s
+
+
 def test_a_full_queue_is_refused_at_once_with_a_time_to_come_back() -> None:
     rig = Rig(limits=QueueLimits(max_requests=2, max_tokens=None))
     rig.block()
