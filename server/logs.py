@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from datetime import datetime, timezone
+from typing import TextIO
 
 from server.config import LogFormat, LogLevel
 
@@ -53,9 +55,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def configure_logging(level: LogLevel, layout: LogFormat, handler: logging.Handler | None = None) -> None:
-    """Send our lines of at least `level`, and everyone's warnings, to `handler`: standard error unless given."""
-    handler = handler or logging.StreamHandler()
+class StandardError(logging.StreamHandler[TextIO]):
+    """Writes to whatever sys.stderr is at the time: while a progress bar is shown, it stands in there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def configure_logging(level: LogLevel, layout: LogFormat) -> None:
+    """Send our lines of at least `level`, and everyone's warnings, to standard error."""
+    handler = StandardError()
     tracebacks = level is LogLevel.DEBUG
     handler.setFormatter(
         JsonFormatter(tracebacks=tracebacks) if layout is LogFormat.JSON else TextFormatter(tracebacks=tracebacks)

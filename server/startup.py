@@ -57,14 +57,13 @@ class StartupStory:
                 task = self._tasks[progress.stage] = self._bars.add_task(title, total=progress.total, count="")
             self._bars.update(task, completed=progress.done, total=progress.total, count=_count(progress))
         if progress.done >= progress.total:
-            told = [part for part in (progress.detail, _count(progress) if progress.total else "") if part]
-            log.info("%s: %s", title, ", ".join(told) or "done")
+            log.info("%s: %s", title, _count(progress) if progress.total else progress.detail)
 
 
 def _count(progress: Progress) -> str:
     if progress.unit != "bytes":
-        return f"{progress.done:,}/{progress.total:,} {progress.unit}"
-    return f"{human_bytes(progress.done)}/{human_bytes(progress.total)}"
+        return f"{progress.done:,} of {progress.total:,} {progress.unit}"
+    return f"{human_bytes(progress.done)} of {human_bytes(progress.total)}"
 
 
 def human_bytes(size: int) -> str:
