@@ -1,0 +1,54 @@
+"""How log lines look, and the start-up story that they tell."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from engine.core.types import Progress
+from server.logs import JsonFormatter, TextFormatter
+from server.startup import StartupStory
+
+
+def record(message: str, error: Exception | None = None, **extra: object) -> logging.LogRecord:
+    exc_info = None
+    if error is not None:
+        try:
+            raise error
+        except Exception:
+            exc_info = sys.exc_info()
+    return logging.getLogger("quire.test").makeRecord(
+        "quire.test", logging.INFO, "file.py", 1, message, (), exc_info, extra=extra
+    )
+
+
+def test_extras_become_keys() -> None:
+    line = json.loads(JsonFormatter(tracebacks=False).format(record("done", num_tokens=3, route="/v1/completions")))
+    assert line.pop("time").endswith("+00:00")
+    assert line == {"level": "info", "logger": "quire.test", "message": "done", "num_tokens": 3, "route": "/v1/completions"}  # fmt: skip
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter, JsonFormatter])
+def test_an_exception_is_one_line_unless_tracebacks_are_wanted(
+    formatter: type[TextFormatter | JsonFormatter],
+) -> None:
+    failed = record("a step failed", ValueError("no such block"))
+    short = formatter(tracebacks=False).format(failed)
+    assert "a step failed: ValueError: no such block" in short
+    assert "\n" not in short
+    assert "Traceback" not in short
+    assert "Traceback" in formatter(tracebacks=True).format(failed)
+
+
+@pytest.mark.parametrize("show_bars", [True, False])
+def test_each_stage_is_one_line_when_it_is_done(caplog: pytest.LogCaptureFixture, show_bars: bool) -> None:
+    caplog.set_level(logging.INFO, logger="quire.startup")
+    with StartupStory(show_bars=show_bars) as story:
+        for done in (0, 1 << 20, 3 << 19, 3 << 20):
+            story.report(Progress("weights", "a.tensor", done, 3 << 20, "bytes"))
+        story.report(Progress("kv_pool", "64 blocks"))
+        story.report(Progress("graphs", "", 4, 4, "sizes"))
+    assert caplog.messages == ["weights: 3.0 MiB of 3.0 MiB", "kv pool: 64 blocks", "graphs: 4 of 4 sizes"]
