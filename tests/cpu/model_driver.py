@@ -1,0 +1,133 @@
+"""Drives the real scheduler and the real runner over any CausalLM, without threads or clocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.core.config import SchedulerConfig
+from engine.core.scheduler import Scheduler
+from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.runtime.attention.base import AttentionSpec, CausalLM, LayerAttention
+from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.runner import ModelRunner
+from tests.cpu.dense_attention import DenseAttention
+
+CPU = torch.device("cpu")
+
+
+def settings(**changes: int | bool | str) -> SchedulerConfig:
+    """Room for everything at once; tests take away what they are about."""
+    values = {
+        "num_blocks": 200,
+        "block_size": 4,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+    } | changes
+    return SchedulerConfig(**values)  # type: ignore[arg-type]  # mixed value types, checked by the class itself
+
+
+def make_runner(model: CausalLM, config: SchedulerConfig, backend_name: str = "auto") -> ModelRunner:
+    backend = load_backend(backend_name, CPU)
+    pool = KVCache(
+        model.attention_specs,
+        backend,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        dtype=model.dtype,
+        device=CPU,
+    )
+    return ModelRunner(model, backend, pool, config, CPU)
+
+
+def request(request_id: str, prompt: Sequence[int], **sampling: object) -> Request:
+    params = SamplingParams(**({"max_tokens": 12, "temperature": 0.0} | sampling))  # type: ignore[arg-type]
+    return Request(request_id=request_id, prompt=tuple(prompt), params=params, arrival_s=0.0)
+
+
+class Served:
+    """What became of some requests: ids and every event, by (request id, choice)."""
+
+    def __init__(self) -> None:
+        self.ids: dict[tuple[str, int], list[int]] = {}
+        self.events: dict[tuple[str, int], list[TokenEvent]] = {}
+
+    def take(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            key = (event.request_id, event.choice)
+            self.ids.setdefault(key, []).extend(event.token_ids)
+            self.events.setdefault(key, []).append(event)
+
+
+def serve(
+    model: CausalLM,
+    config: SchedulerConfig,
+    requests: Sequence[Request],
+    *,
+    depth: int = 0,
+    apart: int = 0,
+    scheduler: Scheduler | None = None,
+    runner: ModelRunner | None = None,
+) -> Served:
+    """Run requests to their ends; each is added `apart` steps after the one before it."""
+    scheduler = scheduler or Scheduler(config)
+    runner = runner or make_runner(model, config)
+    served, launched, coming = Served(), deque(), deque(requests)
+    step = 0
+    while coming or scheduler.has_work:
+        while coming and (apart == 0 or step % apart == 0):
+            scheduler.add(coming.popleft())
+            if apart:
+                break
+        plan = scheduler.plan(step * 0.01)
+        if plan is not None:
+            launched.append((plan, runner.run(plan)))
+        if launched and (plan is None or len(launched) > depth):
+            oldest, pending = launched.popleft()
+            served.take(scheduler.commit(oldest, pending.wait(), step * 0.01))
+        step += 1
+        assert step < 5000, "requests did not end"
+    scheduler.check_integrity()
+    return served
+
+
+class TinyModel:
+    """Two layers of random attention over random embeddings: every logit depends on every token before it."""
+
+    vocab_size, max_model_len, dtype = 61, 256, torch.float32
+
+    def __init__(self, poison: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(17)
+        self.attention_specs = [AttentionSpec(4, 2, 8, 0.35), AttentionSpec(4, 2, 8, 0.35, window=24)]
+        self._embedding = torch.randn(self.vocab_size, 32, generator=generator)
+        self._weights = [torch.randn(32, 64, generator=generator) / 4 for _ in self.attention_specs]
+        self._poison = poison  # an id whose embedding is NaN
+        if poison is not None:
+            self._embedding[poison] = torch.nan
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
+        x = self._embedding[ids]
+        wave = torch.sin(positions[:, None] * torch.linspace(0.05, 1.5, 32))
+        for layer, weight in enumerate(self._weights):
+            q, k, v = ((x + wave) @ weight).split([32, 16, 16], dim=-1)
+            out = attention(layer, q.view(-1, 4, 8), k.view(-1, 2, 8), v.view(-1, 2, 8))
+            x = torch.nn.functional.layer_norm(x + 2 * out.reshape(-1, 32), (32,))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self._embedding.nan_to_num(0.0).T
+
+
+def solo_greedy(model: CausalLM, prompt: Sequence[int], num: int) -> list[int]:
+    """What the model says alone, its whole context computed anew for every token."""
+    tokens = list(prompt)
+    for _ in range(num):
+        ids = torch.tensor(tokens)
+        hidden = model.forward(ids, torch.arange(len(tokens)), DenseAttention(model.attention_specs))
+        tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,74 @@
+"""What a block costs, how many fit, and what is said when they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.core.errors import MemoryBudgetError
+from engine.runtime import kv_cache
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_cache import KVCache, PoolSize, available_memory, block_bytes, default_cpu_budget, fit_pool
+
+CPU = torch.device("cpu")
+
+
+def test_a_block_of_the_classic_example() -> None:
+    specs = [AttentionSpec(32, 8, 128, 1.0)] * 32
+    assert block_bytes(specs, 16, torch.float16) == 2_097_152
+
+
+def test_layers_may_differ() -> None:
+    specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
+    assert block_bytes(specs, 4, torch.float32) == 2 * 4 * 4 * (2 * 8 + 1 * 16)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+def test_the_tensors_weigh_what_the_formula_says(name: str) -> None:
+    specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
+    pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU)
+    weight = sum(tensor.nbytes for tensor in (*pool._keys, *pool._values))
+    assert weight == 3 * block_bytes(specs, 4, torch.bfloat16)
+
+
+def test_the_budget_is_used_up() -> None:
+    assert fit_pool(1000, 90, 16, model_len=64, asked_len=None) == PoolSize(11, 64)
+    assert fit_pool(1000, 90, 16, model_len=64, asked_len=50) == PoolSize(11, 50)
+
+
+def test_a_length_nobody_asked_for_is_lowered() -> None:
+    assert fit_pool(1000, 90, 16, model_len=8192, asked_len=None) == PoolSize(11, 176)
+
+
+def test_a_length_that_was_asked_for_is_refused_with_the_largest_that_fits() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"--max-model-len is 177, .* 11 blocks hold 176 tokens; .* at most 176"):
+        fit_pool(1000, 90, 16, model_len=8192, asked_len=177)
+
+
+@pytest.mark.parametrize("budget", [89 << 20, 0, -5])
+def test_less_than_a_block_is_an_error(budget: int) -> None:
+    with pytest.raises(
+        MemoryBudgetError, match=r"one block of 16 tokens needs 90\.0 MiB; raise --kv-cache-memory-bytes"
+    ):
+        fit_pool(budget, 90 << 20, 16, model_len=64, asked_len=None)
+
+
+def test_more_than_there_is_is_an_error() -> None:
+    with pytest.raises(MemoryBudgetError, match="which cpu memory does not have"):
+        KVCache(
+            [AttentionSpec(8, 8, 128, 1.0)],
+            load_backend("cpu", CPU),
+            num_blocks=1 << 40,
+            block_size=16,
+            dtype=torch.float32,
+            device=CPU,
+        )
+
+
+def test_the_default_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < available_memory() < 1 << 50
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 30)
+    assert default_cpu_budget() == 1 << 28
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 40)
+    assert default_cpu_budget() == 2 << 30
