@@ -91,7 +91,11 @@ CASES = {
     ),
     "gemma3": Case(
         "Gemma3TextConfig",
-        {"head_dim": 32, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     "granite": Case(
         "GraniteConfig",

@@ -59,7 +59,7 @@ def qwen3(hf: HFConfig) -> ModelConfig:
 
 def smollm3(hf: HFConfig) -> ModelConfig:
     """Every fourth layer knows no positions; those layers are the ones that may have a window."""
-    num_layers, every = _num_layers(hf), hf.integer("no_rope_layer_interval", 4)
+    num_layers, every = _num_layers(hf), hf.size("no_rope_layer_interval", 4)
     turned = hf.numbers("no_rope_layers") if hf.has("no_rope_layers") else [(i + 1) % every for i in range(num_layers)]
     if len(turned) != num_layers:
         raise hf.error("no_rope_layers", f"{num_layers} entries, one a layer")
@@ -105,7 +105,7 @@ def gemma2(hf: HFConfig) -> ModelConfig:
 
 def gemma3(hf: HFConfig) -> ModelConfig:
     """The text model: five window layers with a short rope base to one full layer with a long one."""
-    period = hf.integer("sliding_window_pattern", 6)
+    period = hf.size("sliding_window_pattern", 6)
     types = [_SLIDING if (i + 1) % period else _FULL for i in range(_num_layers(hf))]
     ropes = _ropes_by_type(hf, types, local_theta=hf.number("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
     return replace(
@@ -167,13 +167,13 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
 
 def _common(hf: HFConfig) -> ModelConfig:
     """What all families spell alike."""
-    num_heads, bias = hf.integer("num_attention_heads"), hf.flag("attention_bias")
+    num_heads, bias = hf.size("num_attention_heads"), hf.flag("attention_bias")
     return ModelConfig(
-        vocab_size=hf.integer("vocab_size"),
-        hidden_size=hf.integer("hidden_size"),
-        intermediate_size=hf.integer("intermediate_size"),
+        vocab_size=hf.size("vocab_size"),
+        hidden_size=hf.size("hidden_size"),
+        intermediate_size=hf.size("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=hf.integer("num_key_value_heads", num_heads),
+        num_kv_heads=hf.size("num_key_value_heads", num_heads),
         head_dim=_head_dim(hf),
         max_positions=_max_positions(hf),
         layers=_layers(hf),
@@ -193,20 +193,20 @@ def _gemma_common(hf: HFConfig) -> ModelConfig:
         _common(hf),
         tied_head=hf.flag("tie_word_embeddings", True),
         norm_offset=True,
-        embedding_multiplier=hf.integer("hidden_size") ** 0.5,
+        embedding_multiplier=hf.size("hidden_size") ** 0.5,
     )
 
 
 def _num_layers(hf: HFConfig) -> int:
-    return hf.integer("num_hidden_layers")
+    return hf.size("num_hidden_layers")
 
 
 def _max_positions(hf: HFConfig) -> int:
-    return hf.integer("max_position_embeddings")
+    return hf.size("max_position_embeddings")
 
 
 def _head_dim(hf: HFConfig) -> int:
-    return hf.integer("head_dim", hf.integer("hidden_size") // hf.integer("num_attention_heads"))
+    return hf.size("head_dim", hf.size("hidden_size") // hf.size("num_attention_heads"))
 
 
 def _activation(hf: HFConfig, key: str, default: str) -> Activation:

