@@ -107,7 +107,9 @@ class Live:
     @contextmanager
     def serving(self) -> Iterator[Live]:
         """Serve until left; then nothing may be open, held or out of balance."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        # Named TCP, or asyncio leaves Nagle's algorithm on for what it accepts and answers wait for acknowledgements.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = uvicorn.Server(
             uvicorn.Config(self.app, loop="asyncio", http="httptools", ws="none", lifespan="on", log_config=None)
@@ -125,13 +127,16 @@ class Live:
             thread.join(WAIT_S)
             listener.close()
         assert not thread.is_alive()
-        assert not self.scheduler.has_work
-        self.scheduler.check_integrity()
+        if self.engine.health().error is None:
+            assert not self.scheduler.has_work
+            self.scheduler.check_integrity()
 
     def check_idle(self) -> None:
         """Every request ends, is forgotten, and gives back what it held, without waiting for a shutdown."""
-        eventually(lambda: not self.engine.health().busy)
         eventually(lambda: self.context.client.num_open == 0)
+        if self.engine.health().error is not None:
+            return  # it died in the middle of a step
+        eventually(lambda: not self.engine.health().busy)
         assert self.engine.stats.blocks_held == 0
         assert self.engine.stats.integrity_failures == 0
 

@@ -1,0 +1,196 @@
+"""Clients that leave, queues that are full, engines that fail and servers that stop: every request gets its one end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from harness import CONFIG, Live, eventually
+
+from engine.core.plan import SequenceSlice
+from engine.core.types import AbortCause
+from engine.loop import QueueLimits
+
+Serve = Callable[..., Live]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENDLESS = {"prompt": "endless", "max_tokens": 500}
+SLOW = {"step_s": 0.05}  # 500 tokens would take longer than any test waits
+
+
+@contextmanager
+def asked(live: Live, path: str, **fields: Any) -> Iterator[socket.socket]:
+    """A bare connection over which one request was sent; leaving closes it."""
+    host, port = live.url.removeprefix("http://").split(":")
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with closing(socket.create_connection((host, int(port)))) as connection:
+        connection.sendall(head.encode() + body)
+        yield connection
+
+
+def aborted(live: Live) -> int:
+    return live.engine.stats.aborted[AbortCause.DISCONNECT]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_a_running_request_frees_it(serve: Serve, stream: bool, n: int) -> None:
+    live = serve(**SLOW)
+    with asked(live, COMPLETIONS, **ENDLESS, stream=stream, n=n):
+        eventually(lambda: live.engine.stats.num_running == n)
+    live.check_idle()
+    assert aborted(live) == n
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_the_queue_frees_its_place(serve: Serve, stream: bool) -> None:
+    live = serve(config=replace(CONFIG, max_num_seqs=1), **SLOW)
+    with asked(live, COMPLETIONS, **ENDLESS):
+        eventually(lambda: live.engine.stats.num_running == 1)
+        with asked(live, CHAT, messages=[{"role": "user", "content": "x"}], stream=stream):
+            eventually(lambda: live.engine.stats.num_waiting == 1)
+        eventually(lambda: live.engine.stats.num_waiting == 0)
+        assert (live.engine.stats.num_running, aborted(live)) == (1, 1)
+
+
+def test_one_of_several_prompts_does_not_outlive_the_client(serve: Serve) -> None:
+    live = serve(config=replace(CONFIG, max_num_seqs=2), **SLOW)
+    with asked(live, COMPLETIONS, **{**ENDLESS, "prompt": ["a", "b", "c"]}, stream=True):
+        eventually(lambda: live.engine.stats.num_running == 2)
+    live.check_idle()
+    assert aborted(live) == 3
+
+
+def test_a_client_that_leaves_within_its_body_costs_nothing(live: Live) -> None:
+    host, port = live.url.removeprefix("http://").split(":")
+    with closing(socket.create_connection((host, int(port)))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert httpx.get(live.url + "/health").status_code == 200
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up(serve: Serve) -> None:
+    live = serve(config=replace(CONFIG, max_model_len=4096, num_blocks=2048))
+    with asked(live, COMPLETIONS, prompt="x", max_tokens=1500, stream=True, n=16) as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        live_client = httpx.post(live.url + COMPLETIONS, json={"prompt": "hello|"})
+        assert live_client.json()["choices"][0]["text"] == "hello"
+        eventually(lambda: not live.engine.health().busy)  # the engine finished, though nothing was read
+
+
+def test_a_slow_reader_gets_all_of_the_text_in_fewer_events(serve: Serve) -> None:
+    live = serve()
+    live.gate.close()
+    with httpx.stream("POST", live.url + COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
+        live.gate.open()
+        eventually(lambda: not live.engine.health().busy)
+        frames = [line for line in response.iter_lines() if line.startswith("data: {")]
+    texts = [json.loads(frame.removeprefix("data: "))["choices"][0]["text"] for frame in frames]
+    assert len("".join(texts)) == 500
+
+
+def test_a_full_queue_answers_429_with_the_time_to_wait(serve: Serve) -> None:
+    live = serve(config=replace(CONFIG, max_num_seqs=1), limits=QueueLimits(max_requests=1), **SLOW)
+    with asked(live, COMPLETIONS, **ENDLESS), asked(live, COMPLETIONS, **ENDLESS):
+        eventually(lambda: live.engine.stats.num_running == live.engine.stats.num_waiting == 1)
+        for stream in (False, True):
+            response = httpx.post(live.url + COMPLETIONS, json={**ENDLESS, "stream": stream})
+            assert response.status_code == 429
+            assert response.json()["error"]["code"] == "rate_limit_exceeded"
+            assert 1 <= int(response.headers["retry-after"]) <= 120
+            assert int(response.headers["retry-after-ms"]) <= 1000 * int(response.headers["retry-after"])
+        assert live.context.client.num_open == 2
+
+
+def test_several_prompts_are_admitted_together_or_not_at_all(serve: Serve) -> None:
+    live = serve(config=replace(CONFIG, max_num_seqs=1), limits=QueueLimits(max_requests=2), **SLOW)
+    live.gate.close()
+    response = httpx.post(live.url + COMPLETIONS, json={**ENDLESS, "prompt": ["a"] * 5})
+    assert response.status_code == 429
+    assert live.context.client.num_open == 0
+
+
+def fails_on_exclamation(piece: SequenceSlice) -> str | None:
+    return "This prompt broke the model." if ord("!") in piece.tokens[: piece.num_prompt] else None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_fails_alone(serve: Serve, stream: bool) -> None:
+    live = serve(fail=fails_on_exclamation)
+    response = httpx.post(live.url + COMPLETIONS, json={"prompt": ["fine|", "broken!"], "stream": stream})
+    if stream:
+        assert response.status_code == 200
+        *_, error, done = [line for line in response.text.split("\n\n") if line]
+        assert done == "data: [DONE]"
+        body = json.loads(error.removeprefix("data: "))
+    else:
+        assert response.status_code == 500
+        body = response.json()
+    assert body["error"]["code"] == "compute_error"
+    assert "broke the model" in body["error"]["message"]
+    assert httpx.post(live.url + COMPLETIONS, json={"prompt": "fine|"}).json()["choices"][0]["text"] == "fine"
+
+
+def test_when_the_engine_dies_every_stream_hears_it_and_health_turns_red(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = serve(**SLOW)
+    answers: list[httpx.Response] = []
+
+    def ask(stream: bool) -> None:
+        answers.append(httpx.post(live.url + COMPLETIONS, json={**ENDLESS, "stream": stream}, timeout=30))
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: live.engine.stats.num_running == 2)
+    assert httpx.get(live.url + "/health").status_code == 200
+
+    def explode(plan: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(live.runner, "run", explode)
+    for thread in threads:
+        thread.join()
+    plain, streamed = sorted(answers, key=lambda answer: answer.headers["content-type"])
+    assert (plain.status_code, streamed.status_code) == (500, 200)
+    assert plain.json()["error"]["code"] == "engine_dead"
+    *_, error, done = [line for line in streamed.text.split("\n\n") if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_dead"
+    assert done == "data: [DONE]"
+    for path in ("/health", "/ready"):
+        response = httpx.get(live.url + path)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+    assert httpx.post(live.url + COMPLETIONS, json=ENDLESS).json()["error"]["code"] == "engine_dead"
+
+
+def test_health_turns_red_when_work_stands_still(serve: Serve) -> None:
+    live = serve(stall_limit_s=0.05)
+    live.gate.close()
+    with asked(live, COMPLETIONS, **ENDLESS):
+        eventually(lambda: httpx.get(live.url + "/health").status_code == 503)
+        assert httpx.get(live.url + "/ready").status_code == 503
+        live.gate.open()
+        eventually(lambda: httpx.get(live.url + "/health").status_code == 200)
+
+
+def test_a_shutdown_ends_what_is_open_and_refuses_what_comes(serve: Serve) -> None:
+    live = serve(**SLOW)
+    loop = live.context.client._loop
+    with httpx.stream("POST", live.url + COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: {")
+        loop.call_soon_threadsafe(lambda: loop.create_task(live.context.client.stop(0.0)))
+        frames = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(frames[-2])["error"]["code"] == "shutting_down"
+    assert frames[-1] == "[DONE]"
+    refused = httpx.post(live.url + COMPLETIONS, json=ENDLESS)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert httpx.get(live.url + "/ready").status_code == 503
+    assert httpx.get(live.url + "/health").status_code == 200

@@ -1,0 +1,111 @@
+"""OpenAI's own client, sync and async, works unchanged and raises its own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import openai
+import pytest
+from harness import CONFIG, Live, eventually
+
+from engine.loop import QueueLimits
+
+Serve = Callable[..., Live]
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="parrot", messages=HELLO, seed=1, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].message.content == "hello"
+    assert answer.choices[0].finish_reason == "stop"
+    assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens == 6
+    assert answer._request_id
+
+
+def test_chat_streaming(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="parrot", messages=HELLO, stream=True, n=2, stream_options={"include_usage": True}
+    )
+    texts, usage = ["", ""], None
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["hello", "hello"]
+    assert usage.completion_tokens == 12
+
+
+def test_the_sdks_own_stream_helper(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="parrot", messages=HELLO) as stream:
+        assert "".join(event.delta for event in stream if event.type == "content.delta") == "hello"
+        assert stream.get_final_completion().choices[0].message.content == "hello"
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="parrot", prompt=["one|", "two|"], echo=True, logprobs=1)
+    assert [choice.text for choice in answer.choices] == ["one|one", "two|two"]
+    assert answer.choices[0].logprobs.text_offset == list(range(8))
+    stream = client.completions.create(model="parrot", prompt="one|", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "one"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["parrot", "bird"]
+    assert client.models.retrieve("bird").id == "bird"
+
+
+async def test_async(live: Live) -> None:
+    async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        answer = await client.chat.completions.create(model="parrot", messages=HELLO)
+        assert answer.choices[0].message.content == "hello"
+        stream = await client.chat.completions.create(model="parrot", messages=HELLO, stream=True)
+        assert "".join([chunk.choices[0].delta.content async for chunk in stream]) == "hello"
+
+
+async def test_leaving_an_async_stream_early_frees_it(serve: Serve) -> None:
+    live = serve(step_s=0.05)
+    async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        stream = await client.completions.create(model="parrot", prompt="endless", max_tokens=500, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+    live.check_idle()
+
+
+def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="parrot", messages=HELLO, max_tokens=1000)
+    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "max_tokens")
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="gpt-9", messages=HELLO)
+    assert (unknown.value.code, unknown.value.type) == ("model_not_found", "invalid_request_error")
+
+
+def test_keys_and_overload_are_the_sdks_own(serve: Serve) -> None:
+    live = serve(
+        config=replace(CONFIG, max_num_seqs=1), limits=QueueLimits(max_requests=0), api_keys=("right",), step_s=0.05
+    )
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        right = client.with_options(api_key="right")
+        with right.completions.create(model="parrot", prompt="endless", max_tokens=500, stream=True):
+            eventually(lambda: live.engine.stats.num_running == 1)
+            with pytest.raises(openai.RateLimitError) as full:
+                right.completions.create(model="parrot", prompt="x")
+            assert full.value.code == "rate_limit_exceeded"
+
+
+def test_a_failure_within_a_stream_is_raised(serve: Serve) -> None:
+    live = serve(fail=lambda piece: "This prompt broke the model." if piece.start > 6 else None)
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        stream = client.completions.create(model="parrot", prompt="hello|", stream=True)
+        with pytest.raises(openai.APIError, match="broke the model"):
+            list(stream)
