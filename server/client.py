@@ -36,13 +36,14 @@ class Answer:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.close(AbortCause.DISCONNECT)
 
-    def close(self) -> None:
-        """Nobody waits any more: end what still runs. The one way out, for every reason a client may leave."""
+    def close(self, cause: AbortCause) -> None:
+        """Nobody waits any more: end what still runs. The one way out, whatever the reason; the first one counts."""
         self._client.forget(self._prompts)
         for request_id in {request_id for request_id, _ in self._alive}:
-            self._client.engine.abort(request_id, AbortCause.DISCONNECT)
+            self._client.engine.abort(request_id, cause)
+        self._alive.clear()
 
     async def take(self) -> list[PromptEvent]:
         """Wait until something has happened and return all of it, in order."""
@@ -98,7 +99,7 @@ class EngineClient:
                 self._answers[request.request_id] = answer
                 self.engine.submit(request)
         except BaseException:
-            answer.close()
+            answer.close(AbortCause.ERROR)
             raise
         return answer
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.types import Request
+from engine.core.errors import QuireError
+from engine.core.types import AbortCause, Request
 from server.choice import Choice, Delta, TextRules
 from server.client import Answer
 from server.protocol.usage import Usage
@@ -63,7 +64,12 @@ class Generation:
                 continue  # a stop string was found in it; what the engine drew since is not shown
             if event.prompt is not None:
                 self._cached_tokens[prompt] = event.prompt.num_cached_tokens
-            if choice.accept(event):
+            try:
+                is_done = choice.accept(event)
+            except QuireError:
+                self._answer.close(AbortCause.ERROR)  # one failed, so the others are not wanted either
+                raise
+            if is_done:
                 self._num_open -= 1
                 if event.finish_reason is None:
                     self._answer.stop(event)

@@ -70,7 +70,8 @@ class Tokenizer(Protocol):
 
 REPLACEMENT = "\ufffd"
 NUM_CONTEXT_TOKENS = 6  # of the prompt: enough to tell whether the first token continues a word or a character
-MAX_HELD_TOKENS = 32  # without whole text: a character has at most four bytes, so beyond this it is none
+MAX_BYTES = 4  # of a character
+MAX_HELD_TOKENS = 32  # without whole text: far beyond MAX_BYTES, so what is held is no character
 
 
 class Detokenizer:
@@ -86,7 +87,10 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = list(context[-NUM_CONTEXT_TOKENS:])
+        for size in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_BYTES):
+            self._window = list(context[-size:])
+            if not self._decode().startswith(REPLACEMENT):
+                break  # else the window begins within a character; one of these sizes does not
         self._num_settled = len(self._window)
         self._known = len(self._decode().rstrip(REPLACEMENT))  # a prompt may end within a character
 
@@ -105,7 +109,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, U+FFFD where a character was never completed. Ends the stream."""
-        return self._decode()[self._known :]
+        return self._decode()[self._known :] if len(self._window) > self._num_settled else ""
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from server.choice import Delta
-from server.errors import unsupported
+from server.errors import shorten, unsupported
 from server.protocol.base import RequestBody, ResponseBody
 from server.protocol.form import Envelope
 from server.protocol.limits import Limits
@@ -19,27 +19,30 @@ from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.usage import Usage
 
 
-class TextPart(RequestBody):
-    type: str
-    text: str = ""
+def _as_text(content: Any) -> Any:
+    """Content may come in parts; those of text are joined, others cannot be read."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if isinstance(kind, str) and kind != "text":
+            raise unsupported("messages", f"content of type {shorten(kind)!r} cannot be read; send text only.")
+        if kind is None or not isinstance(text, str):
+            raise ValueError('parts must look like {"type": "text", "text": "..."}')
+        texts.append(text)
+    return "\n".join(texts)
 
 
 class Message(RequestBody):
     """One turn of a conversation. What else it holds (name, tool_calls, ...) is for the chat template to read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] = ""
+    content: Annotated[str, BeforeValidator(_as_text)] = ""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content as one string."""
-        if isinstance(self.content, str):
-            text = self.content
-        else:
-            for part in self.content:
-                if part.type != "text":
-                    raise unsupported("messages", f"content of type {part.type!r} cannot be read; send text only.")
-            text = "\n".join(part.text for part in self.content)
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        """As chat templates expect it."""
+        return {**(self.model_extra or {}), "role": self.role, "content": self.content}
 
 
 class Conversation(RequestBody):
@@ -213,4 +216,6 @@ class ChatForm:
         if self._body.return_token_ids:
             answer.prompt_token_ids = list(self._envelope.prompts[0])
         if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs(self._envelope.tokenizer, delta.prompt.logprobs)
+            answer.prompt_logprobs = prompt_logprobs(
+                self._envelope.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
+            )

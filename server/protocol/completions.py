@@ -18,7 +18,7 @@ from server.protocol.sampling import SamplingBody
 from server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
-MAX_PROMPTS = 1024
+MAX_CHOICES = 1024  # of all prompts together
 
 Prompt = str | list[int]
 
@@ -33,8 +33,6 @@ def _prompts(value: Any) -> list[Prompt]:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
     if not prompts or "" in prompts:
         raise ValueError("is empty; send at least one token")
-    if len(prompts) > MAX_PROMPTS:
-        raise ValueError(f"has {len(prompts)} prompts; one request may have at most {MAX_PROMPTS}")
     return prompts
 
 
@@ -48,6 +46,16 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
+    def _check_size(self) -> CompletionBody:
+        if len(self.prompt) * self.n > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"{len(self.prompt)} prompts with n = {self.n} make {len(self.prompt) * self.n} choices; one request "
+                f"may have at most {MAX_CHOICES}.",
+                param="prompt",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_scoring(self) -> CompletionBody:
         if not self.max_tokens and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequestError(
@@ -59,7 +67,8 @@ class CompletionBody(SamplingBody):
     def params(self, limits: Limits) -> SamplingParams:
         """The engine's parameters, the same for every prompt. Raises InvalidRequestError."""
         limits.check_logprobs(self.logprobs, "logprobs")
-        scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        scored = max((count for count in wanted if count is not None), default=None)
         return self.sampling_params(limits, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
@@ -119,8 +128,12 @@ class CompletionForm:
             if self._body.return_token_ids:
                 choice.prompt_token_ids = list(self._envelope.prompts[index // self._body.n])
             if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
-                choice.prompt_logprobs = prompt_logprobs(self._envelope.tokenizer, delta.prompt.logprobs)
+                choice.prompt_logprobs = prompt_logprobs(
+                    self._envelope.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
+                )
         return choice
 
     def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
-        return completion_logprobs(self._envelope.tokenizer, delta) if self._body.logprobs is not None else None
+        if self._body.logprobs is None:
+            return None
+        return completion_logprobs(self._envelope.tokenizer, delta, self._body.logprobs)

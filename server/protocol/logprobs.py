@@ -61,14 +61,14 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def completion_logprobs(tokenizer: Tokenizer, delta: Delta) -> CompletionLogprobs:
+def completion_logprobs(tokenizer: Tokenizer, delta: Delta, num_top: int) -> CompletionLogprobs:
     """A delta's log probabilities; the sampled token joins the best alternatives if it is not one of them."""
     tops: list[dict[str, float] | None] = []
     for entry in delta.logprobs:
         if entry is None:
             tops.append(None)
             continue
-        top = {token_text(tokenizer, token_id): finite(logprob) for token_id, logprob in entry.top}
+        top = {token_text(tokenizer, token_id): finite(logprob) for token_id, logprob in entry.top[:num_top]}
         top.setdefault(token_text(tokenizer, entry.token_id), finite(entry.logprob))
         tops.append(top)
     return CompletionLogprobs(
@@ -94,14 +94,14 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> ChatLogprobs:
     return ChatLogprobs(content=content, refusal=None)
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
     """A prompt's log probabilities in vLLM's shape."""
     shaped: PromptLogprobs = []
     for entry in entries:
         if entry is None:
             shaped.append(None)
             continue
-        ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
+        ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
         ranked.append((entry.token_id, entry.logprob, entry.rank))
         shaped.append(
             {

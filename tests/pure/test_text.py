@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -92,6 +92,8 @@ def sentencepiece() -> Library:
     return Library(tokenizer)
 
 
+@example([(8, 9, 10, 11)] * 3, 2)  # the context must not begin within a character
+@example([(2,), (12,), (1,)], 1)  # a special token between words must not cost the space
 @given(
     st.lists(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (6, 7), (8, 9, 10, 11), (12,)]), max_size=20),
     st.integers(0, 20),

@@ -1,0 +1,142 @@
+"""Request bodies: what is accepted is read, what is neutral passes, what is said about faults stays short."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from engine.core.errors import ContextLengthError
+from engine.core.types import SamplingParams
+from server.errors import MAX_ENTRIES, ApiError, to_api_error
+from server.protocol.base import RequestBody
+from server.protocol.chat import ChatBody
+from server.protocol.completions import CompletionBody
+from server.protocol.limits import Limits
+from server.protocol.sampling import StreamOptions
+from server.protocol.tokens import DetokenizeBody, TokenizeBody
+from server.text import SamplingDefaults
+
+BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions)
+SERVER = Path(__file__).parents[2] / "server"
+SOURCE = "\n".join(path.read_text() for room in ("protocol", "routes") for path in (SERVER / room).glob("*.py"))
+
+
+@pytest.mark.parametrize(("body", "name"), [(body, name) for body in BODIES for name in body.model_fields], ids=str)
+def test_every_declared_field_is_read_somewhere(body: type[RequestBody], name: str) -> None:
+    assert re.search(rf"(self|body|options|stream_usage)\.{name}\b", SOURCE), f"{body.__name__}.{name} is never read"
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_field_is_one_thing_only(body: type[RequestBody]) -> None:
+    assert not body.NO_OPS & body.model_fields.keys()
+    assert not body.UNSUPPORTED.keys() & (body.model_fields.keys() | body.NO_OPS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"suffix": None},
+        {"suffix": ""},
+        {"use_beam_search": False},
+        {"response_format": {"type": "text"}},
+        {"length_penalty": 1.0},
+        {"guided_json": None},
+    ],
+)
+def test_a_value_that_asks_for_nothing_passes(fields: dict[str, object]) -> None:
+    assert CompletionBody.model_validate({"prompt": "x", **fields}).ignored_fields() == []
+
+
+@pytest.mark.parametrize("name", sorted(ChatBody.UNSUPPORTED))
+def test_every_unsupported_field_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], name: {"some": "value"}})
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unsupported_parameter")
+    assert name in refused.value.message
+
+
+@pytest.mark.parametrize("name", sorted(ChatBody.NO_OPS))
+def test_no_ops_pass_untold(name: str) -> None:
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], name: "value"})
+    assert body.ignored_fields() == []
+
+
+def test_ignored_names_are_fit_for_a_header() -> None:
+    body = CompletionBody.model_validate({"prompt": "x", "a\r\nb": 1, "é": 2, "y" * 1000: 3})
+    names = body.ignored_fields()
+    assert names[:2] == [r"a\r\nb", r"\xe9"]
+    assert all(name.isascii() and name.isprintable() and len(name) < 300 for name in names)
+
+
+def test_a_validation_message_is_short_and_never_repeats_the_input() -> None:
+    secret = "hunter2" * 1000
+    with pytest.raises(ValidationError) as wrong:
+        ChatBody.model_validate({"messages": [{"role": secret, "content": 5}] * 500})
+    error = to_api_error(wrong.value)
+    assert "hunter2" not in error.message
+    assert error.message.count(";") == MAX_ENTRIES
+    assert error.param == "messages.0.role"
+
+
+def test_what_nobody_foresaw_is_told_nothing_about() -> None:
+    error = to_api_error(KeyError("secret"))
+    assert (error.status, error.code) == (500, "internal_error")
+    assert "secret" not in error.message
+
+
+class Vocabulary:
+    """As much of a tokenizer as sampling parameters need."""
+
+    eos_token_ids = frozenset({7})
+    sampling_defaults = SamplingDefaults(temperature=0.6, top_k=40)
+
+
+LIMITS = Limits(
+    vocab_size=100,
+    max_model_len=64,
+    pool_tokens=48,
+    max_logprobs=5,
+    has_priorities=True,
+    tokenizer=Vocabulary(),
+)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return CompletionBody.model_validate({"prompt": "x", **fields}).params(LIMITS)
+
+
+def test_a_seed_is_always_set_and_fits_64_bits() -> None:
+    assert params(seed=5) == params(seed=5)
+    assert params(seed=-1).seed == 2**64 - 1
+    drawn = {params().seed for _ in range(10)}
+    assert len(drawn) == 10
+    assert all(0 <= seed < 2**64 for seed in drawn)
+
+
+def test_the_models_defaults_hold_where_a_request_is_silent() -> None:
+    assert (params().temperature, params().top_k) == (0.6, 40)
+    asked = params(temperature=0, top_k=-1, ignore_eos=True)
+    assert (asked.temperature, asked.top_k, asked.eos_token_ids) == (0.0, 0, frozenset())
+    assert params(temperature=1e-9).temperature == 0.0
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    asked = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": -1.0,
+        "frequency_penalty": 2.0, "n": 3, "min_tokens": 2, "max_tokens": 9, "logprobs": 4, "prompt_logprobs": 5,
+    }  # fmt: skip
+    given = params(**asked, logit_bias={"9": -3.0}, stop_token_ids=[8])
+    assert {name: getattr(given, name) for name in asked} == asked
+    assert (given.logit_bias, given.stop_token_ids, given.eos_token_ids) == (((9, -3.0),), {8}, {7})
+
+
+def test_an_answers_default_length_is_what_context_and_pool_leave() -> None:
+    assert LIMITS.rest_of_context(10, "messages") == 39  # the pool is smaller, and the last token needs no block
+    assert Limits.rest_of_context(replace(LIMITS, pool_tokens=1000), 10, "messages") == 54
+    with pytest.raises(ContextLengthError, match="64"):
+        LIMITS.rest_of_context(64, "messages")
