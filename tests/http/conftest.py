@@ -31,11 +31,16 @@ def serve() -> Iterator[Callable[..., Live]]:
         yield lambda **options: stack.enter_context(Live(**options).serving())
 
 
-@pytest.fixture
-def http(live: Live) -> Iterator[httpx.Client]:
-    """A client of the shared server."""
-    with httpx.Client(base_url=live.url) as client:
+@pytest.fixture(scope="session")
+def shared_client(shared_server: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared_server.url) as client:
         yield client
+
+
+@pytest.fixture
+def http(live: Live, shared_client: httpx.Client) -> httpx.Client:
+    """A client of the shared server."""
+    return shared_client
 
 
 @pytest.fixture

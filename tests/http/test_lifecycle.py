@@ -84,17 +84,6 @@ def test_a_reader_that_does_not_read_holds_nobody_up(serve: Serve) -> None:
         eventually(lambda: not live.engine.health().busy)  # the engine finished, though nothing was read
 
 
-def test_a_slow_reader_gets_all_of_the_text_in_fewer_events(serve: Serve) -> None:
-    live = serve()
-    live.gate.close()
-    with httpx.stream("POST", live.url + COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
-        live.gate.open()
-        eventually(lambda: not live.engine.health().busy)
-        frames = [line for line in response.iter_lines() if line.startswith("data: {")]
-    texts = [json.loads(frame.removeprefix("data: "))["choices"][0]["text"] for frame in frames]
-    assert len("".join(texts)) == 500
-
-
 def test_a_full_queue_answers_429_with_the_time_to_wait(serve: Serve) -> None:
     live = serve(config=replace(CONFIG, max_num_seqs=1), limits=QueueLimits(max_requests=1), **SLOW)
     with asked(live, COMPLETIONS, **ENDLESS), asked(live, COMPLETIONS, **ENDLESS):
