@@ -183,3 +183,12 @@ def test_a_shutdown_ends_what_is_open_and_refuses_what_comes(serve: Serve) -> No
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert httpx.get(live.url + "/ready").status_code == 503
     assert httpx.get(live.url + "/health").status_code == 200
+
+
+def test_a_stop_string_ends_its_choices_in_the_engine_too(serve: Serve) -> None:
+    live = serve(step_s=0.01)
+    answer = httpx.post(live.url + COMPLETIONS, json={**ENDLESS, "stop": "n", "n": 2}).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
+    live.check_idle()
+    assert (live.engine.stats.aborted[AbortCause.STOP_STRING], aborted(live)) == (2, 0)
+    assert live.engine.stats.generation_tokens < 100
