@@ -15,7 +15,7 @@ from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.models.load import load_model
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 IDS = torch.arange(3, 23)
 
@@ -136,7 +136,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_an_index_cannot_point_outside_its_folder(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
     with pytest.raises(ModelLoadError, match=r"secret\.safetensors is missing") as refusal:
-        SafetensorsCheckpoint(folder)
+        next(SafetensorsCheckpoint(folder).tensors())
     assert ".." not in str(refusal.value)
 
 
@@ -156,6 +156,6 @@ def test_pickles_are_refused(folder: Path) -> None:
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"has no config\.json"):
         load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
     with pytest.raises(ModelLoadError, match=r"holds no \.safetensors file"):
         load(tmp_path)

@@ -23,16 +23,15 @@ _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
 class SafetensorsCheckpoint:
-    """A folder in the layout of the Hugging Face hub."""
+    """A folder in the layout of the Hugging Face hub. Its weights are looked for when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.source = str(folder / "config.json")
         self.config: Mapping[str, Any] = read_json(folder / "config.json")
-        self._files = _shards(folder)
 
     def tensors(self) -> Iterator[StoredTensor]:
-        for path in self._files:
+        for path in _shards(self._folder):
             yield from _stored(path)
 
 
