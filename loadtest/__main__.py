@@ -101,7 +101,7 @@ async def _bench(options: argparse.Namespace) -> int:
         console = Console()
         console.print(f"{asking.model} at {options.base_url}{asking.path}", style="bold", markup=False)
         running = asyncio.ensure_future(
-            sweep.run(client, asking, _jobs(options, options.num_warmups), _levels(options))
+            sweep.run(client, asking, _jobs(options, options.num_warmups, options.seed), _levels(options))
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, running.cancel)
         await running
@@ -119,36 +119,32 @@ async def _bench(options: argparse.Namespace) -> int:
     return 1 if any(point.num_failed for point in sweep.points) else 0
 
 
-def _jobs(options: argparse.Namespace, num: int) -> list[Job]:
+def _jobs(options: argparse.Namespace, num: int, seed: int) -> list[Job]:
     if options.dataset:
-        return dataset(options.dataset, num, output=options.output_len, seed=options.seed)
+        return dataset(options.dataset, num, output=options.output_len, seed=seed)
     return synthetic(
         num,
         prompt=options.input_len,
         output=options.output_len,
-        seed=options.seed,
+        seed=seed,
         prefix_len=options.prefix_len,
         num_prefixes=options.num_prefixes,
     )
 
 
 def _levels(options: argparse.Namespace) -> list[Level]:
-    if not options.request_rate:
-        return [
-            Level(f"concurrency {level}", level, level, _jobs(options, options.num_prompts or max(16, 4 * level)))
-            for level in options.concurrency
-        ]
-    return [
-        Level(
-            f"{rate:g} requests/s",
-            rate,
-            None,
-            arrivals(
-                _jobs(options, options.num_prompts or 64), rate=rate, burstiness=options.burstiness, seed=options.seed
-            ),
-        )
-        for rate in options.request_rate
-    ]
+    """The points of the sweep, each with prompts of its own: a prefix cache must not answer for the level before."""
+    levels = []
+    for index, level in enumerate(options.request_rate or options.concurrency):
+        seed = options.seed + 1 + index
+        if options.request_rate:
+            jobs = _jobs(options, options.num_prompts or 64, seed)
+            timed = arrivals(jobs, rate=level, burstiness=options.burstiness, seed=seed)
+            levels.append(Level(f"{level:g} requests/s", level, None, timed))
+        else:
+            jobs = _jobs(options, options.num_prompts or max(16, 4 * level), seed)
+            levels.append(Level(f"concurrency {level}", level, level, jobs))
+    return levels
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {

@@ -17,7 +17,7 @@ from server.app import create_app
 from server.app_config import AppConfig
 from server.daemon import run
 from server.model_source import find_model
-from server.serve import BACKLOG, bind
+from server.serve import bind
 from server.tokenizer import load_tokenizer
 
 
@@ -33,9 +33,8 @@ def main(step_ms: float) -> int:
     engine = Engine(Scheduler(config), runner, vocab_size=tokenizer.vocab_size)
     app = create_app(engine, tokenizer, AppConfig(model="fake", served_model_names=("fake",)))
     with bind("127.0.0.1", 0) as listener:
-        listener.listen(BACKLOG)
-        print(listener.getsockname()[1], flush=True)
-        return run(app, listener, shutdown_timeout_s=1.0)
+        port = listener.getsockname()[1]
+        return run(app, listener, shutdown_timeout_s=1.0, on_ready=lambda: print(port, flush=True))
 
 
 if __name__ == "__main__":

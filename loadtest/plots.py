@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.core.config import SchedulerConfig
 from loadtest.client import Outcome
 from loadtest.report import Point, gaps, ttfts
-from loadtest.simulate import Trace
 
 
 class PlotError(Exception):
@@ -48,11 +46,14 @@ def draw_bench(path: Path, points: Sequence[Point], outcomes: Mapping[str, Seque
     trade.set(title="Latency against throughput", xlabel="output tokens / s", ylabel="ms / token", ylim=(0, None))
     trade.legend()
     for load, of_load in outcomes.items():
-        _cdf(first, ttfts(of_load), load)
-        _cdf(between, gaps(of_load), load)
+        good = [outcome for outcome in of_load if not outcome.error]
+        _cdf(first, ttfts(good), load)
+        _cdf(between, gaps(good), load)
     first.set(title="Time to first token", xlabel="ms", ylabel="share of requests", xscale="log")
     between.set(title="Time between chunks", xlabel="ms", ylabel="share of gaps", xscale="log")
     for axis in (first, between):
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
         if axis.lines:
             axis.legend()
     figure.savefig(path, dpi=120)
@@ -61,25 +62,29 @@ def draw_bench(path: Path, points: Sequence[Point], outcomes: Mapping[str, Seque
 
 def _cdf(axis: Any, seconds: Sequence[float], label: str) -> None:
     if seconds:
-        ordered = sorted(max(second * 1e3, 0.01) for second in seconds)  # the axis is logarithmic
+        ordered = sorted(max(second * 1e3, 0.1) for second in seconds)  # the axis is logarithmic
         axis.step(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], where="post", label=label)
 
 
-def draw_simulation(path: Path, trace: Trace, static_blocks: int, config: SchedulerConfig) -> None:
-    """Blocks in use against static allocation and the pool, and the queues below."""
+def draw_simulation(
+    path: Path,
+    title: str,
+    times: Sequence[float],
+    held: Sequence[int],
+    static: int,
+    queues: Mapping[str, Sequence[int]],
+) -> None:
+    """Blocks in use against static allocation, and how many sequences are in each queue below."""
     plt = require_matplotlib()
-    figure, (memory, queues) = plt.subplots(2, 1, figsize=(10, 7), sharex=True, constrained_layout=True)
-    times = [sample.time for sample in trace.samples]
-    memory.fill_between(times, [sample.held for sample in trace.samples], step="pre", alpha=0.5, label="held (paged)")
-    memory.axhline(static_blocks, color="tab:red", linestyle="--", label=f"static allocation: {static_blocks}")
-    memory.axhline(trace.peak, color="tab:green", linestyle=":", label=f"paged peak: {trace.peak}")
-    memory.set(
-        title=f"KV blocks of {config.block_size} tokens in use, {config.policy}", ylabel="blocks", ylim=(0, None)
-    )
+    figure, (memory, below) = plt.subplots(2, 1, figsize=(10, 7), sharex=True, constrained_layout=True)
+    memory.fill_between(times, held, step="pre", alpha=0.5, label="held (paged)")
+    memory.axhline(static, color="tab:red", linestyle="--", label=f"static allocation: {static}")
+    memory.axhline(max(held), color="tab:green", linestyle=":", label=f"paged peak: {max(held)}")
+    memory.set(title=title, ylabel="blocks", ylim=(0, None))
     memory.legend()
-    for name in ("running", "waiting", "preempted"):
-        queues.step(times, [getattr(sample, name) for sample in trace.samples], where="pre", label=name)
-    queues.set(xlabel="step", ylabel="sequences", ylim=(0, None))
-    queues.legend()
+    for name, counts in queues.items():
+        below.step(times, counts, where="pre", label=name)
+    below.set(xlabel="step", ylabel="sequences", ylim=(0, None))
+    below.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

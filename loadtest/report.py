@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -123,10 +124,10 @@ def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: 
 
 def show(points: Sequence[Point], console: Console) -> None:
     """Print throughput and latency tables, then everything that went wrong."""
-    rates = Table(title="Throughput")
+    rates = Table(title="Throughput", box=box.SIMPLE_HEAD)
     rates.add_column("load", no_wrap=True)
     for column in ("done", "failed", "seconds", "req/s", "out tok/s", "all tok/s", "tok/chunk"):
-        rates.add_column(column, justify="right")
+        rates.add_column(column, justify="right", no_wrap=True)
     for point in points:
         rates.add_row(
             point.load,
@@ -140,7 +141,9 @@ def show(points: Sequence[Point], console: Console) -> None:
         )
     console.print(rates)
     latency = Table(
-        title="Latency, ms", caption="ITL is the time between two chunks; TPOT divides by the tokens counted."
+        title="Latency, ms",
+        caption="ITL: time between two chunks. TPOT: by tokens counted.",
+        box=box.SIMPLE_HEAD,
     )
     latency.add_column("load", no_wrap=True)
     for column in ("", "mean", "p50", "p90", "p99"):
@@ -154,11 +157,14 @@ def show(points: Sequence[Point], console: Console) -> None:
         ):
             figures = (spread.mean, spread.p50, spread.p90, spread.p99)
             latency.add_row(point.load if name == "TTFT" else "", name, *(f"{value * 1e3:.2f}" for value in figures))
-        latency.add_section()
     console.print(latency)
     for point in points:
         for error, count in point.errors.items():
             console.print(f"{point.load}: {count} x {error}", style="red", markup=False)
+        if point.cached_tokens:
+            console.print(
+                f"{point.load}: {point.cached_tokens} of {point.prompt_tokens} prompt tokens came from the prefix cache."
+            )
         if point.num_without_usage:
             console.print(
                 f"{point.load}: {point.num_without_usage} answers carried no usage; their tokens are not counted.",

@@ -55,6 +55,11 @@ class Trace:
     hit_tokens: int = 0
 
     @property
+    def blocks(self) -> list[int]:
+        """The longest page table of each sequence, in order of arrival."""
+        return [self.most_blocks[seq_id] for seq_id in sorted(self.most_blocks)]
+
+    @property
     def peak(self) -> int:
         """Most blocks held at once."""
         return max(sample.held for sample in self.samples)
@@ -65,11 +70,15 @@ class Trace:
             self.most_blocks[piece.seq_id] = max(self.most_blocks.get(piece.seq_id, 0), len(piece.block_table))
 
 
+def _arrival(request: Request) -> float:
+    return request.arrival_s
+
+
 def simulate(config: SchedulerConfig, requests: Sequence[Request]) -> Trace:
     """Run every request to its end. Raises a ClientError for one that can never fit."""
     scheduler, runner = Scheduler(config), FakeRunner(config)
     trace, stats = Trace(), scheduler.stats
-    coming = deque(sorted(requests, key=lambda request: request.arrival_s))
+    coming = deque(sorted(requests, key=_arrival))
     num_prefix_blocks = blocks_for(PREFIX_LEN, config.block_size)
     now = 0.0
     while coming or scheduler.has_work:
@@ -225,15 +234,13 @@ def run(options: argparse.Namespace) -> int:
     sharing = measure_sharing(options.block_size)
     show(config, requests, trace, static, sharing, is_like_solo=solo == trace.tokens)
     if options.plot:
-        from loadtest.plots import draw_simulation
-
-        draw_simulation(options.plot, trace, static.blocks, config)
+        _draw(options.plot, config, trace, static)
     if options.json:
         document = {
             "config": asdict(config),
             "static": asdict(static),
             "sharing": asdict(sharing),
-            "blocks_by_sequence": list(trace.most_blocks.values()),
+            "blocks_by_sequence": trace.blocks,
             "peak_blocks": trace.peak,
             "preemptions": trace.preemptions,
             "samples": [sample._asdict() for sample in trace.samples],
@@ -252,13 +259,13 @@ def show(
     is_like_solo: bool,
 ) -> None:
     """Print the story: the requests, memory, time, sharing, and what a block costs."""
-    each = list(trace.most_blocks.values())
+    each = trace.blocks
     steps = int(trace.samples[-1].time)
     print(
         f"policy {config.policy}, {config.num_blocks} blocks of {config.block_size} tokens; time is counted in steps\n"
     )
     print("request   arrives    ends   blocks")
-    for request, blocks in zip(requests, each, strict=True):
+    for request, blocks in zip(sorted(requests, key=_arrival), each, strict=True):
         print(f"{request.request_id:<8}{request.arrival_s:>9g}{trace.finished[request.request_id]:>8g}{blocks:>9}")
     print(f"\n{_curve(trace, config.num_blocks)}\n")
     print("memory")
@@ -286,6 +293,15 @@ def show(
     print(f"  {'':<47}partial one holds each chat's own tokens too")
     print("a block of 32 layers, 8 KV heads of 128, 16-bit, 16 tokens")
     print(f"  formula                     {block_bytes(32, 8, 128, 2, 16):>10,} bytes")
+
+
+def _draw(path: Path, config: SchedulerConfig, trace: Trace, static: StaticBatch) -> None:
+    from loadtest.plots import draw_simulation
+
+    times, held, _, running, waiting, preempted = zip(*trace.samples, strict=True)
+    queues = {"running": running, "waiting": waiting, "preempted": preempted}
+    title = f"KV blocks of {config.block_size} tokens in use, {config.policy}"
+    draw_simulation(path, title, times, held, static.blocks, queues)
 
 
 def _curve(trace: Trace, num_blocks: int, width: int = 72, height: int = 8) -> str:

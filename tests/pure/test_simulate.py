@@ -29,8 +29,8 @@ LENGTHS, ARRIVALS = [32, 128, 64, 256], [0.0, 2.0, 4.0, 6.0]
 
 def test_the_example_takes_the_blocks_of_the_arithmetic() -> None:
     trace = simulate.simulate(config(), simulate.batch(LENGTHS, ARRIVALS, prompt_len=1))
-    assert list(trace.most_blocks.values()) == [2, 8, 4, 16]
-    assert sum(trace.most_blocks.values()) == 30
+    assert trace.blocks == [2, 8, 4, 16]
+    assert sum(trace.blocks) == 30
     static = simulate.StaticBatch.of(LENGTHS, 16)
     assert (static.blocks, static.slots, static.useful) == (64, 1024, 480)
     assert f"{static.efficiency:.1%}" == "46.9%"
@@ -57,6 +57,13 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_token(policy: str, pro
     assert tight.preemptions > 0
     assert tight.peak <= 10
     assert tight.tokens == roomy.tokens
+
+
+def test_blocks_are_told_in_order_of_arrival_whatever_the_policy() -> None:
+    requests = simulate.batch([128, 16, 64], [0.0, 0.0, 0.0], prompt_len=8)
+    assert simulate.simulate(config(policy="sjf"), requests).blocks == [8, 1, 4]
+    backwards = simulate.batch([128, 16, 64], [9.0, 5.0, 0.0], prompt_len=8)
+    assert simulate.simulate(config(), backwards).blocks == [4, 1, 8]
 
 
 def test_sixteen_chats_share_their_prefix() -> None:
