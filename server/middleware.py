@@ -61,7 +61,8 @@ class RequestScope:
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         self._metrics.http_request(route, scope["method"], status, seconds)
-        logger.info("%s %s %d in %.3f s, request %r", scope["method"], route, status, seconds, request_id)
+        level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes and scrapes come all the time
+        logger.log(level, "%s %s %d in %.3f s, request %r", scope["method"], route, status, seconds, request_id)
 
 
 class BodyLimit:
