@@ -1,0 +1,111 @@
+"""The wiring: what is decided where the user left it open, what is refused, and an engine that answers."""
+
+from __future__ import annotations
+
+import json
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.build import build_engine
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError, MemoryBudgetError
+from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
+from engine.loop import Engine
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, KV heads, head size, tokens, float32
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A config.json alone, which is all that dummy weights need."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def build(folder: str, report: list[Progress] | None = None, **changes: object) -> Engine:
+    fields = {"model": folder, "load_format": "dummy", "dtype": "float32", "device": "cpu", "num_threads": 1} | changes
+    told: list[Progress] = [] if report is None else report
+    return build_engine(EngineConfig(**fields), told.append)  # type: ignore[arg-type]  # mixed value types
+
+
+def test_what_was_left_open_is_decided(folder: str) -> None:
+    report: list[Progress] = []
+    engine = build(folder, report)
+    config = engine.config
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (64, 512, 512)
+    assert config.num_blocks == 64 * 512 // 16  # no more than all sequences could ever need
+    assert engine.vocab_size == 96
+    stages = list(dict.fromkeys(progress.stage for progress in report))
+    assert stages[-2:] == ["kv_pool", "warm_up"]
+    (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
+    assert "2048 blocks of 16 tokens" in pool
+    assert "contexts up to 512 tokens" in pool
+
+
+def test_one_batch_limit_yields_to_the_other(folder: str) -> None:
+    few = build(folder, max_num_batched_tokens=16).config
+    assert (few.max_num_seqs, few.max_num_batched_tokens) == (16, 16)
+    many = build(folder, max_num_seqs=600).config
+    assert (many.max_num_seqs, many.max_num_batched_tokens) == (600, 600)
+
+
+def test_a_small_pool_shortens_the_context_and_says_so(folder: str) -> None:
+    report: list[Progress] = []
+    engine = build(folder, report, kv_cache_memory_bytes=5 * BLOCK_BYTES + 7)
+    assert (engine.config.num_blocks, engine.config.max_model_len) == (5, 80)
+    assert any("up to 80 tokens (the model's own limit is 512)" in progress.detail for progress in report)
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(folder: str) -> None:
+    with pytest.raises(MemoryBudgetError, match=r"--max-model-len is 81, .* set it to at most 80"):
+        build(folder, kv_cache_memory_bytes=5 * BLOCK_BYTES, max_model_len=81)
+    with pytest.raises(MemoryBudgetError, match="one block of 16 tokens needs"):
+        build(folder, kv_cache_memory_bytes=BLOCK_BYTES - 1)
+    with pytest.raises(ConfigError, match="--max-model-len is 513, but the model was made for 512 positions"):
+        build(folder, max_model_len=513)
+    with pytest.raises(ConfigError, match="--attention-backend is 'flashy'"):
+        build(folder, attention_backend="flashy")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+            build(folder, device="cuda")
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_engine_answers_on_its_own_thread(folder: str, async_scheduling: bool) -> None:
+    engine = build(folder, async_scheduling=async_scheduling)
+    heard: queue.Queue[list[TokenEvent]] = queue.Queue()
+    engine.start(heard.put)
+    try:
+        for i in range(6):
+            params = SamplingParams(max_tokens=7 + i, temperature=0.7, seed=i)
+            prompt = tuple(range(1, 20 + i))
+            engine.submit(Request(request_id=f"r{i}", prompt=prompt, params=params, arrival_s=engine.clock()))
+        num_tokens: dict[str, int] = {}
+        ends: dict[str, FinishReason] = {}
+        while len(ends) < 6:
+            for event in heard.get(timeout=30):
+                num_tokens[event.request_id] = num_tokens.get(event.request_id, 0) + len(event.token_ids)
+                if event.finish_reason is not None:
+                    ends[event.request_id] = event.finish_reason
+    finally:
+        engine.stop(0)
+    assert num_tokens == {f"r{i}": 7 + i for i in range(6)}
+    assert set(ends.values()) == {FinishReason.LENGTH}
+    assert engine.health().error is None
