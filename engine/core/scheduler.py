@@ -93,7 +93,8 @@ class Scheduler:
         return [event for request_id in list(self._requests) for event in self.abort(request_id, cause, now)]
 
     def fail_all(self, error: QuireError, now: float) -> list[TokenEvent]:
-        """The engine is dying: every living sequence ends with `error`. Nothing is planned afterwards."""
+        """The engine is dying: every living sequence ends with `error`. Nothing is planned or committed afterwards."""
+        self._flights.clear()
         sequences = [seq for sequences in self._requests.values() for seq in sequences]
         return [event for seq in sequences for event in self._end(seq, FinishReason.ERROR, now, error=error)]
 

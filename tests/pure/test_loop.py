@@ -187,6 +187,7 @@ def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -
         rig.engine.submit(request("late"))
     health = rig.engine.health()
     assert not health.alive
+    assert not health.busy
     assert health.error is not None
 
 
