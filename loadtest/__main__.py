@@ -25,43 +25,80 @@ from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, syn
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `bench`."""
     target = parser.add_argument_group("the server")
-    target.add_argument("--base-url", default="http://127.0.0.1:8000", help="default %(default)s")
-    target.add_argument("--model", help="default: the first that /v1/models lists")
+    target.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000", help="default %(default)s")
+    target.add_argument("--model", metavar="NAME", help="default: the first that /v1/models lists")
     target.add_argument("--endpoint", choices=tuple(PATHS), default="completions", help="default %(default)s")
-    target.add_argument("--api-key", default="", help="sent as a bearer token")
+    target.add_argument("--api-key", metavar="KEY", default="", help="sent as a bearer token")
     target.add_argument(
-        "--timeout", type=_positive_float, default=600.0, help="seconds a request may take; default 600"
+        "--timeout", metavar="S", type=_positive_float, default=600.0, help="seconds a request may take; default 600"
     )
     load = parser.add_argument_group("the load")
     how = load.add_mutually_exclusive_group()
     how.add_argument(
-        "--concurrency", type=_positive_int, nargs="+", default=[1, 4, 16], help="requests in flight; default 1 4 16"
+        "--concurrency",
+        metavar="N",
+        type=_positive_int,
+        nargs="+",
+        default=[1, 4, 16],
+        help="requests in flight; default 1 4 16",
     )
-    how.add_argument("--request-rate", type=_positive_float, nargs="+", help="requests a second, sent without waiting")
+    how.add_argument(
+        "--request-rate",
+        metavar="RATE",
+        type=_positive_float,
+        nargs="+",
+        help="requests a second, sent without waiting",
+    )
     load.add_argument(
-        "--burstiness", type=_positive_float, default=1.0, help="with --request-rate: 1 is Poisson, less is burstier"
+        "--burstiness",
+        metavar="SHAPE",
+        type=_positive_float,
+        default=1.0,
+        help="with --request-rate: 1 is Poisson, less is burstier",
     )
     load.add_argument(
-        "--num-prompts", type=_positive_int, help="requests a point; default 4 a concurrent one, at least 16"
+        "--num-prompts",
+        metavar="N",
+        type=_positive_int,
+        help="requests a point; default 4 a concurrent one, at least 16",
     )
-    load.add_argument("--num-warmups", type=int, default=2, help="requests sent before measuring; default %(default)s")
-    load.add_argument("--seed", type=int, default=0)
+    load.add_argument(
+        "--num-warmups", metavar="N", type=int, default=2, help="requests sent before measuring; default %(default)s"
+    )
+    load.add_argument("--seed", metavar="N", type=int, default=0, help="what prompts, lengths and arrivals follow from")
     work = parser.add_argument_group("the requests")
-    work.add_argument("--input-len", type=_length, default=Length(64, 64), help="words a prompt, N or LOW:HIGH")
-    work.add_argument("--output-len", type=_length, default=Length(64, 64), help="tokens to generate, N or LOW:HIGH")
     work.add_argument(
-        "--dataset", type=Path, help='JSONL of {"prompt": ..., "max_tokens": ...}, instead of random words'
+        "--input-len",
+        metavar="N",
+        type=_length,
+        default=Length(64, 64),
+        help="words a prompt, N or LOW:HIGH; default 64",
     )
-    work.add_argument("--prefix-len", type=int, default=0, help="words of a prefix that prompts share")
-    work.add_argument("--num-prefixes", type=_positive_int, default=1, help="how many such prefixes there are")
-    work.add_argument("--temperature", type=float, default=0.0)
+    work.add_argument(
+        "--output-len",
+        metavar="N",
+        type=_length,
+        default=Length(64, 64),
+        help="tokens to generate, N or LOW:HIGH; default 64",
+    )
+    work.add_argument(
+        "--dataset",
+        metavar="FILE",
+        type=Path,
+        help='JSONL of {"prompt": ..., "max_tokens": ...}, instead of random words',
+    )
+    work.add_argument("--prefix-len", metavar="N", type=int, default=0, help="words of a prefix that prompts share")
+    work.add_argument(
+        "--num-prefixes", metavar="N", type=_positive_int, default=1, help="how many such prefixes there are"
+    )
+    work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0: greedy")
     work.add_argument(
         "--respect-eos",
         action="store_true",
         help="let answers end early; by default ignore_eos and min_tokens are sent",
     )
     out = parser.add_argument_group("the report")
-    out.add_argument("--json", type=Path, metavar="FILE")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     out.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
 
 

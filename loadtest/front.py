@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     found = {}
     try:
         for name, module, arguments in (
-            ("client's ceiling", "loadtest.canned", []),
+            ("client alone", "loadtest.canned", []),
             ("front", "loadtest.fake_server", [str(options.step_ms)]),
         ):
             with child(module, server_core, arguments) as (process, port):
