@@ -81,6 +81,13 @@ def test_computed_buffers_and_a_tied_head_are_passed_over(folder: Path) -> None:
     torch.testing.assert_close(logits_of(load(folder), IDS, [20]), whole, atol=0, rtol=0)
 
 
+def test_a_second_head_that_contradicts_the_config_is_refused(folder: Path) -> None:
+    save_tiny(CASES["granite"], folder)
+    change(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(128, 64)}))
+    with pytest.raises(ModelLoadError, match=r"'lm_head\.weight' differs from .*'tie_word_embeddings' to false"):
+        load(folder)
+
+
 def _drop(tensors: dict[str, torch.Tensor]) -> None:
     for index in range(3):
         del tensors[f"model.layers.{index}.self_attn.o_proj.weight"]

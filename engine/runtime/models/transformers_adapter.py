@@ -69,6 +69,8 @@ class TransformersModel:
                 hidden = self.forward(torch.tensor([0, 2], device=device), positions, ears)
                 other = self.forward(torch.tensor([1, 2], device=device), positions, _Overhear(source))
                 vocab_size = self.logits(hidden).shape[-1]
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})") from error
         # This attention mixes no tokens, so a second token that knows the first has heard of it some other way.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
@@ -16,6 +17,7 @@ from engine.core.types import Progress
 
 Report = Callable[[Progress], None]
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Buffers that old checkpoints carry and every model computes for itself.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 
@@ -43,7 +45,9 @@ class Checkpoint(Protocol):
 
 def fill(targets: Mapping[str, Tensor], checkpoint: Checkpoint, report: Report, *, tied_head: bool) -> None:
     """Copy a checkpoint into a model's empty weights: each exactly once, none missing, none left over."""
-    stored = [tensor for tensor in checkpoint.tensors() if not _is_redundant(tensor.name, tied_head=tied_head)]
+    stored = [tensor for tensor in checkpoint.tensors() if not tensor.name.endswith(_COMPUTED)]
+    heads = [tensor for tensor in stored if tied_head and tensor.name == _HEAD]
+    stored = [tensor for tensor in stored if tensor not in heads]
     names = {tensor.name for tensor in stored}
     missing, unexpected = sorted(targets.keys() - names), sorted(names - targets.keys())
     if missing or unexpected:
@@ -61,10 +65,19 @@ def fill(targets: Mapping[str, Tensor], checkpoint: Checkpoint, report: Report, 
         tensor.copy_to(target)
         done += tensor.num_bytes
         report(Progress("weights", tensor.name, done, total, "bytes"))
+    for head in heads:
+        _require_tied(head, targets[_EMBEDDING])
 
 
-def _is_redundant(name: str, *, tied_head: bool) -> bool:
-    return name.endswith(_COMPUTED) or (tied_head and name == "lm_head.weight")
+def _require_tied(head: StoredTensor, embedding: Tensor) -> None:
+    """A checkpoint may hold a tied head a second time, but not another one."""
+    second = torch.empty(head.shape, dtype=embedding.dtype)
+    head.copy_to(second)
+    if not torch.equal(second, embedding.cpu()):
+        raise ModelLoadError(
+            f"{head.file}: {_HEAD!r} differs from {_EMBEDDING!r}, though the config ties them; set "
+            "'tie_word_embeddings' to false in config.json."
+        )
 
 
 def _listed(names: list[str]) -> str:

@@ -81,8 +81,17 @@ class GGUFCheckpoint:
         names = _NAMES | _NAMES_BY_ARCH.get(self._arch, {})
         for name, tensor in self._stored.items():
             if name not in _ROPE_TENSORS:
-                copy_to = partial(_copy, self._ordered(tensor), tensor.kind, self._offset(name))
+                copy_to = partial(self._copy, tensor)
                 yield StoredTensor(_hf_name(name, names), tensor.shape, tensor.rows.nbytes, self.source, copy_to)
+
+    def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
+        rows, matrix = self._ordered(tensor), target.view(-1, target.shape[-1])
+        stored_offset = np.float32(self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight"))
+        step = max(1, _CHUNK // matrix.shape[1])
+        for start in range(0, matrix.shape[0], step):
+            part = dequantize(rows[start : start + step], tensor.kind)
+            # The subtraction also makes the copy that torch wants: the map is read-only.
+            matrix[start : start + step].copy_(torch.from_numpy(part - stored_offset))
 
     def _ordered(self, tensor: GGUFTensor) -> np.ndarray:
         """A tensor's rows, still quantised, in the order transformers has them."""
@@ -98,9 +107,6 @@ class GGUFCheckpoint:
         pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
         return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
 
-    def _offset(self, name: str) -> float:
-        return 1.0 if self._arch in _OFFSET_NORMS and name.endswith("norm.weight") else 0.0
-
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name not in the table stays as it is."""
@@ -114,12 +120,3 @@ def _hf_name(name: str, names: Mapping[str, str]) -> str:
 
 def _values(tensor: GGUFTensor) -> list[float]:
     return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]
-
-
-def _copy(rows: np.ndarray, kind: Kind, offset: float, target: Tensor) -> None:
-    matrix = target.view(-1, target.shape[-1])
-    step = max(1, _CHUNK // matrix.shape[1])
-    for start in range(0, matrix.shape[0], step):
-        part = dequantize(rows[start : start + step], kind)
-        # The subtraction also makes the copy that torch wants: the map is read-only.
-        matrix[start : start + step].copy_(torch.from_numpy(part - np.float32(offset)))

@@ -52,7 +52,7 @@ class _Reader:
 
     def __init__(self, data: np.ndarray) -> None:
         self._data = data
-        self._bytes = data.data  # a memoryview; slices of it cost a tenth of an array's
+        self._bytes = data.data  # a memoryview, for it is cheaper to slice than an array
         self._at = 0
 
     def file(self) -> GGUFFile:
