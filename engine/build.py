@@ -1,7 +1,7 @@
 """The one place that wires a configuration into an Engine: device, model, attention, pool, runner, scheduler.
 
-Runs once, on the thread that starts the daemon; torch is imported on the first call, not with this module's name. What
-the user left open is decided here, from the model and from measured memory, and told through `report`.
+Runs once, on the thread that starts the daemon. Importing it imports torch, so whoever calls it does that late. What the
+user left open is decided here, from the model and from measured memory, and told through `report`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""Every family through the whole engine: chunked, preempted and batched, against transformers on the whole context anew for every token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine.core.scheduler import Scheduler
+from tests.cpu import test_models_families as own
+from tests.cpu import test_models_transformers as adapted
+from tests.cpu.model_driver import request, serve, settings
+
+NUM_NEW = 10
+_random = random.Random(3)
+PROMPTS = [[_random.randrange(3, 128) for _ in range(length)] for length in (1, 5, 23, 40, 12, 31)]
+
+
+# transformers changes this one's rotation once a sequence outgrows its first training length; we turn all positions by
+# the longest length served, as K and V of a cached prefix must fit whatever follows it.
+LENGTH_DEPENDENT = "phi3-longrope-long"
+CASES = [pytest.param(own, name, id=name) for name in own.CASES if name != LENGTH_DEPENDENT]
+CASES += [pytest.param(adapted, name, id=f"adapted-{name}") for name in adapted.CASES]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_tight_engine_says_what_transformers_says(kind: ModuleType, name: str, tmp_path: Path) -> None:
+    theirs = own.save_tiny(kind.CASES[name], tmp_path)
+    expected = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        with torch.no_grad():
+            for _ in range(NUM_NEW):
+                logits = theirs(tokens, use_cache=False).logits[0, -1]
+                tokens = torch.cat([tokens, logits.argmax().reshape(1, 1)], dim=1)
+        expected.append(tokens[0, len(prompt) :].tolist())
+
+    config = settings(num_blocks=15, max_model_len=60, max_num_batched_tokens=11)
+    scheduler = Scheduler(config)
+    requests = [request(f"r{i}", prompt, max_tokens=NUM_NEW) for i, prompt in enumerate(PROMPTS)]
+    served = serve(kind.load(tmp_path), config, requests, depth=1, apart=1, scheduler=scheduler)
+    assert [served.ids[f"r{i}", 0] for i in range(len(PROMPTS))] == expected
+    assert scheduler.stats.preemptions > 0
