@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, Request
+from engine.core.types import AbortCause, Request, RequestTimings
 from server.choice import Choice, Delta, TextRules
 from server.client import Answer
 from server.protocol.usage import Usage
@@ -33,12 +33,29 @@ class Generation:
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
         self._num_open = len(self._choices)
         self._cached_tokens: dict[int, int] = {}  # by prompt
+        self._timings: list[RequestTimings] = []  # of the choices that have ended
 
     @property
     def usage(self) -> Usage:
         """Counts so far."""
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         return Usage.of(self._num_prompt_tokens, num_tokens, sum(self._cached_tokens.values()))
+
+    @property
+    def history(self) -> dict[str, int | float]:
+        """What a log line tells of the answer: counts, and the seconds of its slowest choice."""
+        usage, timings = self.usage, self._timings
+        history: dict[str, int | float] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": sum(self._cached_tokens.values()),
+            "completion_tokens": usage.completion_tokens,
+        }
+        if timings:
+            history["queue_s"] = round(max(each.queue_s for each in timings), 3)
+            history["prefill_s"] = round(max(each.prefill_s for each in timings), 3)
+            history["decode_s"] = round(max(each.decode_s for each in timings), 3)
+            history["preemptions"] = sum(each.num_preemptions for each in timings)
+        return history
 
     async def next_deltas(self) -> list[ChoiceDelta]:
         """Wait for something worth showing; empty when all choices are done. Raises the error of a choice that failed."""
@@ -60,6 +77,8 @@ class Generation:
         for prompt, event in await self._answer.take():
             index = prompt * self._n + event.choice
             choice = self._choices[index]
+            if event.timings is not None:
+                self._timings.append(event.timings)
             if choice.is_done:
                 continue  # a stop string was found in it; what the engine drew since is not shown
             if event.prompt is not None:

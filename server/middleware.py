@@ -14,12 +14,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, to_api_error
+from server.generation import Generation
 from server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID = 128  # characters of a client's own id that we repeat
 IGNORED_FIELDS = "ignored_fields"  # the key in the request's state under which routes leave their names
+GENERATION = "generation"  # ... and under which the generating ones leave their answer, for the log line
 
 
 class RequestScope:
@@ -62,7 +64,22 @@ class RequestScope:
         route = getattr(scope.get("route"), "path", "unmatched")
         self._metrics.http_request(route, scope["method"], status, seconds)
         level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes and scrapes come all the time
-        logger.log(level, "%s %s %d in %.3f s, request %r", scope["method"], route, status, seconds, request_id)
+        if not logger.isEnabledFor(level):
+            return
+        generation = scope["state"].get(GENERATION)
+        history = generation.history if isinstance(generation, Generation) else {}
+        counts = "".join(f", {name} {value}" for name, value in history.items())
+        logger.log(
+            level,
+            "%s %s %d in %.3f s, request %r%s",
+            scope["method"],
+            route,
+            status,
+            seconds,
+            request_id,
+            counts,
+            extra={"request_id": request_id, "route": route, "status": status, "seconds": round(seconds, 3), **history},
+        )
 
 
 class BodyLimit:

@@ -20,6 +20,7 @@ from engine.core.types import Request, SamplingParams
 from server.choice import TextRules
 from server.errors import to_api_error
 from server.generation import Generation
+from server.middleware import GENERATION
 from server.protocol.form import Form
 from server.protocol.sampling import SamplingBody
 from server.protocol.usage import Usage
@@ -55,6 +56,7 @@ async def respond(
     """Submit and answer. Raises what the engine refuses with, before anything is sent."""
     answer = context.client.submit(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
+    setattr(http.state, GENERATION, generation)
     if body.stream:
         return EventStream(_frames(generation, body, form), answer)
     with answer:

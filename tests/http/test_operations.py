@@ -103,3 +103,17 @@ def test_load_counts_what_is_open(serve: Serve) -> None:
 
 def test_version(http: httpx.Client) -> None:
     assert set(http.get("/version").json()) == {"version"}
+
+
+def test_a_generating_request_ends_in_one_log_line_with_its_counts(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="server.middleware")
+    http.post("/v1/completions", json={"prompt": "hello|", "n": 2, "max_tokens": 3, "ignore_eos": True})
+    eventually(lambda: bool(caplog.records))
+    (record,) = caplog.records
+    fields = vars(record)
+    assert (fields["status"], fields["prompt_tokens"], fields["completion_tokens"]) == (200, 6, 6)
+    assert fields["preemptions"] == 0
+    assert {"queue_s", "prefill_s", "decode_s", "seconds"} <= fields.keys()
+    assert "completion_tokens 6" in record.getMessage()
