@@ -1,0 +1,96 @@
+"""The CPU backend in C: paged attention in place, for decode steps and prompt chunks alike.
+
+The pool has the head-major shape, but inside a block of one head the numbers lie as native/quire_cpu.h says, so only the
+library reads or writes them. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import copy_blocks, head_major_shape
+from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
+
+
+class CpuNativeAttention:
+    """Few calls, no gathering, no padding."""
+
+    graph_safe = False
+
+    def __init__(self) -> None:
+        """Raises ConfigError where the library is not to be had."""
+        library = native()
+        if library is None:
+            raise ConfigError(
+                "--attention-backend is 'cpu_native' but there are no native kernels for this machine and no C compiler "
+                "to make them; install one (cc, gcc or clang), or use 'cpu'."
+            )
+        self._library = library
+        self._batch: Batch | None = None
+        self._store, self._attend = StoreArgs(), AttendArgs()
+
+    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Head-major; head_dim must be even."""
+        if spec.head_dim % 2:
+            raise ConfigError(
+                f"--attention-backend 'cpu_native' needs an even head_dim, not {spec.head_dim}; use 'cpu'."
+            )
+        return head_major_shape(spec, num_blocks, block_size)
+
+    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks at once."""
+        copy_blocks(kv, pairs)
+
+    def prepare(self, batch: Batch) -> None:
+        """Point the arguments that all layers share at the step's index tensors."""
+        self._batch = batch  # which also keeps the memory below alive
+        self._library.use_threads(torch.get_num_threads())
+        assert all(x.is_contiguous() for x in (batch.slots, batch.query_starts, batch.context_lens, batch.block_tables))
+        self._store.num_tokens = batch.slots.shape[0]
+        self._store.slots = batch.slots.data_ptr()
+        args = self._attend
+        args.num_slices, args.table_stride = batch.block_tables.shape
+        args.query_starts = batch.query_starts.data_ptr()
+        args.context_lens = batch.context_lens.data_ptr()
+        args.block_tables = batch.block_tables.data_ptr()
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Store, then attend."""
+        assert self._batch is not None, "prepare comes before attend"
+        assert q.dtype == k.dtype == v.dtype == k_pool.dtype == v_pool.dtype, "one type for queries, keys and values"
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        heads, _, block_size, dim = k_pool.shape
+        assert k.shape[1:] == v.shape[1:] == (heads, dim)
+        assert q.shape[1:] == (spec.num_heads, dim)
+        assert k_pool.is_contiguous()
+        assert v_pool.is_contiguous()
+        pool = Pool(
+            k_pool.data_ptr(), v_pool.data_ptr(), k_pool.stride(0), k_pool.stride(1), heads, dim, block_size,
+            DTYPES[q.dtype],
+        )  # fmt: skip
+        store = self._store
+        store.pool = pool
+        store.new_k, store.k_stride = k.data_ptr(), k.stride(0)
+        store.new_v, store.v_stride = v.data_ptr(), v.stride(0)
+        self._library.store(store)
+
+        out = torch.empty(q.shape, dtype=q.dtype)
+        sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+        args = self._attend
+        args.pool = pool
+        args.q, args.q_stride, args.num_heads = q.data_ptr(), q.stride(0), spec.num_heads
+        args.out = out.data_ptr()
+        args.sinks = None if sinks is None else sinks.data_ptr()
+        args.window, args.scale, args.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
+        self._library.attend(args)
+        return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [T, heads, dim] with each token's heads together; tokens may lie apart, as in a merged projection."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

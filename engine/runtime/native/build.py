@@ -1,0 +1,80 @@
+"""Where the native library's machine code comes from: the package, a cache, or a C compiler, in this order.
+
+A file is trusted if its name carries the digest of these very sources. Compiling happens once per machine and takes
+some seconds; the result moves into place by a rename, so processes that start together do not disturb one another.
+Whatever goes wrong here is a line in the debug log: the callers then do without. Any thread; knows no torch.
+
+`python -m engine.runtime.native.build` compiles into the package itself, for a wheel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi")
+_COMPILERS = ("cc", "gcc", "clang")
+_TIME_LIMIT_S = 300
+_log = logging.getLogger(__name__)
+
+
+def find_library() -> Path | None:
+    """A shared library made from the sources beside this file, or None if there is none and none can be made."""
+    packaged = _HERE / f"quire_cpu-{source_digest()}.so"
+    if packaged.exists():
+        return packaged
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        _log.debug("no native kernels: none are packaged for this machine, and none of %s is here", _COMPILERS)
+        return None
+    try:
+        return _compile_cached(compiler)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _log.debug("no native kernels: %s", error)
+        return None
+
+
+@cache
+def source_digest() -> str:
+    """Names the sources, how they are compiled and for which kind of machine."""
+    digest = hashlib.sha256(" ".join((*_FLAGS, platform.system(), platform.machine())).encode())
+    for path in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compile_library(compiler: str, target: Path) -> None:
+    """Compile to `target` in one step. Raises RuntimeError with the compiler's words, OSError, or SubprocessError."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        sources = map(str, sorted(_HERE.glob("*.c")))
+        command = [compiler, *_FLAGS, "-o", str(made), *sources, "-lm"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)  # noqa: S603 - our own
+        if run.returncode != 0:
+            raise RuntimeError(f"{compiler} failed: {run.stderr[-2000:]}")
+        made.replace(target)
+
+
+def _compile_cached(compiler: str) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    # The compiler is told apart by its file: asking for its version would cost every start a process.
+    about = Path(compiler).resolve().stat()
+    key = hashlib.sha256(f"{compiler} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:8]
+    target = folder / f"quire_cpu-{source_digest()}-{key}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _log.debug("compiling native kernels with %s", compiler)
+        compile_library(compiler, target)
+    return target
+
+
+if __name__ == "__main__":
+    compile_library(shutil.which("cc") or "cc", _HERE / f"quire_cpu-{source_digest()}.so")

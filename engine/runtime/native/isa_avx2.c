@@ -1,0 +1,18 @@
+/* AVX2 with FMA: x86 since 2013 (Haswell, Zen). */
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#define VECTOR_BYTES 32
+#include "kernels.h"
+
+DEFINE_KERNELS(avx2)
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int not_for_this_machine; /* a translation unit may not be empty */
+#endif

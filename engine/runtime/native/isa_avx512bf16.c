@@ -1,0 +1,20 @@
+/* AVX-512 with products of bfloat16 pairs: Cooper Lake, Sapphire Rapids, Zen 4 and later. */
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#endif
+#include <immintrin.h>
+#define BF16_DOT
+#define VECTOR_BYTES 64
+#include "kernels.h"
+
+DEFINE_KERNELS(avx512bf16)
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int not_for_this_machine; /* a translation unit may not be empty */
+#endif

@@ -1,0 +1,11 @@
+/* All kernels for one instruction set; isa_*.c sets the compiler's target and names the table. */
+#include "vec.h"
+
+#include "attend.h"
+#include "gemm.h"
+#include "ops.h"
+
+#define DEFINE_KERNELS(isa)                                                                                           \
+    const struct kernels kernels_##isa = {                                                                            \
+        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, silu_mul, gemm, gemm_widen,                         \
+    };

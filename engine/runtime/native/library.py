@@ -1,0 +1,189 @@
+"""The C library seen from Python: its structures, its entry points, and which of its instruction sets is in use.
+
+ctypes lets go of the GIL for the length of a call. Nothing here checks shapes: the callers, which hold the tensors, do.
+The threads are torch's own, lent through libgomp's GOMP_parallel. Engine thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+
+import torch
+
+from engine.core.errors import ComputeError
+from engine.runtime.native.build import find_library
+
+_log = logging.getLogger(__name__)
+_SETTING = (
+    "QUIRE_NATIVE"  # "off", or the name of an Isa that may be less than the machine's best; for tests and reports
+)
+
+
+class Isa(IntEnum):
+    """Instruction sets the kernels are compiled for, in rising order."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512BF16 = 3
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def _fields(**groups: type) -> Sequence[tuple[str, type]]:
+    """Fields of one structure: names joined by underscores twice, in the header's order."""
+    return [(name, kind) for names, kind in groups.items() for name in names.split("__")]
+
+
+class Pool(Structure):
+    """One layer's K and V."""
+
+    _fields_ = _fields(
+        k__v=c_void_p, head_stride__block_stride__num_kv_heads__head_dim__block_size=c_int64, dtype=c_int32
+    )
+
+
+class StoreArgs(Structure):
+    """New K and V rows, and their slots."""
+
+    _fields_ = [
+        ("pool", Pool),
+        *_fields(new_k__new_v=c_void_p, k_stride__v_stride__num_tokens=c_int64, slots=c_void_p),
+    ]
+
+
+class AttendArgs(Structure):
+    """A flat batch over one layer's pool."""
+
+    _fields_ = [
+        ("pool", Pool),
+        *_fields(
+            q__out=c_void_p,
+            q_stride__num_heads__num_slices__table_stride=c_int64,
+            query_starts__context_lens__block_tables__sinks=c_void_p,
+            window=c_int64,
+            scale__softcap=c_float,
+        ),
+    ]
+
+
+class GemmArgs(Structure):
+    """y = x w^T + bias."""
+
+    _fields_ = _fields(x__packed__bias__y=c_void_p, m__n__k__x_stride__y_stride=c_int64)
+
+
+class NormArgs(Structure):
+    """residual += alpha * delta; out = norm(residual) * weight."""
+
+    _fields_ = _fields(
+        residual__delta__weight__out=c_void_p,
+        rows__width__residual_stride__delta_stride__out_stride=c_int64,
+        dtype__weight_dtype=c_int32,
+        alpha__eps=c_float,
+    )
+
+
+class RopeArgs(Structure):
+    """Head norms and rotation, in place."""
+
+    _fields_ = _fields(
+        qk__cos__signed_sin__q_weight__k_weight=c_void_p,
+        tokens__stride__num_heads__num_kv_heads__head_dim__rope_dim=c_int64,
+        dtype__weight_dtype=c_int32,
+        eps=c_float,
+    )
+
+
+class SiluArgs(Structure):
+    """out = silu(gate) * up."""
+
+    _fields_ = _fields(gate_up__out=c_void_p, rows__width__in_stride__out_stride=c_int64, dtype=c_int32)
+
+
+class Library:
+    """The loaded kernels. Each method takes its structure and raises ComputeError if memory runs out."""
+
+    def __init__(self, path: str, gomp_parallel: int | None) -> None:
+        """Raises OSError if the file cannot be loaded here."""
+        functions = ctypes.CDLL(path)
+        self._gomp_parallel = gomp_parallel
+        self._set_team = functions.quire_set_team
+        self._set_team.argtypes, self._set_team.restype = (c_void_p, c_int32), None
+        self._use_isa = functions.quire_use_isa
+        self._use_isa.argtypes = (c_int32,)
+        self._gemm_pack = functions.quire_gemm_pack
+        self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
+        self.store = _entry(functions.quire_store, StoreArgs)
+        self.attend = _entry(functions.quire_attend, AttendArgs)
+        self.gemm = _entry(functions.quire_gemm, GemmArgs)
+        self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
+        self.rope = _entry(functions.quire_rope, RopeArgs)
+        self.silu_mul = _entry(functions.quire_silu_mul, SiluArgs)
+        self.best_isa = Isa(functions.quire_best_isa())
+        self.isa = Isa.PORTABLE
+        self.use_isa(self.best_isa)
+        self.use_threads(torch.get_num_threads())
+
+    def use_isa(self, isa: Isa) -> None:
+        """Choose the kernels; raises ValueError for what this machine does not have."""
+        if self._use_isa(isa) != 0:
+            raise ValueError(f"This machine has no {isa.name}; its best is {self.best_isa.name}.")
+        self.isa = isa
+
+    def use_threads(self, num_threads: int) -> None:
+        """How many of torch's threads a call may take; cheap, so that it can follow torch.set_num_threads."""
+        self._set_team(self._gomp_parallel, num_threads)
+
+    def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int) -> None:
+        """Reorder a bfloat16 matrix, by addresses; `packed` has room for num_rows rounded up to 16."""
+        self._gemm_pack(weight, packed, num_rows, num_columns)
+
+
+def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:
+    # ctypes passes a structure by reference where a pointer to it is declared.
+    function.argtypes, function.restype = (POINTER(args),), c_int32
+    function.errcheck = _check  # type: ignore[assignment] # typeshed wants a result of the C type
+    return function
+
+
+def _check(status: int, *_: object) -> None:
+    if status != 0:
+        raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
+
+
+@cache
+def native() -> Library | None:
+    """The library, loaded once, or None where it is missing, unwanted or unusable."""
+    setting = os.environ.get(_SETTING, "").upper()
+    if setting == "OFF":
+        return None
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        library = Library(str(path), _gomp_parallel())
+        if setting:
+            library.use_isa(Isa[setting])
+    except (OSError, AttributeError, KeyError, ValueError) as error:
+        _log.debug("no native kernels from %s: %s", path, error)
+        return None
+    _log.debug("native kernels for %s from %s", library.isa.name, path)
+    return library
+
+
+def _gomp_parallel() -> int | None:
+    """Address of the function that starts torch's OpenMP team; None where torch runs on something else."""
+    try:
+        # By this name the loader hands back the copy that torch has loaded already.
+        return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError) as error:
+        _log.debug("native kernels will run on one thread: %s", error)
+        return None

@@ -1,0 +1,236 @@
+/* The library's entry points: choose an instruction set, cut a call's work into shares, let the team take them. */
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "quire_cpu.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+static const struct kernels *active = &kernels_portable;
+
+/* The kernels called `name` if this machine can run them, else NULL. */
+static const struct kernels *find(int32_t level) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (level == 3) return avx512 && __builtin_cpu_supports("avx512bf16") ? &kernels_avx512bf16 : NULL;
+    if (level == 2) return avx512 ? &kernels_avx512 : NULL;
+    if (level == 1) return avx2 ? &kernels_avx2 : NULL;
+#endif
+    return level == 0 ? &kernels_portable : NULL;
+}
+
+/* Use instruction set `level`: 0 portable, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16. */
+EXPORT int32_t quire_use_isa(int32_t level) {
+    const struct kernels *kernels = find(level);
+    if (!kernels) return QUIRE_NO_SUCH_ISA;
+    active = kernels;
+    return QUIRE_OK;
+}
+
+/* The best level that this machine has. */
+EXPORT int32_t quire_best_isa(void) {
+    for (int32_t level = 3; level > 0; level--)
+        if (find(level)) return level;
+    return 0;
+}
+
+/* Ranges: [0, count) in steps, each step to whichever thread is free. */
+struct range_job {
+    void (*run)(const void *args, int64_t begin, int64_t end);
+    const void *args;
+    int64_t count, step;
+    atomic_llong next;
+};
+
+static void take_ranges(void *context) {
+    struct range_job *job = context;
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&job->next, job->step);
+        if (begin >= job->count) return;
+        job->run(job->args, begin, begin + job->step < job->count ? begin + job->step : job->count);
+    }
+}
+
+/* Split [0, count) over the team if it is more than `worth` units in all, `unit` of them each. */
+static void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *args, int64_t count, int64_t unit,
+                       int64_t worth) {
+    int threads = count * unit > worth ? team_size() : 1;
+    struct range_job job = {run, args, count, threads > 1 ? (count + 4 * threads - 1) / (4 * threads) : count, 0};
+    if (count > 0) team_run(take_ranges, &job, threads);
+}
+
+enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a second thread costs more than it saves */
+
+static void run_store(const void *args, int64_t begin, int64_t end) { store_tokens(args, begin, end); }
+static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
+static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
+static void run_silu(const void *args, int64_t begin, int64_t end) { active->silu_mul(args, begin, end); }
+
+EXPORT int32_t quire_store(const struct store_args *a) {
+    run_ranges(run_store, a, a->num_tokens, 2 * a->pool.num_kv_heads * a->pool.head_dim, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+EXPORT int32_t quire_add_rms_norm(const struct norm_args *a) {
+    run_ranges(run_norm, a, a->rows, a->width, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+EXPORT int32_t quire_rope(const struct rope_args *a) {
+    run_ranges(run_rope, a, a->tokens, (a->num_heads + a->num_kv_heads) * a->head_dim, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+EXPORT int32_t quire_silu_mul(const struct silu_args *a) {
+    run_ranges(run_silu, a, a->rows, 2 * a->width, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+struct gemm_job {
+    const struct gemm_args *args;
+    const float *wide;
+};
+
+static void run_gemm(const void *context, int64_t begin, int64_t end) {
+    const struct gemm_job *job = context;
+    active->gemm(job->args, job->wide, begin, end);
+}
+
+EXPORT int32_t quire_gemm(const struct gemm_args *a) {
+    struct gemm_job job = {a, NULL};
+    float *wide = NULL;
+    if (active->gemm_widen) {
+        if (!(wide = malloc((size_t)(a->m * a->k) * sizeof(float)))) return QUIRE_NO_MEMORY;
+        active->gemm_widen(a, wide);
+        job.wide = wide;
+    }
+    run_ranges(run_gemm, &job, (a->n + TILE - 1) / TILE, TILE * a->k, WORTH_SHARING);
+    free(wide);
+    return QUIRE_OK;
+}
+
+/* Pack w [n, k] (k even) for quire_gemm; rows behind n are zero. `packed` has room for n rounded up to TILE. */
+EXPORT int32_t quire_gemm_pack(const uint16_t *w, uint16_t *packed, int64_t n, int64_t k) {
+    for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
+        for (int64_t i = 0; i < k; i++)
+            packed[(row / TILE * (k / 2) + i / 2) * TILE * 2 + row % TILE * 2 + i % 2] = row < n ? w[row * k + i] : 0;
+    return QUIRE_OK;
+}
+
+struct attend_job {
+    const struct attend_args *args;
+    struct attend_task *tasks;
+    int64_t num_tasks;
+    size_t scratch_bytes;
+    atomic_llong next;
+    atomic_int out_of_memory;
+};
+
+static void take_tasks(void *context) {
+    struct attend_job *job = context;
+    void *scratch = malloc(job->scratch_bytes);
+    if (!scratch) {
+        atomic_store(&job->out_of_memory, 1);
+        return;
+    }
+    for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_tasks;)
+        active->attend(job->args, &job->tasks[i], scratch);
+    free(scratch);
+}
+
+/* The keys that queries [first, first + num) of a slice see between them. */
+static struct attend_task cover(const struct attend_args *a, int64_t slice, int64_t first, int64_t num) {
+    int64_t num_queries = a->query_starts[slice + 1] - a->query_starts[slice];
+    int64_t start = a->context_lens[slice] - num_queries + first;
+    int64_t begin = a->window ? start - a->window + 1 : 0;
+    return (struct attend_task){
+        .slice = slice,
+        .first_query = first,
+        .num_queries = num,
+        .key_begin = begin > 0 ? begin / TILE * TILE : 0,
+        .key_end = start + num,
+    };
+}
+
+/* Visit every (slice, tile of queries): latest queries first, for they see most and should start early. */
+#define FOR_EACH_COVER(task, a, per_tile)                                                             \
+    for (int64_t slice_ = 0; slice_ < (a)->num_slices; slice_++)                                      \
+        for (int64_t num_ = (a)->query_starts[slice_ + 1] - (a)->query_starts[slice_],               \
+                     at_ = (num_ - 1) / (per_tile) * (per_tile);                                      \
+             at_ >= 0; at_ -= (per_tile))                                                             \
+            for (struct attend_task task = cover(a, slice_, at_, num_ - at_ < (per_tile) ? num_ - at_ : (per_tile)), \
+                                    *once_ = &task;                                                   \
+                 once_; once_ = NULL)
+
+struct plan {
+    struct attend_task *tasks;
+    float *partials;
+    int64_t num_tasks;
+    int threads;
+};
+
+/* Cut the batch so that a thread has about four shares: by slice, head and tile of queries, and where that is too few,
+ * by keys; the last kind leaves partial results that attend_merge joins. */
+static enum status make_plan(const struct attend_args *a, struct plan *plan) {
+    int64_t group = a->num_heads / a->pool.num_kv_heads, heads = a->pool.num_kv_heads, dim = a->pool.head_dim;
+    int64_t per_tile = group < ROWS ? ROWS / group : 1, work = 0, longest_share = INT64_MAX, count = 0, rows = 0;
+    FOR_EACH_COVER(task, a, per_tile) work += heads * (task.key_end - task.key_begin);
+    plan->threads = work * dim * 2 > WORTH_SHARING ? team_size() : 1;
+    if (plan->threads > 1) {
+        longest_share = work / (4 * plan->threads);
+        if (longest_share < CHUNK) longest_share = CHUNK;
+    }
+    FOR_EACH_COVER(task, a, per_tile) {
+        int64_t parts = (task.key_end - task.key_begin - 1) / longest_share + 1;
+        count += heads * parts;
+        if (parts > 1) rows += heads * parts * task.num_queries * group;
+    }
+    plan->tasks = malloc((size_t)count * sizeof *plan->tasks);
+    plan->partials = rows ? malloc((size_t)(rows * (dim + 2)) * sizeof(float)) : NULL;
+    if (!plan->tasks || (rows && !plan->partials)) return QUIRE_NO_MEMORY;
+    struct attend_task *next = plan->tasks;
+    float *partial = plan->partials;
+    FOR_EACH_COVER(task, a, per_tile) {
+        int64_t keys = task.key_end - task.key_begin, parts = (keys - 1) / longest_share + 1;
+        int64_t share = ((keys + parts - 1) / parts + TILE - 1) / TILE * TILE, end = task.key_end;
+        for (task.head = 0; task.head < heads; task.head++) {
+            for (int64_t begin = task.key_begin; begin < end; begin += share) {
+                *next = task;
+                next->key_begin = begin;
+                next->key_end = begin + share < end ? begin + share : end;
+                if (share < keys) next->partial = partial, partial += task.num_queries * group * (dim + 2);
+                next++;
+            }
+        }
+    }
+    plan->num_tasks = next - plan->tasks;
+    return QUIRE_OK;
+}
+
+static void merge_parts(const struct attend_args *a, const struct plan *plan) {
+    const struct attend_task *end = plan->tasks + plan->num_tasks;
+    for (const struct attend_task *task = plan->tasks, *after; task < end; task = after) {
+        for (after = task + 1; after < end && after->partial && after->key_begin == after[-1].key_end &&
+                               after->head == task->head && after->slice == task->slice; after++) {}
+        if (task->partial) active->attend_merge(a, task, after - task);
+    }
+}
+
+EXPORT int32_t quire_attend(const struct attend_args *a) {
+    struct plan plan = {0};
+    enum status status = make_plan(a, &plan);
+    if (status == QUIRE_OK) {
+        struct attend_job job = {a, plan.tasks, plan.num_tasks, active->attend_scratch(a), 0, 0};
+        team_run(take_tasks, &job, plan.threads);
+        if (atomic_load(&job.out_of_memory))
+            status = QUIRE_NO_MEMORY;
+        else if (plan.partials)
+            merge_parts(a, &plan);
+    }
+    free(plan.partials);
+    free(plan.tasks);
+    return status;
+}

@@ -1,0 +1,123 @@
+/* The native CPU library: what its files share.
+ *
+ * Plain C11 (with GCC/Clang vector extensions), no Python or torch headers: pointers, sizes and strides come in, results
+ * are written in place. Every pointer is the caller's; nothing is kept after a call. The kernels are compiled once for
+ * each instruction set (isa_*.c) and chosen at run time. One call at a time: the team of threads is shared.
+ *
+ * A *lane* is four bytes: one float32, or two neighbouring bfloat16 / float16. The pool of one layer is
+ * [kv heads][blocks][block_size * head_dim]; inside a block
+ *   K is [head_dim / pair][block_size] lanes: a vector of lanes is one (pair of) dimension(s) of neighbouring keys,
+ *   V is [block_size / pair][head_dim] lanes: a vector of lanes is one (pair of) key(s) of neighbouring dimensions,
+ * so that neither q.k nor p.v ever sums across a vector. (Blocks shorter than a pair hold V as plain rows.)
+ */
+#ifndef QUIRE_CPU_H
+#define QUIRE_CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum dtype { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
+enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3 };
+
+enum {
+    TILE = 16,   /* keys (or weight rows) in one tile, on every instruction set */
+    CHUNK = 128, /* keys between two updates of the running softmax */
+    ROWS = 64,   /* query rows (queries x heads of a group) that share one pass over the keys */
+};
+
+/* One layer's K and V pool. Strides count elements. */
+struct pool {
+    void *k, *v;
+    int64_t head_stride, block_stride;
+    int64_t num_kv_heads, head_dim, block_size;
+    int32_t dtype;
+};
+
+/* New keys and values, [num_tokens, num_kv_heads, head_dim] with a free stride between tokens. */
+struct store_args {
+    struct pool pool;
+    const void *k, *v;
+    int64_t k_stride, v_stride, num_tokens;
+    const int64_t *slots; /* [num_tokens] block * block_size + offset */
+};
+
+/* Attention of a flat batch: q [T, num_heads, head_dim] with a free stride between tokens, out contiguous. */
+struct attend_args {
+    struct pool pool;
+    const void *q;
+    void *out;
+    int64_t q_stride, num_heads, num_slices, table_stride;
+    const int32_t *query_starts; /* [num_slices + 1] */
+    const int32_t *context_lens; /* [num_slices], the slice's own tokens included */
+    const int32_t *block_tables; /* [num_slices, table_stride] */
+    const float *sinks;          /* [num_heads] or NULL */
+    int64_t window;              /* 0: none */
+    float scale, softcap;        /* softcap 0: none */
+};
+
+/* A share of attention: some queries of one slice and kv head against some of the keys. */
+struct attend_task {
+    int64_t slice, head, first_query, num_queries, key_begin, key_end;
+    float *partial; /* NULL: finish and write out; else rows x (head_dim + 2): sums, peak, mass */
+};
+
+/* y[M, N] = x[M, K] w^T (+ bias); w packed in tiles of TILE rows, [N / TILE][K / 2][TILE] lanes of bfloat16. */
+struct gemm_args {
+    const void *x, *packed, *bias;
+    void *y;
+    int64_t m, n, k, x_stride, y_stride;
+};
+
+struct norm_args {
+    void *residual;     /* [rows, width], += alpha * delta unless delta is NULL */
+    const void *delta;  /* [rows, width] */
+    const void *weight; /* [width] */
+    void *out;          /* [rows, width] */
+    int64_t rows, width, residual_stride, delta_stride, out_stride;
+    int32_t dtype, weight_dtype;
+    float alpha, eps;
+};
+
+/* Per head: norm (optional), then rotation of the first rope_dim dimensions, in place. */
+struct rope_args {
+    void *qk;                     /* [tokens, heads, head_dim], heads = query heads, then key heads */
+    const void *cos, *signed_sin; /* [tokens, rope_dim] */
+    const void *q_weight, *k_weight;
+    int64_t tokens, stride, num_heads, num_kv_heads, head_dim, rope_dim;
+    int32_t dtype, weight_dtype;
+    float eps;
+};
+
+struct silu_args {
+    const void *gate_up; /* [rows, 2 * width] */
+    void *out;           /* [rows, width] */
+    int64_t rows, width, in_stride, out_stride;
+    int32_t dtype;
+};
+
+/* What one instruction set offers. Ranges are [begin, end) of rows, tokens or tiles. */
+struct kernels {
+    const char *name;
+    size_t (*attend_scratch)(const struct attend_args *); /* bytes a thread needs */
+    void (*attend)(const struct attend_args *, const struct attend_task *, void *scratch);
+    void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
+    void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
+    void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
+    void (*silu_mul)(const struct silu_args *, int64_t begin, int64_t end);
+    void (*gemm)(const struct gemm_args *, const float *wide, int64_t begin, int64_t end);
+    void (*gemm_widen)(const struct gemm_args *, float *wide); /* NULL where rows are read as they are */
+};
+
+extern const struct kernels kernels_portable;
+#if defined(__x86_64__)
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
+#endif
+
+/* team.c: run `work` on every thread of the team at once; returns when all have. */
+typedef void (*team_work)(void *context);
+void team_run(team_work work, void *context, int num_threads);
+int team_size(void);
+
+void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
+
+#endif
