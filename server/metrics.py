@@ -221,7 +221,11 @@ class EngineCollector(Collector):
         for name, help_text, value in (
             ("quire_engine_alive", "1 while the engine thread lives, 0 once it has died.", health.alive),
             ("quire_engine_busy", "1 while the engine has work.", health.busy),
-            ("quire_engine_seconds_since_step", "Seconds since the last step ended.", health.seconds_since_step),
+            (
+                "quire_engine_seconds_since_step",
+                "Seconds since the last step ended; 0 while idle.",
+                health.seconds_since_step,
+            ),
         ):
             family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), float(value))
