@@ -50,14 +50,18 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         log.warning("Stopped while starting.")
         return 130
+    except Exception:  # a bug of ours or a library's: still one line, and the traceback at debug
+        log.exception("Quire failed; run it with --log-level debug to see where")
+        return 1
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the address, not yet listening: while a model loads, connections are refused."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"--host is {host!r}, which is no address of this machine: {error}.") from error
+    except (OSError, UnicodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"--host is {host!r}, which is no address of this machine: {reason}.") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
