@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 
 from engine.core.errors import InvalidRequestError, ModelLoadError
+from engine.gguf_header import read_header
 from server.chat_template import ChatTemplate
-from server.gguf_metadata import read_metadata
 from server.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from server.text import SamplingDefaults
 
@@ -130,7 +130,7 @@ def load_tokenizer(
 
 
 def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
-    metadata = read_metadata(path)
+    metadata = read_header(path).metadata
     backend = build_tokenizer(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", ())

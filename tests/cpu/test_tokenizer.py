@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.gguf_header import read_header
 from server.chat_template import ChatTemplate
-from server.gguf_metadata import read_metadata
 from server.gguf_tokenizer import TokenType, build_tokenizer
 from server.model_source import find_model
 from server.text import SamplingDefaults
@@ -223,7 +223,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any]) -> Path:
 
 
 def test_metadata_is_what_the_gguf_package_wrote(tmp_path: Path) -> None:
-    assert SPM.items() <= read_metadata(write_gguf(tmp_path / "m.gguf", SPM)).items()
+    assert SPM.items() <= read_header(write_gguf(tmp_path / "m.gguf", SPM)).metadata.items()
 
 
 def test_every_truncation_of_a_header_is_told(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_every_truncation_of_a_header_is_told(tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     for size in range(len(content)):
         cut.write_bytes(content[:size])
-        with pytest.raises(ModelLoadError, match="is not a whole GGUF file"):
-            read_metadata(cut)
+        with pytest.raises(ModelLoadError, match="is truncated or not a GGUF file"):
+            read_header(cut)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_every_truncation_of_a_header_is_told(tmp_path: Path) -> None:
 def test_another_file_is_told(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(content)
-    with pytest.raises(ModelLoadError, match="is not a whole GGUF file"):
-        read_metadata(file)
+    with pytest.raises(ModelLoadError, match="is truncated or not a GGUF file"):
+        read_header(file)
 
 
 @pytest.mark.parametrize(

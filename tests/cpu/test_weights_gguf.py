@@ -216,7 +216,7 @@ def test_a_damaged_file_is_refused(cut: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
     whole = path.read_bytes()
     path.write_bytes({"header": whole[:200], "tensors": whole[:-1000], "magic": b"GGML" + whole[4:], "empty": b""}[cut])
-    with pytest.raises(ModelLoadError, match=r"model\.gguf is truncated or not a GGUF file"):
+    with pytest.raises(ModelLoadError, match=r"model\.gguf is truncated or"):
         GGUFCheckpoint(path)
 
 

@@ -1,0 +1,104 @@
+"""The header of a GGUF file: its keys and values, and where its tensors lie.
+
+Read by hand, with the standard library, because both sides of the house need it: the runtime for weights, the server
+for the tokenizer. The gguf package's general reader makes an object of each of the tokenizer's hundred thousand strings
+and takes 2.2 s on the default model; this takes 0.1 s. Every length is checked against the file before it is believed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.core.errors import ModelLoadError
+
+_VERSIONS = (2, 3)  # one layout for little-endian files; version 1 had shorter lengths
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_DEFAULT_ALIGNMENT = 32
+
+
+class TensorInfo(NamedTuple):
+    """`shape` is outermost first, as torch has it; `kind` is GGML's number of the block format; `start` a file offset."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+
+
+class GGUFHeader(NamedTuple):
+    """Values are numbers, strings, or lists of either."""
+
+    metadata: dict[str, Any]
+    tensors: list[TensorInfo]
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Raises ModelLoadError for a file that is not whole."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).header()
+    except OSError as error:
+        raise ModelLoadError(f"The model file {path} cannot be read: {error.strerror}.") from None
+    except (ValueError, struct.error) as error:  # an empty file cannot be mapped: a ValueError too
+        raise ModelLoadError(
+            f"The model file {path} is truncated or not a GGUF file ({error}); download it again."
+        ) from None
+
+
+class _Reader:
+    """Walks the header once, from the first byte."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GGUFHeader:
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not start with 'GGUF'")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}; {' and '.join(map(str, _VERSIONS))} are known")
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        metadata = {self._string(): self._value(self._number("I")) for _ in range(num_keys)}
+        infos = [self._info() for _ in range(num_tensors)]
+        if len({info.name for info in infos}) != num_tensors:
+            raise ValueError("it holds two tensors of one name")
+        alignment = int(metadata.get("general.alignment") or _DEFAULT_ALIGNMENT)
+        start = -(-self._at // alignment) * alignment
+        return GGUFHeader(metadata, [info._replace(start=start + info.start) for info in infos])
+
+    def _take(self, size: int) -> bytes:
+        start, self._at = self._at, self._at + size
+        if self._at > len(self._data):
+            raise ValueError(f"it ends at byte {len(self._data)}, inside its header")
+        return self._data[start : self._at]
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+
+    def _string(self) -> str:
+        return self._take(self._number("Q")).decode("utf-8")
+
+    def _value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise ValueError(f"it holds a value of the unknown type {kind}")
+        item, count = self._number("I"), self._number("Q")
+        if item == _STRING:
+            return [self._string() for _ in range(count)]
+        if item not in _NUMBERS:
+            raise ValueError(f"it holds a list of the unknown type {item}")
+        code = f"<{count}{_NUMBERS[item]}"
+        return list(struct.unpack(code, self._take(struct.calcsize(code))))
+
+    def _info(self) -> TensorInfo:
+        name, num_dims = self._string(), self._number("I")
+        shape = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
+        return TensorInfo(name, shape[::-1], self._number("I"), self._number("Q"))
