@@ -18,7 +18,7 @@ from engine.runtime.attention.pool import copy_blocks, head_major_shape, store
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
 
-MIN_TILED = 5  # sequences from which one batch of tiles is cheaper than a fused call each
+MIN_TILED = 6  # sequences from which one batch of tiles costs less than a fused call for each
 MAX_TILED_RUN = 1024  # tokens; beyond, reading a run of adjacent blocks in place beats gathering it
 MAX_GATHERED = 16_384  # tokens gathered at once, which bounds the workspace
 
