@@ -1,20 +1,22 @@
 # syntax=docker/dockerfile:1
 # The daemon with the embedded model. PyTorch brings its own CUDA libraries, so the host needs a driver only:
 #   docker build -t quire .                              CUDA
-#   docker build -t quire:cpu --build-arg DEVICE=cpu .   CPU, a tenth of the size
+#   docker build -t quire:cpu --build-arg DEVICE=cpu .   CPU; name PyTorch's index of CPU wheels with
+#                                                        --build-arg TORCH_INDEX=URL for a tenth of the size
 # Three stages: what others wrote changes seldom and is one cached layer, our code is a small one on top of it.
 
 FROM python:3.12-slim-bookworm AS dependencies
 ARG DEVICE=cuda
+ARG TORCH_INDEX=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH
 COPY pyproject.toml constraints.txt ./
-# PyPI's PyTorch for Linux is the CUDA one; the CPU one comes from PyTorch's own index, and satisfies the same pin.
+# The default index's PyTorch for Linux carries CUDA; the CPU one satisfies the same pin and lives on an index of its own.
 RUN case "$DEVICE" in \
       cuda) ;; \
-      cpu) pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -c constraints.txt torch ;; \
+      cpu) pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch ;; \
       *) echo "DEVICE is '$DEVICE'; choose cuda or cpu." >&2; exit 1 ;; \
     esac
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
