@@ -85,6 +85,19 @@ static struct chunk locate(const struct attend_args *a, const struct attend_task
     return c;
 }
 
+/* Ask for what lies whole in [key, end) of K, or of V, ahead of its use: blocks are scattered, so the machine cannot
+ * guess where the next one is. Prompt tiles do without, their arithmetic hides the way. */
+INLINE void prefetch(const struct attend_args *a, const struct attend_task *task, const void *base, int is_key,
+                     int64_t key, int64_t end, size_t size) {
+    size_t dim = (size_t)a->pool.head_dim, bs = (size_t)a->pool.block_size, pair = 4 / size;
+    if (bs < TILE || task->num_queries > 1) return;
+    for (; key + TILE <= end; key += TILE) {
+        const uint32_t *tile = (const uint32_t *)block_at(a, base, task, key, size);
+        tile += (size_t)key % bs / (is_key ? 1 : pair) * (is_key ? 1 : dim);
+        for (size_t l = 0; l < dim / pair; l++) __builtin_prefetch(tile + l * (is_key ? bs : TILE), 0, 2);
+    }
+}
+
 /* Load the task's query rows: row = query * group + head of the group. */
 INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum dtype dtype,
                       enum kind kind) {
@@ -206,6 +219,7 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
     int64_t group = group_of(a), context = a->context_lens[task->slice];
     size_t dim = (size_t)a->pool.head_dim, rows = (size_t)(task->num_queries * group);
     int64_t first = context - (a->query_starts[task->slice + 1] - a->query_starts[task->slice]) + task->first_query;
+    size_t size = dtype == DT_F32 ? 4 : 2;
     load_rows(a, task, s, dtype, kind);
     memset(s->sums, 0, rows * dim * sizeof(float));
     for (size_t r = 0; r < rows; r++) s->peak[r] = -1e30f, s->mass[r] = 0;
@@ -213,11 +227,13 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
         int64_t end = key + CHUNK < task->key_end ? key + CHUNK : task->key_end;
         struct chunk c = locate(a, task, key, end, s->tiles);
         size_t t = 0, columns = c.num_tiles * TILE, lanes = dim / pair_of(kind);
+        prefetch(a, task, a->pool.v, 0, key, end, size);
         for (; t + STEP_TILES <= c.num_direct; t += STEP_TILES)
             tile_dot_rows(kind, STEP_TILES, rows, s->rows, dim, c.k + t, c.lane_stride, lanes, s->scores + t * TILE, CHUNK);
         for (; t < c.num_tiles; t++)
             tile_dot_rows(kind, 1, rows, s->rows, dim, c.k + t, t < c.num_direct ? c.lane_stride : TILE, lanes,
                           s->scores + t * TILE, CHUNK);
+        prefetch(a, task, a->pool.k, 1, end, end + CHUNK < task->key_end ? end + CHUNK : task->key_end, size);
         if (columns % (2 * W)) { /* pairs of vectors below: the odd one gets a hidden neighbour */
             for (size_t r = 0; r < rows; r++) store_f(s->scores + r * CHUNK + columns, splat(0));
             columns += W;

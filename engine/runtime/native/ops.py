@@ -1,0 +1,124 @@
+"""The library's operations on tensors, each with the torch operations that say the same where it is missing.
+
+Results agree with float64 to one rounding of the tensor's type. CPU tensors; those whose rows are not dense, or of a
+type the library does not know, go through torch. Engine thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from engine.runtime.native.library import DTYPES, GemmArgs, Library, NormArgs, RopeArgs, SiluArgs, native
+
+TILE = 16  # weight rows of a packed tile, as in quire_cpu.h
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
+    """residual [T, width] += alpha * delta, in place; returns residual / rms(residual) * weight.
+
+    `weight` [width] is of the residual's type or float32.
+    """
+    library = _library_for(residual, weight, *(() if delta is None else (delta,)))
+    if library is None or weight.dtype not in (residual.dtype, torch.float32):
+        if delta is not None:
+            residual.add_(delta, alpha=alpha)
+        x = residual.float() if weight.dtype != residual.dtype else residual
+        return F.rms_norm(x, weight.shape, weight, eps).to(residual.dtype)
+    out = torch.empty(residual.shape, dtype=residual.dtype)
+    args = NormArgs(eps=eps, alpha=alpha, dtype=DTYPES[residual.dtype], weight_dtype=DTYPES[weight.dtype])
+    args.rows, args.width = residual.shape
+    args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
+    if delta is not None:
+        assert delta.shape == residual.shape
+        args.delta, args.delta_stride = delta.data_ptr(), delta.stride(0)
+    args.weight = weight.data_ptr()
+    args.out, args.out_stride = out.data_ptr(), out.stride(0)
+    library.add_rms_norm(args)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * width], gates first -> silu(gate) * up, [T, width]."""
+    library = _library_for(gate_up)
+    width = gate_up.shape[1] // 2
+    if library is None:
+        return F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+    out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
+    args = SiluArgs(gate_up.data_ptr(), out.data_ptr(), *out.shape, gate_up.stride(0), width, DTYPES[gate_up.dtype])
+    library.silu_mul(args)
+    return out
+
+
+def rotate_heads(
+    qk: Tensor,
+    cos: Tensor,
+    signed_sin: Tensor,
+    num_heads: int,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm (given `norms`, the weights [head_dim] for queries and for keys) and turn every head of qk, in place.
+
+    qk [T, heads, head_dim]: num_heads query heads, then the key heads; tokens may lie apart. cos and signed_sin
+    [T, rope_dim] are of qk's type, as Rotary makes them, the sign of the negated half inside signed_sin.
+    """
+    dim, rope_dim = qk.shape[2], cos.shape[-1]
+    library = _library_for(qk, cos, signed_sin, *(norms or ()))
+    if library is None or qk.stride(1) != dim:
+        if norms is not None:
+            heads = qk.shape[1]
+            scale = torch.cat((norms[0].expand(num_heads, dim), norms[1].expand(heads - num_heads, dim)))
+            qk.copy_(F.rms_norm(qk.float(), (dim,), None, eps).mul_(scale))
+        part = qk[..., :rope_dim]
+        turned = torch.addcmul(part * cos[:, None], part.roll(rope_dim // 2, -1), signed_sin[:, None])
+        part.copy_(turned)
+        return
+    assert cos.is_contiguous()
+    assert signed_sin.is_contiguous()
+    args = RopeArgs(qk.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), dtype=DTYPES[qk.dtype], eps=eps)
+    args.tokens, args.stride, args.head_dim, args.rope_dim = qk.shape[0], qk.stride(0), dim, rope_dim
+    args.num_heads, args.num_kv_heads = num_heads, qk.shape[1] - num_heads
+    if norms is not None:
+        assert norms[0].dtype == norms[1].dtype
+        args.q_weight, args.k_weight = norms[0].data_ptr(), norms[1].data_ptr()
+        args.weight_dtype = DTYPES[norms[0].dtype]
+    library.rope(args)
+
+
+class PackedLinear:
+    """A bfloat16 matrix [outputs, inputs] in tiles, for few rows at a time: y = x W^T + b with float32 sums."""
+
+    __slots__ = ("_bias", "_library", "_num_outputs", "_packed")
+
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None) -> None:
+        """`weight` [outputs, inputs], contiguous, inputs even; it is copied and can be let go."""
+        num_outputs, num_inputs = weight.shape
+        assert weight.dtype is torch.bfloat16
+        assert weight.is_contiguous()
+        assert num_inputs % 2 == 0
+        assert bias is None or (bias.dtype is torch.bfloat16 and bias.is_contiguous())
+        self._library, self._bias, self._num_outputs = library, bias, num_outputs
+        self._packed = torch.empty(-(-num_outputs // TILE) * TILE, num_inputs, dtype=torch.bfloat16)
+        library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, inputs] bfloat16, contiguous -> [T, outputs] bfloat16."""
+        num_rows, num_inputs = x.shape
+        assert x.dtype is torch.bfloat16
+        assert x.is_contiguous()
+        assert num_inputs == self._packed.shape[1]
+        y = torch.empty(num_rows, self._num_outputs, dtype=torch.bfloat16)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        args = GemmArgs(x.data_ptr(), self._packed.data_ptr(), bias, y.data_ptr(), num_rows, self._num_outputs)
+        args.k, args.x_stride, args.y_stride = num_inputs, num_inputs, self._num_outputs
+        self._library.gemm(args)
+        return y
+
+
+def _library_for(*tensors: Tensor) -> Library | None:
+    """The library, if it can read all of these."""
+    library = native()
+    is_fit = all(x.dtype in DTYPES and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+    return library if is_fit else None

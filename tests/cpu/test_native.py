@@ -1,0 +1,209 @@
+"""The native library against definitions in float64, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from test_attention import make_batch, make_tables
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.runtime.attention import cpu_native
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.attention.cpu_native import CpuNativeAttention
+from engine.runtime.attention.reference import dense_attention
+from engine.runtime.native import ops
+from engine.runtime.native.library import Isa, Library, native
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Half a unit in the last place, relative, and a little for float32 sums.
+ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01, torch.float16: 2**-11 * 1.01}
+ATTENTION_ERROR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33)]
+
+
+@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The library on one instruction set after the other."""
+    loaded = native()
+    if loaded is None:
+        pytest.skip("no native library and no C compiler")
+    if request.param > loaded.best_isa:
+        pytest.skip(f"this machine has no {request.param.name}")
+    before = loaded.isa
+    loaded.use_isa(request.param)
+    yield loaded
+    loaded.use_isa(before)
+    loaded.use_threads(torch.get_num_threads())
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel forgets to write is NaN."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype=None: torch.full(_flat(shape), torch.nan, dtype=dtype))
+
+
+def _flat(shape: tuple) -> tuple:
+    return tuple(shape[0]) if isinstance(shape[0], tuple | list) else shape
+
+
+def check_attention(
+    spec: AttentionSpec, steps: list, dtype: torch.dtype, block_size: int = 16, error: float = 0
+) -> None:
+    """Fill a pool of NaN through scattered tables, history first, and compare the last step with the definition."""
+    torch.manual_seed(11)
+    backend = CpuNativeAttention()
+    tables = make_tables(steps, block_size, is_scattered=True)
+    pools = [torch.full(backend.kv_shape(spec, 96, block_size), torch.nan, dtype=dtype) for _ in range(2)]
+    totals = [start + num for start, num in steps]
+    queries = [torch.randn(total, spec.num_heads, spec.head_dim).to(dtype) for total in totals]
+    keys, values = ([torch.randn(n, spec.num_kv_heads, spec.head_dim).to(dtype) for n in totals] for _ in range(2))
+
+    def run(ranges: list) -> Tensor:
+        live = [s for s, (_, num) in enumerate(ranges) if num]
+        backend.prepare(make_batch([ranges[s] for s in live], [tables[s] for s in live], block_size))
+        q, k, v = (torch.cat([xs[s][ranges[s][0] : sum(ranges[s])] for s in live]) for xs in (queries, keys, values))
+        merged = torch.cat((q, k, v), 1)  # as a projection leaves them: tokens lie apart
+        parts = merged.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+        return backend.attend(spec, *parts, *pools)
+
+    if any(start for start, _ in steps):
+        run([(0, start) for start, _ in steps])
+    expected = [dense_attention(spec, queries[s][i:], keys[s], values[s], i) for s, (i, _) in enumerate(steps)]
+    error = error or ATTENTION_ERROR[dtype]
+    torch.testing.assert_close(run(steps), torch.cat(expected), atol=error, rtol=ONE_ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("head_dim", [2, 8, 40, 64, 80, 96, 128, 256])
+def test_attention_at_every_head_size(library: Library, head_dim: int, dtype: torch.dtype) -> None:
+    check_attention(AttentionSpec(6, 2, head_dim, head_dim**-0.5), RAGGED, dtype)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 4), (5, 1), (7, 1), (70, 1)])
+def test_attention_at_every_group_size(library: Library, heads: tuple[int, int]) -> None:
+    """Groups that fill, and do not fill, the rows that a kernel takes at once; one is larger than a tile of rows."""
+    check_attention(AttentionSpec(*heads, 16, 0.25), RAGGED, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 32, 256])
+def test_attention_at_every_block_size(library: Library, block_size: int, dtype: torch.dtype) -> None:
+    steps = [(19, 1), (5, 3), (0, 9), (33, 1)] if block_size < 8 else RAGGED
+    check_attention(AttentionSpec(4, 2, 24, 0.2), steps, dtype, block_size)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_window_softcap_and_sinks_together(library: Library, dtype: torch.dtype) -> None:
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    for window in (1, 17, 128, 150):
+        check_attention(AttentionSpec(4, 2, 32, 0.4, window=window, softcap=1.5, sinks=sinks), RAGGED, dtype)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_contexts_split_over_threads_join_to_the_same(library: Library, num_threads: int) -> None:
+    """One long decode among short ones is cut by keys; a window moves where the cuts fall."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for window in (None, 700):
+            spec = AttentionSpec(6, 2, 32, 0.2, window=window, sinks=torch.linspace(-1, 2, 6))
+            check_attention(spec, [(1201, 1), (3, 1), (90, 2)], torch.float32)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_large_score_does_not_overflow(library: Library) -> None:
+    """Scores of some thousands; their own rounding is what the result may differ by."""
+    check_attention(AttentionSpec(2, 1, 64, 40.0), [(100, 1), (0, 40)], torch.float32, error=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [1, 40, 576])
+def test_add_rms_norm(library: Library, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for weight_type in {dtype, torch.float32}:
+        x, delta = torch.randn(5, width).to(dtype), torch.randn(5, 2 * width).to(dtype)[:, width:]
+        weight = torch.randn(width).to(weight_type)
+        added = (x.double() + 0.5 * delta.double()).to(dtype)
+        out = ops.add_rms_norm(x, delta, weight, 1e-5, alpha=0.5)
+        torch.testing.assert_close(x.double(), added.double(), rtol=ONE_ROUNDING[dtype], atol=1e-6)
+        expected = F.rms_norm(x.double(), (width,), weight.double(), 1e-5)
+        torch.testing.assert_close(out.double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-6)
+        assert torch.equal(ops.add_rms_norm(x, None, weight, 1e-5), out)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [1, 40, 1536])
+def test_silu_mul(library: Library, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.cat((torch.randn(40, 2 * width) * 4, torch.tensor([[-200.0], [200.0]]).expand(2, 2 * width))).to(
+        dtype
+    )
+    expected = F.silu(gate_up[:, :width].double()) * gate_up[:, width:].double()
+    torch.testing.assert_close(ops.silu_mul(gate_up).double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("head_dim", "rope_dim"), [(64, 64), (80, 32), (8, 8)])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rotate_heads(library: Library, is_normed: bool, head_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qk = torch.randn(7, 6, head_dim).to(dtype)[:, :5]
+    angles = torch.randn(7, rope_dim // 2) * 3
+    cos = torch.cat((angles.cos(), angles.cos()), 1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
+    norms = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)) if is_normed else None
+    x = qk.clone()
+    if norms is not None:
+        scale = torch.cat((norms[0].expand(3, -1), norms[1].expand(2, -1)))
+        x = (F.rms_norm(x.double(), (head_dim,), None, 1e-6) * scale.double()).to(dtype)
+    part, half = x[..., :rope_dim].double(), rope_dim // 2
+    expected = x.double()
+    expected[..., :rope_dim] = part * cos.double()[:, None] + part.roll(half, -1) * sin.double()[:, None]
+    ops.rotate_heads(qk, cos, sin, 3, norms, 1e-6)
+    # A normed value that falls on the other side of a rounding moves by one unit before it is turned.
+    rounding = ONE_ROUNDING[dtype] * (3 if is_normed else 1)
+    torch.testing.assert_close(qk.double(), expected, rtol=rounding, atol=rounding if is_normed else 1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 18])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 40), (70, 576), (130, 64)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_linear(library: Library, has_bias: bool, outputs: int, inputs: int, num_rows: int) -> None:
+    torch.manual_seed(0)
+    weight, x = (torch.randn(n, inputs).bfloat16() for n in (outputs, num_rows))
+    bias = torch.randn(outputs).bfloat16() if has_bias else None
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = ops.PackedLinear(library, weight, bias)(x).double()
+    torch.testing.assert_close(found, expected, rtol=ONE_ROUNDING[torch.bfloat16], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_says_the_same_where_the_library_is_missing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.undo()
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    torch.manual_seed(0)
+    x, delta, weight, gate_up = (torch.randn(shape).to(dtype) for shape in ((4, 32), (4, 32), (32,), (4, 64)))
+    qk, angles, norms = torch.randn(4, 3, 16).to(dtype), torch.randn(2, 4, 16).to(dtype), torch.randn(2, 16).to(dtype)
+
+    def outcome() -> list[Tensor]:
+        residual, heads = x.clone(), qk.clone()
+        normed = ops.add_rms_norm(residual, delta, weight, 1e-5)
+        ops.rotate_heads(heads, angles[0], angles[1], 2, (norms[0], norms[1]), 1e-6)
+        return [residual, normed, heads, ops.silu_mul(gate_up)]
+
+    with_library = outcome()
+    monkeypatch.setattr(ops, "native", lambda: None)
+    for ours, torchs in zip(with_library, outcome(), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=4 * ONE_ROUNDING[dtype], atol=4 * ONE_ROUNDING[dtype])
+
+
+def test_without_the_library_the_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_native, "native", lambda: None)
+    with pytest.raises(ConfigError, match="no C compiler to make them; install one"):
+        CpuNativeAttention()
