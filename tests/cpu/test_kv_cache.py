@@ -42,7 +42,9 @@ def test_a_length_nobody_asked_for_is_lowered() -> None:
 
 
 def test_a_length_that_was_asked_for_is_refused_with_the_largest_that_fits() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"--max-model-len is 177, .* 11 blocks hold 176 tokens; .* at most 176"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"--max-model-len is 177, .* 11 blocks hold 176 tokens; .* at most 176"
+    ):
         fit_pool(1000, 90, 16, model_len=8192, asked_len=177)
 
 
