@@ -1,4 +1,4 @@
-"""`quire bench`, `quire simulate`, and the two micro-benchmarks of the house: `python -m loadtest COMMAND --help`."""
+"""`quire bench`, `quire simulate`, and the benchmarks of the house: `python -m loadtest COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import front, scheduler, simulate
+from loadtest import front, levers, scheduler, simulate
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.front import FrontError
+from loadtest.levers import LeverError
 from loadtest.plots import PlotError, draw_bench, require_matplotlib
 from loadtest.report import show, write_json
 from loadtest.simulate import SimulationError
@@ -188,6 +189,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "bench": ("load an OpenAI-compatible server and measure it", add_bench_options, run_bench),
     "simulate": ("run the scheduler on a virtual clock", simulate.add_options, simulate.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
+    "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 
@@ -203,7 +205,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         status: int = options.run(options)
-    except (QuireError, ClientError, WorkloadError, PlotError, SimulationError, FrontError, OSError) as error:
+    except (
+        QuireError,
+        ClientError,
+        WorkloadError,
+        PlotError,
+        SimulationError,
+        FrontError,
+        LeverError,
+        OSError,
+    ) as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     return status

@@ -1,0 +1,166 @@
+"""What each lever of the daemon does here: real daemons that differ in one setting, driven in turns by one workload.
+
+`python -m loadtest levers` starts all variants of a lever, sends each the same requests round by round (A B A B, so that
+a machine that drifts drifts for all), and prints the median of the rounds as a Markdown table. A person runs it; it
+takes minutes. Knows the daemon only as a command and an address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rich.console import Console
+
+from loadtest.bench import Asking, Level, Sweep, first_model
+from loadtest.client import Client, Target
+from loadtest.report import Point
+from loadtest.workload import Job, Length, synthetic
+
+_START_LIMIT_S = 180.0
+
+
+class LeverError(Exception):
+    """The comparison could not be made; one sentence."""
+
+
+class Lever(NamedTuple):
+    """One setting, its variants, and a workload that shows what it does."""
+
+    flag: str
+    variants: tuple[str, ...]
+    concurrency: int
+    num_prompts: int
+    prompt: Length
+    output: Length
+    prefix_len: int = 0
+    shared: str = ""  # flags of all variants
+
+    def jobs(self, seed: int) -> list[Job]:
+        """Fresh prompts for each round, the same for every variant."""
+        return synthetic(
+            self.num_prompts, prompt=self.prompt, output=self.output, seed=seed, prefix_len=self.prefix_len
+        )
+
+
+SHORT, MEDIUM, LONG = Length(8, 32), Length(64, 64), Length(400, 600)
+LEVERS = (
+    Lever("--kv-cache-memory-bytes", ("16MiB", "32MiB", "2GiB"), 16, 32, MEDIUM, MEDIUM),
+    Lever("--max-num-seqs", ("1", "4", "16"), 16, 32, MEDIUM, MEDIUM),
+    Lever("--max-num-batched-tokens", ("64", "256", "1024"), 8, 24, Length(8, 600), MEDIUM),
+    Lever("--block-size", ("4", "16", "64"), 16, 32, MEDIUM, MEDIUM),
+    Lever("--enable-prefix-caching", ("off", "on"), 4, 16, SHORT, Length(16, 16), prefix_len=400),
+    Lever("--scheduling-policy", ("fcfs", "sjf"), 16, 48, SHORT, Length(4, 128), shared="--max-num-seqs 4"),
+    Lever("--async-scheduling", ("off", "on"), 16, 32, MEDIUM, MEDIUM),
+    Lever("--dtype", ("float32", "bfloat16"), 16, 32, MEDIUM, MEDIUM),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `levers`."""
+    names = [lever.flag.removeprefix("--") for lever in LEVERS]
+    parser.add_argument("--only", choices=names, nargs="+", default=names, metavar="FLAG", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each variant is driven; default 3")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure the chosen levers, one after another."""
+    console = Console()
+    for lever in LEVERS:
+        if lever.flag.removeprefix("--") in options.only:
+            _print(lever, *asyncio.run(_compare(lever, options.rounds, console)))
+    return 0
+
+
+async def _compare(lever: Lever, rounds: int, console: Console) -> tuple[list[list[Point]], list[int]]:
+    """For each variant, a point a round; and how many preemptions each saw in all."""
+    with contextlib.ExitStack() as daemons:
+        console.print(f"{lever.flag}: starting {len(lever.variants)} daemons", style="dim")
+        ports = [daemons.enter_context(_daemon(lever, variant)) for variant in lever.variants]
+        points: list[list[Point]] = [[] for _ in ports]
+        for index in range(rounds):
+            for port, measured in zip(ports, points, strict=True):
+                measured += await _drive(lever, port, seed=index)
+        return points, [_preemptions(port) for port in ports]
+
+
+async def _drive(lever: Lever, port: int, seed: int) -> list[Point]:
+    client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}")), Sweep()
+    try:
+        level = Level(lever.flag, lever.concurrency, lever.concurrency, lever.jobs(seed))
+        await sweep.run(client, Asking(await first_model(client)), lever.jobs(-1 - seed)[:2], [level])
+    finally:
+        client.close()
+    return sweep.points
+
+
+def _print(lever: Lever, points: list[list[Point]], preemptions: list[int]) -> None:
+    shape = f"{lever.concurrency} at once, {lever.prompt.low}-{lever.prompt.high} words in"
+    if lever.prefix_len:
+        shape += f" after {lever.prefix_len} shared ones"
+    print(f"\n{shape}, {lever.output.low}-{lever.output.high} tokens out {lever.shared}\n")
+    print(
+        f"| `{lever.flag}` | out tok/s | TTFT p50 ms | TTFT p99 ms | ITL p50 ms | ITL p99 ms | e2e p50 ms | preemptions |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for variant, measured, preempted in zip(lever.variants, points, preemptions, strict=True):
+        figures = [statistics.median(figure) for figure in zip(*map(_figures, measured), strict=True)]
+        print(f"| {variant} | {' | '.join(f'{figure:.0f}' for figure in figures)} | {preempted} |")
+
+
+def _figures(point: Point) -> tuple[float, ...]:
+    """The columns of the table."""
+    seconds = (point.ttft_s.p50, point.ttft_s.p99, point.itl_s.p50, point.itl_s.p99, point.e2e_s.p50)
+    return (point.output_tokens_per_s, *(1e3 * each for each in seconds))
+
+
+@contextlib.contextmanager
+def _daemon(lever: Lever, variant: str) -> Iterator[int]:
+    """The port of a daemon with the default model and one setting changed, from ready to stopped."""
+    flag = [lever.flag.replace("--", "--no-", 1)] if variant == "off" else [lever.flag]
+    value = [] if variant in ("on", "off") else [variant]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    command = [sys.executable, "-m", "server", "serve", "--port", str(port), *flag, *value, *lever.shared.split()]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
+        try:
+            deadline = time.monotonic() + _START_LIMIT_S
+            while not _is_ready(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise LeverError(f"`{' '.join(command)}` did not start: {log.read().decode()[-500:]}")
+                time.sleep(0.2)
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        _get(port, "/ready")
+    except OSError:
+        return False
+    return True
+
+
+def _preemptions(port: int) -> int:
+    lines = _get(port, "/metrics").splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("quire_preemptions_total")))
