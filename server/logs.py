@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 from datetime import datetime, timezone
-from typing import TextIO
 
 from server.config import LogFormat, LogLevel
 
@@ -55,13 +54,16 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-class StandardError(logging.StreamHandler[TextIO]):
+class StandardError(logging.Handler):
     """Writes to whatever sys.stderr is at the time: while a progress bar is shown, it stands in there."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        self.stream = sys.stderr
-        super().emit(record)
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:  # a line that cannot be written must not stop what it speaks of
+            self.handleError(record)
 
 
 def configure_logging(level: LogLevel, layout: LogFormat) -> None:
