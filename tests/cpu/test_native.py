@@ -27,17 +27,20 @@ RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33
 
 @pytest.fixture(params=Isa, ids=lambda isa: isa.name)
 def library(request: pytest.FixtureRequest) -> Iterator[Library]:
-    """The library on one instruction set after the other."""
+    """The library on one instruction set after the other, on one thread where a test does not ask for more."""
     loaded = native()
     if loaded is None:
         pytest.skip("no native library and no C compiler")
     if request.param > loaded.best_isa:
         pytest.skip(f"this machine has no {request.param.name}")
-    before = loaded.isa
+    isa, num_threads = loaded.isa, torch.get_num_threads()
     loaded.use_isa(request.param)
+    torch.set_num_threads(1)
+    loaded.use_threads(1)
     yield loaded
-    loaded.use_isa(before)
-    loaded.use_threads(torch.get_num_threads())
+    loaded.use_isa(isa)
+    torch.set_num_threads(num_threads)
+    loaded.use_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)
@@ -106,14 +109,10 @@ def test_window_softcap_and_sinks_together(library: Library, dtype: torch.dtype)
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_contexts_split_over_threads_join_to_the_same(library: Library, num_threads: int) -> None:
     """One long decode among short ones is cut by keys; a window moves where the cuts fall."""
-    before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    try:
-        for window in (None, 700):
-            spec = AttentionSpec(6, 2, 32, 0.2, window=window, sinks=torch.linspace(-1, 2, 6))
-            check_attention(spec, [(1201, 1), (3, 1), (90, 2)], torch.float32)
-    finally:
-        torch.set_num_threads(before)
+    for window in (None, 700):
+        spec = AttentionSpec(6, 2, 32, 0.2, window=window, sinks=torch.linspace(-1, 2, 6))
+        check_attention(spec, [(1201, 1), (3, 1), (90, 2)], torch.float32)
 
 
 def test_a_large_score_does_not_overflow(library: Library) -> None:

@@ -1,6 +1,6 @@
-/* Attention of one task (attend_task): query rows against a range of keys, read from the pool in place.
+/* Attention of one task (attend_task): query rows against a range of keys, read in place.
  *
- * All query heads that share a kv head are rows of one small matrix, so each key and value is loaded once for the group.
+ * All query heads that share a kv head are rows of one small matrix, so a key or value is loaded once for the group.
  * Keys come in chunks; within a chunk: scores = rows . K, running softmax, sums = sums * fade + weights . V.
  * A tile that is not whole (the context's end, or blocks shorter than a tile) is first copied with zeros behind it, so
  * what a pool holds beyond a sequence's end is never computed with. */
@@ -49,7 +49,8 @@ static void copy_tile(const struct attend_args *a, const struct attend_task *tas
     for (size_t i = 0; i < (size_t)(end - key); i++) {
         size_t o = (size_t)(key + (int64_t)i) % bs;
         const char *k = block_at(a, a->pool.k, task, key + (int64_t)i, size);
-        const char *v = block_at(a, a->pool.v, task, key + (int64_t)i, size) + (o / v_pair * dim * v_pair + o % v_pair) * size;
+        const char *v = block_at(a, a->pool.v, task, key + (int64_t)i, size);
+        v += (o / v_pair * dim * v_pair + o % v_pair) * size;
         for (size_t l = 0; l < dim / pair; l++) memcpy(k_tile + l * TILE + i, k + (l * bs + o) * 4, 4);
         char *to = (char *)v_tile + (i / pair * dim * pair + i % pair) * size;
         if (size == 4)
@@ -104,15 +105,13 @@ INLINE void load_rows(const struct attend_args *a, const struct attend_task *tas
     int64_t dim = a->pool.head_dim, group = group_of(a);
     int64_t first = a->query_starts[task->slice] + task->first_query;
     for (int64_t r = 0; r < task->num_queries * group; r++) {
-        size_t from = (size_t)((first + r / group) * a->q_stride + (task->head * group + r % group) * dim);
-        float *row = s->rows + r * dim;
-        if (kind == KIND_BF16_DOT) {
-            memcpy(row, (const uint16_t *)a->q + from, (size_t)dim * 2);
-            continue;
-        }
-        int64_t d = 0;
-        for (; d + W <= dim; d += W) store_f(row + d, load_as_f(a->q, from + (size_t)d, dtype));
-        for (; d < dim; d++) row[d] = load_one(a->q, from + (size_t)d, dtype);
+        struct view q = {(void *)a->q, (size_t)((first + r / group) * a->q_stride), dtype};
+        q.at += (size_t)((task->head * group + r % group) * dim);
+        struct view row = {s->rows, (size_t)(r * dim), DT_F32};
+        if (kind == KIND_BF16_DOT)
+            memcpy(s->rows + row.at, (const uint16_t *)a->q + q.at, (size_t)dim * 2);
+        else
+            for (int64_t d = 0; d < dim; d += W) put(row, d, dim, get(q, d, dim));
     }
 }
 
@@ -207,10 +206,8 @@ INLINE void finish_row(const struct attend_args *a, const struct attend_task *ta
         float top = fmaxf(peak, a->sinks[head]), share = expf(peak - top);
         factor = share / (mass * share + expf(a->sinks[head] - top));
     }
-    size_t to = (size_t)((token * a->num_heads + head) * dim);
-    int64_t d = 0;
-    for (; d + W <= dim; d += W) store_from_f(a->out, to + (size_t)d, load_f(sums + d) * factor, dtype);
-    for (; d < dim; d++) store_one(a->out, to + (size_t)d, sums[d] * factor, dtype);
+    struct view from = {(void *)sums, 0, DT_F32}, out = {a->out, (size_t)((token * a->num_heads + head) * dim), dtype};
+    for (int64_t d = 0; d < dim; d += W) put(out, d, dim, get(from, d, dim) * factor);
 }
 
 INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s,
@@ -229,7 +226,8 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
         size_t t = 0, columns = c.num_tiles * TILE, lanes = dim / pair_of(kind);
         prefetch(a, task, a->pool.v, 0, key, end, size);
         for (; t + STEP_TILES <= c.num_direct; t += STEP_TILES)
-            tile_dot_rows(kind, STEP_TILES, rows, s->rows, dim, c.k + t, c.lane_stride, lanes, s->scores + t * TILE, CHUNK);
+            tile_dot_rows(kind, STEP_TILES, rows, s->rows, dim, c.k + t, c.lane_stride, lanes, s->scores + t * TILE,
+                          CHUNK);
         for (; t < c.num_tiles; t++)
             tile_dot_rows(kind, 1, rows, s->rows, dim, c.k + t, t < c.num_direct ? c.lane_stride : TILE, lanes,
                           s->scores + t * TILE, CHUNK);
@@ -264,15 +262,14 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
     }
 }
 
-static void attend_f32(const struct attend_args *a, const struct attend_task *task, struct scratch *s) { attend_as(a, task, s, DT_F32); }
-static void attend_bf16(const struct attend_args *a, const struct attend_task *task, struct scratch *s) { attend_as(a, task, s, DT_BF16); }
-static void attend_f16(const struct attend_args *a, const struct attend_task *task, struct scratch *s) { attend_as(a, task, s, DT_F16); }
-
 static void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
     struct scratch s = carve(a, memory);
-    if (a->pool.dtype == DT_F32) attend_f32(a, task, &s);
-    else if (a->pool.dtype == DT_BF16) attend_bf16(a, task, &s);
-    else attend_f16(a, task, &s);
+    if (a->pool.dtype == DT_F32)
+        attend_as(a, task, &s, DT_F32);
+    else if (a->pool.dtype == DT_BF16)
+        attend_as(a, task, &s, DT_BF16);
+    else
+        attend_as(a, task, &s, DT_F16);
 }
 
 /* Join the parts that cover one set of rows: each weighs by the mass it saw. */

@@ -16,11 +16,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi")
+_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 300
 _log = logging.getLogger(__name__)
@@ -52,15 +53,21 @@ def source_digest() -> str:
 
 
 def compile_library(compiler: str, target: Path) -> None:
-    """Compile to `target` in one step. Raises RuntimeError with the compiler's words, OSError, or SubprocessError."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        sources = map(str, sorted(_HERE.glob("*.c")))
-        command = [compiler, *_FLAGS, "-o", str(made), *sources, "-lm"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)  # noqa: S603 - our own
-        if run.returncode != 0:
-            raise RuntimeError(f"{compiler} failed: {run.stderr[-2000:]}")
+    """Compile, the sources side by side, and link. Raises RuntimeError with the compiler's words, OSError, or
+    SubprocessError."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as workers:
+        sources = sorted(_HERE.glob("*.c"))
+        objects = [str(Path(folder, source.stem + ".o")) for source in sources]
+        list(workers.map(lambda source, made: _run(compiler, *_FLAGS, "-c", "-o", made, str(source)), sources, objects))
+        made = Path(folder, target.name)
+        _run(compiler, "-shared", "-o", str(made), *objects, "-lm")
         made.replace(target)
+
+
+def _run(*command: str) -> None:
+    run = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)  # noqa: S603 - our own
+    if run.returncode != 0:
+        raise RuntimeError(f"{command[0]} failed: {run.stderr[-2000:]}")
 
 
 def _compile_cached(compiler: str) -> Path:

@@ -8,9 +8,11 @@ enum { GEMM_ROWS = 16, GEMM_COLUMNS = STEP_TILES * TILE };
 #else
 /* x in float32, where the machine cannot multiply bfloat16 itself. */
 static void gemm_widen(const struct gemm_args *g, float *wide) {
-    for (int64_t m = 0; m < g->m; m++)
-        for (int64_t k = 0; k < g->k; k++)
-            wide[m * g->k + k] = load_one(g->x, (size_t)(m * g->x_stride + k), DT_BF16);
+    for (int64_t m = 0; m < g->m; m++) {
+        struct view x = {(void *)g->x, (size_t)(m * g->x_stride), DT_BF16};
+        struct view to = {wide, (size_t)(m * g->k), DT_F32};
+        for (int64_t k = 0; k < g->k; k += W) put(to, k, g->k, get(x, k, g->k));
+    }
 }
 #endif
 
@@ -25,16 +27,14 @@ INLINE void gemm_columns(const struct gemm_args *g, int T, const float *rows, si
         tile_dot_rows(kind, T, (size_t)num_rows, rows + (size_t)m * row_stride, row_stride, tiles, TILE, lanes, out,
                       GEMM_COLUMNS);
         for (int64_t r = 0; r < num_rows; r++) {
-            int64_t n = tile * TILE, i = 0, num_columns = g->n - n < T * TILE ? g->n - n : T * TILE;
-            const float *from = out + r * GEMM_COLUMNS;
-            size_t to = (size_t)((m + r) * g->y_stride + n);
-            for (; i + W <= num_columns; i += W) {
-                vf y = load_f(from + i);
-                if (g->bias) y += load_as_f(g->bias, (size_t)(n + i), DT_BF16);
-                store_from_f(g->y, to + (size_t)i, y, DT_BF16);
+            int64_t n = tile * TILE, num_columns = g->n - n < T * TILE ? g->n - n : T * TILE;
+            struct view sums = {out, (size_t)(r * GEMM_COLUMNS), DT_F32};
+            struct view bias = {(void *)g->bias, (size_t)n, DT_BF16};
+            struct view y = {g->y, (size_t)((m + r) * g->y_stride + n), DT_BF16};
+            for (int64_t i = 0; i < num_columns; i += W) {
+                vf sum = get(sums, i, num_columns);
+                put(y, i, num_columns, g->bias ? sum + get(bias, i, num_columns) : sum);
             }
-            for (; i < num_columns; i++)
-                store_one(g->y, to + (size_t)i, from[i] + (g->bias ? load_one(g->bias, (size_t)(n + i), DT_BF16) : 0), DT_BF16);
         }
     }
 }

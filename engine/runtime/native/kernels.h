@@ -5,7 +5,7 @@
 #include "gemm.h"
 #include "ops.h"
 
-#define DEFINE_KERNELS(isa)                                                                                           \
-    const struct kernels kernels_##isa = {                                                                            \
-        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, silu_mul, gemm, gemm_widen,                         \
+#define DEFINE_KERNELS(isa)                                                                        \
+    const struct kernels kernels_##isa = {                                                         \
+        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, silu_mul, gemm, gemm_widen, \
     };

@@ -1,7 +1,7 @@
 /* The native CPU library: what its files share.
  *
- * Plain C11 (with GCC/Clang vector extensions), no Python or torch headers: pointers, sizes and strides come in, results
- * are written in place. Every pointer is the caller's; nothing is kept after a call. The kernels are compiled once for
+ * C11 with GCC/Clang vector extensions, no Python or torch headers: pointers, sizes and strides come in, results are
+ * written in place. Every pointer is the caller's; nothing is kept after a call. The kernels are compiled once for
  * each instruction set (isa_*.c) and chosen at run time. One call at a time: the team of threads is shared.
  *
  * A *lane* is four bytes: one float32, or two neighbouring bfloat16 / float16. The pool of one layer is

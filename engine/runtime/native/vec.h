@@ -67,31 +67,36 @@ INLINE vu narrow_f16(vf x) {
     return select_u((vi)(magnitude >= splat_u(0x47800000)), huge, result) | ((bits >> 16) & 0x8000);
 }
 
-/* W neighbouring values of a tensor, as float32. */
-INLINE vf load_as_f(const void *base, size_t index, enum dtype dtype) {
-    if (dtype == DT_F32) return load_f((const float *)base + index);
-    vh halves;
-    memcpy(&halves, (const uint16_t *)base + index, sizeof halves);
+/* Values of a tensor from element `at` on. */
+struct view {
+    void *base;
+    size_t at;
+    enum dtype dtype;
+};
+
+/* Values i .. i + W - 1 of a view as float32, zeros from `end` on. */
+INLINE vf get(struct view view, int64_t i, int64_t end) {
+    size_t from = view.at + (size_t)i, count = end - i < W ? (size_t)(end - i) : W;
+    if (view.dtype == DT_F32) {
+        vf x = {0};
+        memcpy(&x, (const float *)view.base + from, count == W ? sizeof x : count * sizeof(float));
+        return x;
+    }
+    vh halves = {0};
+    memcpy(&halves, (const uint16_t *)view.base + from, count == W ? sizeof halves : count * sizeof(uint16_t));
     vu wide = __builtin_convertvector(halves, vu);
-    return dtype == DT_BF16 ? (vf)(wide << 16) : widen_f16(wide);
+    return view.dtype == DT_BF16 ? (vf)(wide << 16) : widen_f16(wide);
 }
 
-INLINE void store_from_f(void *base, size_t index, vf x, enum dtype dtype) {
-    if (dtype == DT_F32) { store_f((float *)base + index, x); return; }
-    vh halves = __builtin_convertvector(dtype == DT_BF16 ? narrow_bf16(x) : narrow_f16(x), vh);
-    memcpy((uint16_t *)base + index, &halves, sizeof halves);
-}
-
-/* The same for one value: a vector of which only the first lane counts. */
-INLINE float load_one(const void *base, size_t index, enum dtype dtype) {
-    if (dtype == DT_F32) return ((const float *)base)[index];
-    vu wide = splat_u(((const uint16_t *)base)[index]);
-    return (dtype == DT_BF16 ? (vf)(wide << 16) : widen_f16(wide))[0];
-}
-
-INLINE void store_one(void *base, size_t index, float x, enum dtype dtype) {
-    if (dtype == DT_F32) { ((float *)base)[index] = x; return; }
-    ((uint16_t *)base)[index] = (uint16_t)(dtype == DT_BF16 ? narrow_bf16(splat(x)) : narrow_f16(splat(x)))[0];
+/* Round x into values i .. of a view, none from `end` on. */
+INLINE void put(struct view view, int64_t i, int64_t end, vf x) {
+    size_t to = view.at + (size_t)i, count = end - i < W ? (size_t)(end - i) : W;
+    if (view.dtype == DT_F32) {
+        memcpy((float *)view.base + to, &x, count == W ? sizeof x : count * sizeof(float));
+        return;
+    }
+    vh halves = __builtin_convertvector(view.dtype == DT_BF16 ? narrow_bf16(x) : narrow_f16(x), vh);
+    memcpy((uint16_t *)view.base + to, &halves, count == W ? sizeof halves : count * sizeof(uint16_t));
 }
 
 /* e^x to about one unit in the last place; 0 below -87, infinity above 88, NaN for NaN. */
