@@ -29,6 +29,7 @@ Deliver = Callable[[list[TokenEvent]], None]
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
+_QUIET_S = 0.1  # without a message for this long, nobody waits while the books are checked
 
 
 class QueueLimits(NamedTuple):
@@ -73,6 +74,7 @@ class Engine:
         self._limits = limits
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
+        self._open: set[tuple[str, int]] = set()  # (request id, choice) without a terminal event; engine thread only
         self._deliver: Deliver | None = None
         self._stop_at_s: float | None = None  # engine thread only
         self._progress_s = clock()
@@ -102,10 +104,11 @@ class Engine:
 
     def health(self) -> EngineHealth:
         """A cheap reading; runs nothing."""
-        busy = self._scheduler.has_work or self._inbox.num_requests > 0
-        since = max(self.clock() - self._progress_s, 0.0) if busy else 0.0
         error = None if self._error is None else str(self._error)
-        return EngineHealth(self._thread.is_alive() and self._error is None, busy, since, error)
+        alive = error is None and self._thread.is_alive()
+        busy = alive and self._scheduler.has_work  # what is in the inbox waits for a wake-up, not for a step
+        since = max(self.clock() - self._progress_s, 0.0) if busy else 0.0
+        return EngineHealth(alive, busy, since, error)
 
     def stop(self, drain_s: float) -> None:
         """Refuse new requests, let open ones finish for `drain_s`, abort the rest, end the thread. Blocks."""
@@ -146,6 +149,7 @@ class Engine:
         try:
             while not self._is_done():
                 self._turn()
+            self._check_integrity()
         except Exception as error:
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)
@@ -158,11 +162,7 @@ class Engine:
 
     def _turn(self) -> None:
         """One turn: take in what was sent, launch a step, commit the oldest, tell what happened."""
-        idle = not self._scheduler.has_work
-        messages = self._inbox.take(wait_s=None if idle else 0)
-        if idle:
-            self._progress_s = self.clock()
-        events = self._take_in(messages)
+        events = self._take_in(self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle())
         plan = self._scheduler.plan(self.clock())
         if plan is not None:
             begun_s = self.clock()  # before run: without a device queue, run itself is the step
@@ -172,14 +172,25 @@ class Engine:
         elif plan is None and self._scheduler.has_work:
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
         self._tell(events)
-        if not self._scheduler.has_work:
+
+    def _idle(self) -> list[Message]:
+        """Wait for messages, and use a quiet moment to see that nothing leaked."""
+        messages = self._inbox.take(wait_s=_QUIET_S)
+        if not messages:
             self._check_integrity()
+            messages = self._inbox.take(wait_s=None)
+        self._progress_s = self.clock()
+        return messages
 
     def _tell(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.finish_reason is not None:
+                self._open.discard((event.request_id, event.choice))
         if events and self._deliver is not None:
             self._deliver(events)
 
     def _take_in(self, messages: list[Message]) -> list[TokenEvent]:
+        self._note_open(messages)
         events: list[TokenEvent] = []
         for message in messages:
             if isinstance(message, Request):
@@ -206,22 +217,28 @@ class Engine:
         return self._scheduler.commit(plan, result, now)
 
     def _check_integrity(self) -> None:
-        """Idle is the time to see that nothing leaked. A leak is our bug and no reason to stop serving."""
+        """A leak is our bug and no reason to stop serving."""
         try:
             self._scheduler.check_integrity()
         except AssertionError as error:
             self.stats.integrity_failures += 1
             log.error("The books do not balance while idle (please report this): %s", error)  # noqa: TRY400 - one line
 
+    def _note_open(self, messages: list[Message]) -> None:
+        """From here on these requests are owed a terminal event a choice, whatever happens."""
+        for message in messages:
+            if isinstance(message, Request):
+                self._open.update((message.request_id, choice) for choice in range(message.params.n))
+
     def _die(self, cause: Exception) -> None:
-        """Tell every open request, and refuse all that come later."""
+        """Tell every open request, and refuse all that come later. The scheduler may be what broke: it is not asked."""
         self._error = EngineDeadError(f"The engine stopped on an internal error ({type(cause).__name__}: {cause}).")
         self._inbox.refuse(self._error)
-        events = self._scheduler.fail_all(self._error, self.clock())
-        for message in self._inbox.take(wait_s=0):
-            if isinstance(message, Request):
-                events += [
-                    TokenEvent(message.request_id, choice, (), finish_reason=FinishReason.ERROR, error=self._error)
-                    for choice in range(message.params.n)
-                ]
-        self._tell(events)
+        self._note_open(self._inbox.take(wait_s=0))
+        self.stats.finished[FinishReason.ERROR] += len(self._open)
+        self._tell(
+            [
+                TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=self._error)
+                for request_id, choice in sorted(self._open)
+            ]
+        )

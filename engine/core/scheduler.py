@@ -92,12 +92,6 @@ class Scheduler:
         """End everything that lives."""
         return [event for request_id in list(self._requests) for event in self.abort(request_id, cause, now)]
 
-    def fail_all(self, error: QuireError, now: float) -> list[TokenEvent]:
-        """The engine is dying: every living sequence ends with `error`. Nothing is planned or committed afterwards."""
-        self._flights.clear()
-        sequences = [seq for sequences in self._requests.values() for seq in sequences]
-        return [event for seq in sequences for event in self._end(seq, FinishReason.ERROR, now, error=error)]
-
     # -- plan --------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:

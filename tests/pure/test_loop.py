@@ -57,13 +57,13 @@ class GatedRunner(FakeRunner):
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
-        self.breaks = False
+        self.breaks_at: int | None = None  # the step that fails, from 0
         self.closed = False
 
     def run(self, plan: StepPlan) -> FakeStep:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
-        if self.breaks:
+        if self.num_steps == self.breaks_at:
             raise RuntimeError("the device is gone")
         return super().run(plan)
 
@@ -176,7 +176,7 @@ def test_stopping_aborts_what_outlives_the_deadline(rig: Rig) -> None:
 def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -> None:
     rig.block()
     rig.engine.submit(request("queued", n=2))
-    rig.runner.breaks = True
+    rig.runner.breaks_at = 0
     rig.release()
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
     for event in rig.listener.ends.values():
@@ -189,6 +189,66 @@ def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -
     assert not health.alive
     assert not health.busy
     assert health.error is not None
+
+
+def test_a_request_aborted_in_the_very_turn_that_breaks_still_hears_its_end(rig: Rig) -> None:
+    rig.block()
+    rig.engine.submit(request("queued"))
+    rig.engine.abort("blocker", AbortCause.DISCONNECT)
+    rig.runner.breaks_at = 1
+    rig.release()
+    rig.listener.wait_for(lambda: rig.listener.ends.keys() == {("blocker", 0), ("queued", 0)})
+
+
+def test_a_result_that_breaks_the_commit_leaves_nobody_waiting(rig: Rig) -> None:
+    rig.block()
+    for name in ("whole", "cut off"):
+        rig.engine.submit(request(name, max_tokens=1))
+    honest_run = FakeRunner.run
+
+    def cut_short(plan: StepPlan) -> FakeStep:
+        step = honest_run(rig.runner, plan)
+        if plan.num_samples > 1:
+            step._result.token_ids.pop()
+        return step
+
+    rig.runner.run = cut_short  # type: ignore[method-assign]
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
+
+
+def test_an_engine_that_has_yet_to_wake_up_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour without work, then a request: health must not count the hour."""
+    now, awake = 0.0, threading.Event()
+    engine = Engine(Scheduler(config()), GatedRunner(), vocab_size=VOCAB, clock=lambda: now)
+    take = engine._inbox.take
+    monkeypatch.setattr(engine._inbox, "take", lambda **how: awake.wait(PATIENCE_S) and take(**how))
+    engine.start(lambda events: None)
+    now = 3600.0
+    engine.submit(request())
+    health = engine.health()
+    assert health.alive
+    assert health.seconds_since_step == 0.0
+    awake.set()
+    engine.stop(0.0)
+
+
+def test_a_leak_is_found_in_a_quiet_moment_and_when_the_engine_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = threading.Event()
+
+    def leak(_: Scheduler) -> None:
+        found.set()
+        raise AssertionError("block 3 has 1 references and 0 holders")
+
+    monkeypatch.setattr(Scheduler, "check_integrity", leak)
+    rig = Rig()
+    rig.engine.submit(request())
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 1)
+    assert found.wait(PATIENCE_S)
+    assert rig.engine.health().alive, "a leak is no reason to stop serving"
+    before = rig.engine.stats.integrity_failures
+    rig.engine.stop(0.0)
+    assert rig.engine.stats.integrity_failures == before + 1
 
 
 def test_a_hanging_step_shows_in_health(rig: Rig) -> None:
