@@ -52,19 +52,24 @@ INLINE vf widen_f16(vu h) {
     return (vf)(scaled | special | ((h & 0x8000) << 16));
 }
 
-INLINE vu narrow_bf16(vf x) {
+INLINE vh narrow_bf16(vf x) {
+#ifdef BF16_DOT
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return select_u((vi)(x != x), (bits >> 16) | 0x40, rounded);
+    return __builtin_convertvector(select_u((vi)(x != x), (bits >> 16) | 0x40, rounded), vh);
+#endif
 }
 
-INLINE vu narrow_f16(vf x) {
+INLINE vh narrow_f16(vf x) {
     vu bits = (vu)x, magnitude = bits & 0x7fffffff;
     vu normal = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
     vu subnormal = (vu)((vf)magnitude + splat(0.5f)) - 0x3f000000;
     vu huge = select_u((vi)(magnitude > splat_u(0x7f800000)), splat_u(0x7e00), splat_u(0x7c00));
     vu result = select_u((vi)(magnitude < splat_u(0x38800000)), subnormal, normal);
-    return select_u((vi)(magnitude >= splat_u(0x47800000)), huge, result) | ((bits >> 16) & 0x8000);
+    result = select_u((vi)(magnitude >= splat_u(0x47800000)), huge, result) | ((bits >> 16) & 0x8000);
+    return __builtin_convertvector(result, vh);
 }
 
 /* Values of a tensor from element `at` on. */
@@ -74,47 +79,54 @@ struct view {
     enum dtype dtype;
 };
 
+/* Copy a vector, or what is left of one. A copy of known size is one instruction, any other is a call. */
+INLINE void copy_values(void *to, const void *from, int64_t count, size_t size) {
+    if (__builtin_expect(count >= W, 1))
+        memcpy(to, from, W * size);
+    else
+        memcpy(to, from, (size_t)count * size);
+}
+
 /* Values i .. i + W - 1 of a view as float32, zeros from `end` on. */
 INLINE vf get(struct view view, int64_t i, int64_t end) {
-    size_t from = view.at + (size_t)i, count = end - i < W ? (size_t)(end - i) : W;
+    size_t from = view.at + (size_t)i;
     if (view.dtype == DT_F32) {
         vf x = {0};
-        memcpy(&x, (const float *)view.base + from, count == W ? sizeof x : count * sizeof(float));
+        copy_values(&x, (const float *)view.base + from, end - i, sizeof(float));
         return x;
     }
     vh halves = {0};
-    memcpy(&halves, (const uint16_t *)view.base + from, count == W ? sizeof halves : count * sizeof(uint16_t));
+    copy_values(&halves, (const uint16_t *)view.base + from, end - i, sizeof(uint16_t));
     vu wide = __builtin_convertvector(halves, vu);
     return view.dtype == DT_BF16 ? (vf)(wide << 16) : widen_f16(wide);
 }
 
 /* Round x into values i .. of a view, none from `end` on. */
 INLINE void put(struct view view, int64_t i, int64_t end, vf x) {
-    size_t to = view.at + (size_t)i, count = end - i < W ? (size_t)(end - i) : W;
+    size_t to = view.at + (size_t)i;
     if (view.dtype == DT_F32) {
-        memcpy((float *)view.base + to, &x, count == W ? sizeof x : count * sizeof(float));
+        copy_values((float *)view.base + to, &x, end - i, sizeof(float));
         return;
     }
-    vh halves = __builtin_convertvector(view.dtype == DT_BF16 ? narrow_bf16(x) : narrow_f16(x), vh);
-    memcpy((uint16_t *)view.base + to, &halves, count == W ? sizeof halves : count * sizeof(uint16_t));
+    vh halves = view.dtype == DT_BF16 ? narrow_bf16(x) : narrow_f16(x);
+    copy_values((uint16_t *)view.base + to, &halves, end - i, sizeof(uint16_t));
 }
 
-/* e^x to about one unit in the last place; 0 below -87, infinity above 88, NaN for NaN. */
+/* e^x to about one unit in the last place; exactly 0 below -87.7, infinity above 88.4, NaN for NaN. Both ends come
+ * from the exponent field: at the bounds, 2^n is all zeros or the pattern of infinity. */
 INLINE vf exp_f(vf x) {
-    vf bounded = select_f(x < splat(-87.f), splat(-87.f), select_f(x > splat(88.f), splat(88.f), x));
-    vf n = (bounded * 1.44269504f + 12582912.f) - 12582912.f; /* the nearest integer */
-    vf f = (bounded - n * 0.693145752f) - n * 1.42860677e-6f; /* ln 2 in two parts */
-    vf p = 1.f / 5040 + f * (1.f / 40320);
-    p = 1.f / 720 + f * p;
+    x = select_f(x < splat(-88.f), splat(-88.f), x);
+    x = select_f(x > splat(89.f), splat(89.f), x);
+    vf n = (x * 1.44269504f + 12582912.f) - 12582912.f; /* the nearest integer */
+    vf f = (x - n * 0.693145752f) - n * 1.42860677e-6f; /* ln 2 in two parts */
+    vf p = 1.f / 720 + f * (1.f / 5040);
     p = 1.f / 120 + f * p;
     p = 1.f / 24 + f * p;
     p = 1.f / 6 + f * p;
     p = 0.5f + f * p;
     p = 1.f + f * p;
     p = 1.f + f * p;
-    vf power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
-    vf y = select_f(x < splat(-87.f), splat(0.f), p * power);
-    return select_f(x > splat(88.f), splat(INFINITY), select_f((vi)(x != x), x, y));
+    return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
 INLINE vf tanh_f(vf x) {
