@@ -9,7 +9,7 @@ import torch
 
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.sampling.noise import gumbel_noise, make_keys
+from engine.runtime.sampling.noise import gumbel_noise, make_key, to_keys
 from engine.runtime.sampling.sampler import Sampled, Sampler, _rows
 
 CPU = torch.device("cpu")
@@ -119,7 +119,9 @@ def test_draws_at_successive_positions_are_independent() -> None:
 
 
 def test_noise_is_gumbel_and_finite() -> None:
-    noise = gumbel_noise(make_keys(range(4), [0] * 4, CPU), 50_000).double()
+    noise = gumbel_noise(
+        to_keys([make_key(seed, 0) for seed in range(4)], CPU), torch.arange(50_000, dtype=torch.int32)
+    ).double()
     assert noise.isfinite().all()
     assert abs(noise.mean() - 0.5772) < 0.01
     assert abs(noise.var() - math.pi**2 / 6) < 0.03

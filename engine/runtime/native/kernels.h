@@ -4,8 +4,9 @@
 #include "attend.h"
 #include "gemm.h"
 #include "ops.h"
+#include "sampling.h"
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
-        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, silu_mul, gemm, gemm_widen, \
+        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, silu_mul, sample, gemm, gemm_widen, \
     };

@@ -10,7 +10,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -108,6 +108,18 @@ class SiluArgs(Structure):
     _fields_ = _fields(gate_up__out=c_void_p, rows__width__in_stride__out_stride=c_int64, dtype=c_int32)
 
 
+class Draw(Structure):
+    """How one row is drawn."""
+
+    _fields_ = _fields(top_p=c_double, temperature__lowest_score=c_float, top_k=c_int32, key=c_uint32 * 2)
+
+
+class SampleArgs(Structure):
+    """ids = one token for each row of logits, which are overwritten."""
+
+    _fields_ = _fields(logits__draws__ids=c_void_p, rows__vocab_size=c_int64)
+
+
 class Library:
     """The loaded kernels. Each method takes its structure and raises ComputeError if memory runs out."""
 
@@ -127,6 +139,7 @@ class Library:
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
         self.silu_mul = _entry(functions.quire_silu_mul, SiluArgs)
+        self.sample = _entry(functions.quire_sample, SampleArgs)
         self.best_isa = Isa(functions.quire_best_isa())
         self.isa = Isa.PORTABLE
         self.use_isa(self.best_isa)

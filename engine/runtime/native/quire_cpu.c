@@ -68,6 +68,7 @@ static void run_store(const void *args, int64_t begin, int64_t end) { store_toke
 static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
 static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
 static void run_silu(const void *args, int64_t begin, int64_t end) { active->silu_mul(args, begin, end); }
+static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
 
 EXPORT int32_t quire_store(const struct store_args *a) {
     run_ranges(run_store, a, a->num_tokens, 2 * a->pool.num_kv_heads * a->pool.head_dim, WORTH_SHARING);
@@ -86,6 +87,11 @@ EXPORT int32_t quire_rope(const struct rope_args *a) {
 
 EXPORT int32_t quire_silu_mul(const struct silu_args *a) {
     run_ranges(run_silu, a, a->rows, 2 * a->width, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+EXPORT int32_t quire_sample(const struct sample_args *a) {
+    run_ranges(run_sample, a, a->rows, a->vocab_size, WORTH_SHARING);
     return QUIRE_OK;
 }
 

@@ -95,6 +95,22 @@ struct silu_args {
     int32_t dtype;
 };
 
+/* How one row is drawn. */
+struct draw {
+    double top_p;       /* 1: off */
+    float temperature;  /* 0: greedy */
+    float lowest_score; /* of those kept, counted from the best: log(min_p); -inf: off */
+    int32_t top_k;      /* 0: off */
+    uint32_t key[2];
+};
+
+struct sample_args {
+    float *logits;            /* [rows, vocab_size], overwritten */
+    const struct draw *draws; /* [rows] */
+    int64_t *ids;             /* [rows] */
+    int64_t rows, vocab_size;
+};
+
 /* What one instruction set offers. Ranges are [begin, end) of rows, tokens or tiles. */
 struct kernels {
     const char *name;
@@ -104,6 +120,7 @@ struct kernels {
     void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
     void (*silu_mul)(const struct silu_args *, int64_t begin, int64_t end);
+    void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
     void (*gemm)(const struct gemm_args *, const float *wide, int64_t begin, int64_t end);
     void (*gemm_widen)(const struct gemm_args *, float *wide); /* NULL where rows are read as they are */
 };

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn at all: min_p, top_k and top_p, on rows of scores (logits over temperature).
+"""Which tokens may be drawn at all: min_p, top_k and top_p, on rows of scores (log probabilities relative to the best).
 
 Each sets what it cuts to -inf, in place. Equal scores at the border are kept together, so the result does not depend
 on the order of a sort.
@@ -12,9 +12,9 @@ from torch import Tensor
 _WIDTHS = (128, 2048)  # of 49,152 tokens, on 2 cores: the best 128 of 16 rows take 0.6 ms, a full sort 27 ms
 
 
-def keep_min_p(scores: Tensor, min_p: Tensor) -> None:
-    """Keep tokens at least min_p times as likely as the likeliest; scores [R, V], min_p [R]."""
-    scores.masked_fill_(scores < scores.amax(-1, keepdim=True) + min_p.log()[:, None], -torch.inf)
+def keep_min_p(scores: Tensor, lowest: Tensor) -> None:
+    """Keep tokens at least min_p times as likely as the likeliest; scores [R, V], lowest [R] is log(min_p)."""
+    scores.masked_fill_(scores < lowest[:, None], -torch.inf)
 
 
 def keep_top_k(scores: Tensor, top_k: Tensor, most: int) -> None:
@@ -24,7 +24,7 @@ def keep_top_k(scores: Tensor, top_k: Tensor, most: int) -> None:
 
 
 def keep_top_p(scores: Tensor, top_p: Tensor) -> None:
-    """Keep the smallest set of likeliest tokens whose mass reaches top_p; scores [R, V], top_p [R]."""
+    """Keep the smallest set of likeliest tokens whose mass reaches top_p; scores [R, V], top_p [R] float64."""
     best, mass = _best_with_mass_before(scores, top_p)
     is_kept = mass < top_p[:, None]
     is_kept[:, 0] = True  # the likeliest token stays at any top_p
@@ -34,14 +34,14 @@ def keep_top_p(scores: Tensor, top_p: Tensor) -> None:
 
 def _best_with_mass_before(scores: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """The best scores, in order, wide enough to cover top_p in every row, and the mass before each of them."""
-    total = scores.logsumexp(-1, keepdim=True)
+    total = scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
     # Looking whether a width suffices waits for the device: worth it on the CPU, where a full sort is slow.
     widths = [] if scores.is_cuda else [width for width in _WIDTHS if width < scores.shape[-1]]
     for width in [*widths, scores.shape[-1]]:
         best = (
             scores.topk(width, dim=-1).values if width < scores.shape[-1] else scores.sort(-1, descending=True).values
         )
-        share = (best - total).exp_()
+        share = best.exp().double() / total
         mass = share.cumsum(-1)
         if width in widths and bool((mass[:, -1] >= top_p).all()):
             break

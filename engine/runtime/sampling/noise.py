@@ -16,25 +16,39 @@ _MASK = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
-def make_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
-    """Two well-mixed 32-bit words for each (seed, position): [2, R, 1] int32."""
-    words = [_mix(_mix(seed & _MASK) ^ position) for seed, position in zip(seeds, positions, strict=True)]
-    halves = [[_signed(word >> 32) for word in words], [_signed(word) for word in words]]
-    return torch.tensor(halves, dtype=torch.int32).unsqueeze(-1).to(device, non_blocking=True)
+def make_key(seed: int, position: int) -> tuple[int, int]:
+    """Two well-mixed 32-bit words."""
+    word = _mix(_mix(seed & _MASK) ^ position)
+    return word >> 32, word & 0xFFFFFFFF
 
 
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [R, vocab_size] float32, finite everywhere."""
+def to_keys(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """The keys of R rows as a tensor, [2, R, 1] int32."""
+    words = [[_signed(word) for word in words] for words in zip(*pairs, strict=True)]
+    return torch.tensor(words, dtype=torch.int32).unsqueeze(-1).to(device, non_blocking=True)
+
+
+def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise float32, finite everywhere; tokens int32, [V] or [R, V] -> [R, V]."""
+    uniform = _hash(keys, tokens).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def exact_noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """The same in float64: the definition that every implementation agrees on."""
+    return _hash(keys, tokens).double().add_(0.5).mul_(2.0**-31).neg_().log1p_().neg_().log_().neg_()
+
+
+def _hash(keys: Tensor, tokens: Tensor) -> Tensor:
+    """31 bits for each token. native/sampling.h has the same."""
     first, second = keys.unbind(0)
     # A multiplicative hash of the token id that the two key words enter at different rounds. Shifts of signed numbers
-    # copy the sign, which the masks undo.
-    x = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * _signed(0x9E3779B9) ^ first
+    # copy the sign, which the masks undo. The best tokens are those with the smallest result, so that the fine end of
+    # the float scale is where draws are decided.
+    x = tokens * _signed(0x9E3779B9) ^ first
     x = (x ^ (x >> 16 & 0xFFFF)).mul_(_signed(0x85EBCA6B)).bitwise_xor_(second)
     x = (x ^ (x >> 13 & 0x7FFFF)).mul_(_signed(0xC2B2AE35))
-    x = x.bitwise_xor_(x >> 16 & 0xFFFF).bitwise_and_(0x7FFFFFFF)
-    # The best tokens are those with the smallest exponentials, so the fine end of the float scale is put there.
-    uniform = x.float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return x.bitwise_xor_(x >> 16 & 0xFFFF).bitwise_and_(0x7FFFFFFF)
 
 
 def _mix(x: int) -> int:

@@ -6,7 +6,7 @@ Rows that ask for none of these cost one argmax. Nothing here waits for a GPU. E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
+from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
-from engine.runtime.sampling.noise import gumbel_noise, make_keys
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
 
 
@@ -62,11 +61,7 @@ class Sampler:
         raw = logits.index_select(0, self._long([row.at for row in asking])) if asking else None
 
         self._edit(logits, rows, last_ids)
-        ids = logits.argmax(-1)
-        drawing = [row for row in rows if row.params.temperature > 0]
-        if drawing:
-            at = self._long([row.at for row in drawing])
-            ids.index_copy_(0, at, self._draw(logits if len(drawing) == len(rows) else logits[at], drawing))
+        ids = draw(logits, [_wish(row) for row in rows])
         last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
 
         if raw is None:
@@ -94,34 +89,6 @@ class Sampler:
         if penalized:
             apply_penalties(logits, penalized)
 
-    def _draw(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
-        """Temperature, filters, and the Gumbel-max draw; logits [len(rows), V]."""
-        scores = logits / self._float([row.params.temperature for row in rows])[:, None]
-        vocab_size = scores.shape[1]
-        if any(row.params.min_p > 0 for row in rows):
-            keep_min_p(scores, self._float([row.params.min_p for row in rows]))
-        ranked = [i for i, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
-        if ranked:
-            top_k = [rows[i].params.top_k for i in ranked]
-            most = max(top_k)
-            self._on_rows(scores, ranked, lambda part: keep_top_k(part, self._long(top_k), most))
-        nucleus = [i for i, row in enumerate(rows) if row.params.top_p < 1]
-        if nucleus:
-            top_p = self._float([rows[i].params.top_p for i in nucleus])
-            self._on_rows(scores, nucleus, lambda part: keep_top_p(part, top_p))
-        keys = make_keys([row.sample.seed for row in rows], [row.position for row in rows], self._device)
-        return scores.add_(gumbel_noise(keys, vocab_size)).argmax(-1)
-
-    def _on_rows(self, scores: Tensor, chosen: Sequence[int], change: Callable[[Tensor], None]) -> None:
-        """Apply an in-place change to the chosen rows."""
-        if len(chosen) == scores.shape[0]:
-            change(scores)
-            return
-        at = self._long(chosen)
-        part = scores.index_select(0, at)
-        change(part)
-        scores.index_copy_(0, at, part)
-
     def _long(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
@@ -132,6 +99,11 @@ class Sampler:
 def _rows(plan: StepPlan) -> list[_Row]:
     pairs = [(piece, sample) for piece in plan.slices for sample in piece.samples]
     return [_Row(at, piece, sample) for at, (piece, sample) in enumerate(pairs)]
+
+
+def _wish(row: _Row) -> Wish:
+    params = row.params
+    return Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.sample.seed, row.position)
 
 
 def _banned(row: _Row) -> frozenset[int]:
