@@ -7,7 +7,6 @@ attention backend's; bound together, pool and backend are the `attention` that a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec
+from engine.runtime.host_memory import available_memory
 
 _MIB = 1 << 20
 _HOW_TO_GROW = "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
@@ -95,16 +95,3 @@ def fit_pool(
 def default_cpu_budget() -> int:
     """Bytes for a pool in main memory when none were asked for: a quarter of what is available, at most 2 GiB."""
     return min(2 << 30, available_memory() // 4)
-
-
-def available_memory() -> int:
-    """Bytes of main memory that this process can still take, a container's limit included."""
-    available = 1 << 62
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) << 10
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return max(available, 0)
