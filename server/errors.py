@@ -7,13 +7,14 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from pydantic_core import to_json
+from pydantic_core import ErrorDetails, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -109,11 +110,11 @@ def _retry_headers(error: Exception) -> dict[str, str]:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    entries = error.errors(include_url=False, include_context=False, include_input=False)
+    entries = error.errors(include_url=False, include_context=False)
     lines, params = [], []
     for entry in entries[:MAX_ENTRIES]:
         param = shorten(".".join(map(str, entry["loc"])))
-        message = shorten(entry["msg"].removeprefix("Value error, "))
+        message = shorten(entry["msg"].removeprefix("Value error, ")) + _culprit(entry)
         params.append(param)
         lines.append(f"{param}: {message}" if param else message)
     if len(entries) > MAX_ENTRIES:
@@ -121,6 +122,14 @@ def _from_validation(error: ValidationError) -> ApiError:
     kind = entries[0]["type"]
     code = _VALIDATION_CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
     return ApiError(400, code, "; ".join(lines), params[0] or None)
+
+
+def _culprit(entry: ErrorDetails) -> str:
+    """The number that pydantic's own sentences leave out. Text is never repeated: it may be a secret."""
+    value = entry["input"]
+    if entry["type"] == "value_error" or not isinstance(value, int | float):
+        return ""
+    return f", not {shorten(json.dumps(value))}"
 
 
 def _from_http(error: HTTPException) -> ApiError:
@@ -133,9 +142,12 @@ def _from_http(error: HTTPException) -> ApiError:
 
 async def _answer(request: Request, error: Exception) -> Response:
     api_error = to_api_error(error)
-    if api_error.status == HTTPStatus.NOT_FOUND and isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):
         path = shorten(request.url.path)
-        api_error = ApiError(404, "not_found", f"There is no route {request.method} {path} here.")
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            api_error.message = f"There is no route {request.method} {path} here."
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            api_error.message = f"{request.method} is not allowed on {path}; use {api_error.headers['Allow']}."
     return api_error.response()
 
 

@@ -31,6 +31,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def max_token_chars(self) -> int:
+        """The most characters that one token stands for."""
+        ...
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The ids that end a sequence, of the tokenizer and of the generation_config."""
         ...
@@ -39,7 +44,7 @@ class Tokenizer(Protocol):
     def sampling_defaults(self) -> SamplingDefaults: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, never truncated. Long texts are encoded on a worker thread."""
+        """Token ids of a text, never truncated. Long texts are encoded on a worker thread: must not hold the GIL."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

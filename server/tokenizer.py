@@ -58,14 +58,17 @@ class TextTokenizer:
         self._template = (
             ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens) if vocabulary.chat_template else None
         )
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary_ids = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary_ids.values()) + 1
+        self.max_token_chars = max(map(len, vocabulary_ids))
         self.eos_token_ids = vocabulary.eos_token_ids
         self.sampling_defaults = vocabulary.sampling_defaults
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, never truncated. Raises InvalidRequestError for a text that is not Unicode."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode` this gives up the GIL: else a long text would stop the engine, wherever it is encoded.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:  # the library's word for half of a surrogate pair, which JSON can spell
             raise InvalidRequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
 

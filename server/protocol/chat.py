@@ -11,7 +11,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from server.choice import Delta
 from server.errors import shorten, unsupported
-from server.protocol.base import RequestBody, ResponseBody
+from server.protocol.base import Integer, RequestBody, ResponseBody
 from server.protocol.form import Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
@@ -95,10 +95,10 @@ class ChatBody(SamplingBody, Conversation):
         "tool_choice": ("none",),
     }
 
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Integer | None = Field(None, ge=1)
+    max_tokens: Integer | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Integer | None = Field(None, ge=0)
     add_special_tokens: bool = False
 
     @model_validator(mode="after")

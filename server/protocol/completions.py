@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, model_validator
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from server.choice import Delta
-from server.protocol.base import ResponseBody
+from server.protocol.base import Integer, ResponseBody
 from server.protocol.form import Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
@@ -40,9 +40,9 @@ class CompletionBody(SamplingBody):
     """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
-    max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
+    max_tokens: Integer = Field(DEFAULT_MAX_TOKENS, ge=0)
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: Integer | None = Field(None, ge=0)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

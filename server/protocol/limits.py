@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from server.app_config import AppConfig
+from server.errors import shorten
 from server.text import Tokenizer
 
 
@@ -37,8 +38,21 @@ class Limits:
         """Raise InvalidRequestError if the model has no such token."""
         for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
-                message = f"{param} has the token id {token_id}; ids of this model are 0 to {self.vocab_size - 1}."
+                message = f"{param} has the token id {shorten(str(token_id))}; ids of this model are 0 to {self.vocab_size - 1}."
                 raise InvalidRequestError(message, param=param)
+
+    def check_length(self, text: str, param: str) -> None:
+        """Raise ContextLengthError if the text is too long whatever its tokens are.
+
+        Encoding costs a second and 180 MB for every million characters, so what cannot fit must not get that far.
+        """
+        most = self.max_model_len * self.tokenizer.max_token_chars
+        if len(text) > most:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, into which at most {most} "
+                f"characters fit, but {param} has {len(text)}; shorten it.",
+                param=param,
+            )
 
     def check_logprobs(self, wanted: int | None, param: str) -> None:
         """Raise InvalidRequestError if more alternatives are asked for than this server gives."""

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from server.choice import TextRules
-from server.protocol.base import RequestBody
+from server.protocol.base import Integer, RequestBody
 from server.protocol.limits import Limits
 
 MAX_N = 128
@@ -75,11 +75,11 @@ class SamplingBody(RequestBody):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int = Field(0, ge=0)
+    max_tokens: Integer | None = Field(None, ge=0)
+    min_tokens: Integer = Field(0, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Integer | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -87,7 +87,7 @@ class SamplingBody(RequestBody):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_N)
-    best_of: int | None = None
+    best_of: Integer | None = None
     stop: Annotated[list[StopString], BeforeValidator(_listed), Field(max_length=MAX_STOPS)] = Field(
         default_factory=list
     )
@@ -95,8 +95,8 @@ class SamplingBody(RequestBody):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, ge=0)
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_logprobs: Integer | None = Field(None, ge=0)
+    truncate_prompt_tokens: Integer | None = Field(None, ge=-1)
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -22,7 +22,8 @@ async def create_chat_completion(
     """Answer a conversation."""
     model = context.check_model(body.model)
     text = body.render(context.limits)
-    prompt = body.truncate(await context.encode(text, add_special_tokens=body.add_special_tokens), context.limits)
+    [ids] = await context.encode([text], "messages", add_special_tokens=body.add_special_tokens)
+    prompt = body.truncate(ids, context.limits)
     params = body.params(context.limits, len(prompt))
     requests = engine_requests(context, body, [prompt], [params])
     envelope = Envelope(id_prefix="chatcmpl", model=model, tokenizer=context.tokenizer, prompts=[prompt])

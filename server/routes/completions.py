@@ -32,10 +32,12 @@ async def create_completion(
 
 
 async def _prompt_ids(context: Context, body: CompletionBody) -> list[list[int]]:
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    encoded = iter(await context.encode(texts, "prompt", add_special_tokens=body.add_special_tokens))
     prompts: list[list[int]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids = await context.encode(prompt, add_special_tokens=body.add_special_tokens)
+            ids = next(encoded)
         else:
             ids = prompt
             context.limits.check_ids(ids, "prompt")

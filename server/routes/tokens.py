@@ -25,7 +25,8 @@ async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(jso
     context.check_model(body.model)
     text = body.render(context.limits) if body.prompt is None else body.prompt
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-    ids = await context.encode(text, add_special_tokens=special)
+    param = "messages" if body.prompt is None else "prompt"
+    [ids] = await context.encode([text], param, add_special_tokens=special)
     answer = Tokenized(count=len(ids), max_model_len=context.limits.max_model_len, tokens=ids)
     if body.return_token_strs:
         answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]

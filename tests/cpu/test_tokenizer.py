@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import struct
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -363,3 +365,15 @@ def test_kwargs_cannot_replace_the_conversation() -> None:
 def test_a_broken_template_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match=r"cannot be read.*--chat-template"):
         ChatTemplate("{% if %}", {})
+
+
+def test_a_long_text_is_encoded_beside_other_threads() -> None:
+    tokenizer = load_tokenizer(find_model(None).path)
+    text = "".join(f" word{number}" for number in range(40_000))  # some tenths of a second
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,), kwargs={"add_special_tokens": False})
+    encoding.start()
+    num_turns = 0
+    while encoding.is_alive():
+        time.sleep(0)
+        num_turns += 1
+    assert num_turns > 100  # with the GIL held: none while it encodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -149,11 +150,46 @@ def test_the_context_length_is_told_with_its_numbers(http: httpx.Client) -> None
         b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": Infinity}',
         b'{"prompt": "x", "top_p": -Infinity}', b'{"prompt": "x", "temperature": 1e999}',
         b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "max_tokens": ' + b"9" * 4300 + b"}", b'{"prompt": [' + b"9" * 4300 + b"]}",
+        b'{"prompt": "x", "min_tokens": ' + b"9" * 4300 + b"}", b'{"prompt": "x", "logprobs": ' + b"9" * 4300 + b"}",
         b'{"prompt": "x", "logit_bias": {"1": NaN}}', b'{"\\ud800": 1, "prompt": "x"}',
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_request(http: httpx.Client, raw: bytes) -> None:
-    error_of(http.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"}), 400)
+    error = error_of(http.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"}), 400)
+    assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 2561}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x", "x" * 2561]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2561}]}, "messages"),
+        ("/tokenize", {"prompt": "x" * 2561}, "prompt"),
+    ],
+)
+def test_a_text_that_cannot_fit_whatever_its_tokens_are_is_refused_before_it_is_encoded(
+    http: httpx.Client, path: str, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(http.post(path, json=fields), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert all(number in error["message"] for number in ("512 tokens", "2560 characters", "has 256"))
+    assert http.post("/tokenize", json={"prompt": "x" * 2560}).json()["count"] == 2560
+
+
+def test_a_value_out_of_range_is_told(http: httpx.Client) -> None:
+    for value, shown in ((3, "3"), (-0.5, "-0.5"), (True, "true")):
+        error = error_of(http.post(COMPLETIONS, json={**TEXT, "temperature": value}), 400)
+        assert error["message"].startswith("temperature: ")
+        assert error["message"].endswith(f", not {shown}")
+
+
+def test_a_compressed_body_is_refused_by_name(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    error = error_of(http.post(COMPLETIONS, content=gzip.compress(json.dumps(TEXT).encode()), headers=headers), 400)
+    assert error["code"] == "unsupported_media_type"
+    assert "gzip" in error["message"]
 
 
 def test_other_content_types_are_refused(http: httpx.Client) -> None:
@@ -178,6 +214,7 @@ def test_unknown_models_routes_and_methods(http: httpx.Client) -> None:
     response = http.get(COMPLETIONS)
     assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
+    assert response.json()["error"]["message"] == "GET is not allowed on /v1/completions; use POST."
 
 
 def test_a_body_too_large_is_refused_announced_or_not(serve: Serve) -> None:
