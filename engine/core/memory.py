@@ -90,7 +90,8 @@ class Memory:
 
     def register(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""
-        full = seq.num_computed // self._block_size
+        # With overlap, the K/V of a token may be there that an abort threw away: nobody knows which one it was.
+        full = min(seq.num_computed, len(seq.tokens)) // self._block_size
         self._cache.register(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
         seq.num_registered = full
         seq.next_register = (full + 1) * self._block_size

@@ -84,7 +84,7 @@ class Scheduler:
         for seq in list(self._requests.get(request_id, ())):
             if choice is None or (seq.is_forked and seq.choice == choice):
                 events += self._end(seq, reason, now)
-                self.stats.aborted[cause] += 1
+        self.stats.aborted[cause] += len(events)
         self._recorder.gauges(self._running)
         return events
 

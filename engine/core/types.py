@@ -18,7 +18,7 @@ class FinishReason(str, Enum):
 
     STOP = "stop"  # an end-of-sequence or stop token was sampled (the server adds: a stop string was found)
     LENGTH = "length"  # max_tokens were generated
-    ABORT = "abort"  # the client left, a deadline passed, or the daemon shut down
+    ABORT = "abort"  # the client left, or the daemon shut down
     ERROR = "error"  # this request alone failed; the event says why
 
 

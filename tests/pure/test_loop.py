@@ -151,7 +151,7 @@ def test_an_aborted_request_ends_once_and_late_or_unknown_aborts_are_ignored(rig
     assert {event.finish_reason for event in rig.listener.ends.values()} == {FinishReason.ABORT}
     rig.engine.submit(request("next"))
     rig.listener.wait_for(lambda: ("next", 0) in rig.listener.ends)
-    assert rig.engine.stats.aborted[AbortCause.DISCONNECT] == 2
+    assert rig.engine.stats.aborted[AbortCause.DISCONNECT] == 3
     assert rig.engine.stats.blocks_held == 0
 
 

@@ -122,6 +122,26 @@ def test_abort_at_any_step_frees_everything(depth: int, steps: int) -> None:
     driver.check_streams(aborted={"0", "1", "2"})
 
 
+def test_a_block_whose_tokens_nobody_knows_is_not_cached() -> None:
+    """Aborted with two steps in flight: the second has computed a position whose token is thrown away."""
+    driver = Driver(config(), depth=1)
+    driver.add(request(prompt=(1, 2, 3), max_tokens=20))
+    assert driver.launch()
+    assert driver.launch()
+    driver.take(driver.scheduler.abort("r", AbortCause.DISCONNECT, driver.now))
+    driver.drain()
+    assert driver.scheduler.stats.blocks_cached == 0
+    driver.scheduler.check_integrity()
+
+
+def test_an_abort_counts_every_choice_it_ends() -> None:
+    driver = Driver(config())
+    driver.add(request(n=3))
+    driver.take(driver.scheduler.abort("r", AbortCause.DISCONNECT, driver.now))
+    stats = driver.scheduler.stats
+    assert stats.finished[FinishReason.ABORT] == stats.aborted[AbortCause.DISCONNECT] == len(driver.ends) == 3
+
+
 def test_a_stop_string_ends_one_choice_as_stop() -> None:
     driver = Driver(config())
     driver.add(request("n", n=2, max_tokens=20, eos_token_ids=frozenset()))
