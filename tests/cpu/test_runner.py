@@ -161,6 +161,15 @@ def test_a_request_that_breaks_the_arithmetic_ends_alone(depth: int) -> None:
         assert served.ids[f"r{i}", 0] == solo_greedy(model, prompt, 12)
 
 
+def test_a_scored_prompt_that_breaks_the_arithmetic_is_an_error() -> None:
+    """Nothing is drawn from it, so its log probabilities are all there is to see."""
+    scoring = {"max_tokens": 0, "prompt_logprobs": 1}
+    requests = [request("bad", [5, 60, 7], **scoring), request("good", [5, 6, 7], **scoring)]
+    served = serve(TinyModel(poison=60), settings(), requests)
+    ends = {name: served.events[name, 0][-1].finish_reason for name in ("bad", "good")}
+    assert ends == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
+
+
 def test_warm_up_leaves_no_trace() -> None:
     config = settings()
     runner = make_runner(MODEL, config)

@@ -182,9 +182,10 @@ def test_top_p_agrees_with_its_definition(vocab_size: int) -> None:
         assert (counts > 0).sum() > min(int(allowed.sum()), 30) // 2
 
 
-def test_tiny_top_p_is_greedy() -> None:
+@pytest.mark.parametrize("top_p", [1e-9, 1e-60], ids=["small", "nothing in float32"])
+def test_tiny_top_p_is_greedy(top_p: float) -> None:
     logits = torch.randn(20, 200)
-    pieces = [piece(i, params(seed=i, top_p=1e-9)) for i in range(20)]
+    pieces = [piece(i, params(seed=i, top_p=top_p)) for i in range(20)]
     assert torch.equal(draw(Sampler(CPU), pieces, logits).ids, logits.argmax(-1))
 
 
@@ -216,6 +217,14 @@ def test_min_tokens_bans_the_ends_until_then() -> None:
         tokens = [0] * (5 + num_generated)
         drawn = draw(Sampler(CPU), [piece(0, params(**sampling), tokens=tokens, num_prompt=5)], logits)
         assert drawn.ids.tolist() == [expected]
+
+
+def test_an_end_token_beyond_the_models_vocabulary_touches_no_other_row() -> None:
+    """A tokenizer may know more tokens than the model has logits for."""
+    sampling = {"temperature": 0.0, "min_tokens": 9, "eos_token_ids": frozenset({4, 400})}
+    logits = torch.tensor([[1.0, 0.0, 0.0, 0.0], [5.0, 1.0, 0.0, 0.0]])
+    drawn = draw(Sampler(CPU), [piece(0, params(**sampling)), piece(1, params(temperature=0.0))], logits)
+    assert drawn.ids.tolist() == [0, 0]
 
 
 def test_history_follows_a_sequence_through_overlap_preemption_and_a_new_tenant() -> None:
