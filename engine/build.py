@@ -69,7 +69,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     report(Progress("kv_pool", _describe(scheduler_config, bytes_per_block, model)))
     runner = _make_runner(model, scheduler_config, backend_name, device)
     report(Progress("warm_up", f"one step on {device.type}"))
-    runner.run(warm_up_plan(scheduler_config, num_seqs=1, num_tokens=min(16, size.max_model_len))).wait()
+    num_tokens = min(16, size.max_model_len, max_num_batched_tokens)
+    runner.run(warm_up_plan(scheduler_config, num_seqs=1, num_tokens=num_tokens)).wait()
     return Engine(
         Scheduler(scheduler_config),
         runner,

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
-from engine.loop import Engine
+from engine.loop import Engine, QueueLimits
+from engine.runtime.attention.reference import ReferenceAttention
+from engine.runtime.runner import ModelRunner
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, KV heads, head size, tokens, float32
 
@@ -57,6 +59,41 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
     assert "2048 blocks of 16 tokens" in pool
     assert "contexts up to 512 tokens" in pool
+
+
+def test_what_was_asked_for_is_done(folder: str) -> None:
+    before = torch.get_num_threads()
+    try:
+        engine = build(
+            folder,
+            block_size=32,
+            max_model_len=256,
+            max_num_seqs=3,
+            max_num_batched_tokens=9,
+            enable_prefix_caching=False,
+            scheduling_policy="priority",
+            kv_cache_memory_bytes=10 * 2 * BLOCK_BYTES,
+            attention_backend="reference",
+            async_scheduling=True,
+            num_threads=before + 1,
+            max_num_queued_reqs=5,
+            max_num_queued_tokens=77,
+        )
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert engine.config == SchedulerConfig(
+        num_blocks=10,
+        block_size=32,
+        max_model_len=256,
+        max_num_seqs=3,
+        max_num_batched_tokens=9,
+        enable_prefix_caching=False,
+        policy="priority",
+    )
+    assert (engine._depth, engine._limits) == (1, QueueLimits(5, 77))
+    assert isinstance(engine._runner, ModelRunner)
+    assert isinstance(engine._runner._backend, ReferenceAttention)
 
 
 def test_one_batch_limit_yields_to_the_other(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -270,6 +271,19 @@ def test_a_step_lasts_from_its_launch_to_its_commit(rig: Rig) -> None:
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 1)
     assert rig.engine.stats.step_s.sum >= 0.05
     assert rig.engine.stats.tokens_per_s > 0
+
+
+def test_overlapping_steps_share_the_time_they_overlap() -> None:
+    """On a clock that ticks at every reading: added up, steps last no longer than the clock says has passed."""
+    ticks = itertools.count()
+    runner, listener = FakeRunner(config(), vocab_size=VOCAB), Listener()
+    engine = Engine(Scheduler(config()), runner, vocab_size=VOCAB, depth=1, clock=lambda: float(next(ticks)))
+    engine.start(listener)
+    engine.submit(request(max_tokens=60, eos_token_ids=frozenset()))
+    listener.wait_for(lambda: len(listener.ends) == 1)
+    assert engine.stats.step_s.count >= 60
+    assert engine.stats.step_s.sum <= next(ticks)
+    engine.stop(0.0)
 
 
 def test_a_full_queue_is_refused_at_once_with_a_time_to_come_back() -> None:
