@@ -254,13 +254,20 @@ def test_the_same_state_makes_the_same_plan() -> None:
 
 
 def test_the_books_of_a_small_history() -> None:
+    """Two answers in step: planned at 10 ms, a token at 20, 40, 60 and 80 ms."""
     driver = Driver(config())
-    driver.add(request("a", max_tokens=4, eos_token_ids=frozenset()))
+    for name in "ab":
+        driver.add(request(name, max_tokens=4, eos_token_ids=frozenset()))
     driver.drain()
     stats = driver.scheduler.stats
-    assert (stats.prompt_tokens, stats.generation_tokens, stats.steps) == (3, 4, 4)
-    assert stats.ttft_s.count == stats.queue_s.count == stats.e2e_s.count == stats.tpot_s.count == 1
-    assert stats.itl_s.count == 3
-    assert stats.itl_s.sum == pytest.approx(3 * 0.02)
-    assert stats.finished[FinishReason.LENGTH] == 1
-    assert stats.step_tokens.sum == 3 + 3
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.steps) == (6, 8, 4)
+    assert stats.finished[FinishReason.LENGTH] == 2
+    assert (stats.step_tokens.sum, stats.step_sequences.sum) == (6 + 6, 8)
+    assert (stats.request_prompt_tokens.sum, stats.request_generation_tokens.sum) == (6, 8)
+    means = {"queue_s": 0.01, "prefill_s": 0.01, "ttft_s": 0.02, "decode_s": 0.06, "e2e_s": 0.08, "tpot_s": 0.02}
+    for name, mean in means.items():
+        histogram = getattr(stats, name)
+        assert (histogram.count, histogram.sum) == (2, pytest.approx(2 * mean)), name
+    assert (stats.itl_s.count, stats.itl_s.sum) == (6, pytest.approx(6 * 0.02))
+    for name in "ab":
+        assert driver.ends[name, 0].timings == pytest.approx((0.01, 0.01, 0.06, 0))
