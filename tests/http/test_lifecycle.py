@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -47,6 +48,14 @@ def test_a_client_that_leaves_a_running_request_frees_it(serve: Serve, stream: b
         eventually(lambda: live.engine.stats.num_running == n)
     live.check_idle()
     assert aborted(live) == n
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_servers(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    live = serve(**SLOW)
+    with asked(live, COMPLETIONS, **ENDLESS):
+        eventually(lambda: live.engine.stats.num_running == 1)
+    eventually(lambda: 'route="/v1/completions",status="499"} 1.0' in httpx.get(live.url + "/metrics").text)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("stream", [False, True])
