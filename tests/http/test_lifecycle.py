@@ -69,6 +69,26 @@ def test_a_client_that_leaves_the_queue_frees_its_place(serve: Serve, stream: bo
         assert (live.engine.stats.num_running, aborted(live)) == (1, 1)
 
 
+def test_the_more_urgent_request_leaves_the_queue_first(serve: Serve) -> None:
+    live = serve(config=replace(CONFIG, max_num_seqs=1, policy="priority"), **SLOW)
+    order: list[int] = []
+
+    def ask(priority: int) -> None:
+        fields = {"prompt": "x", "max_tokens": 1, "priority": priority}
+        assert httpx.post(live.url + COMPLETIONS, json=fields).status_code == 200
+        order.append(priority)
+
+    threads = [threading.Thread(target=ask, args=(priority,)) for priority in (5, -5)]
+    with asked(live, COMPLETIONS, **ENDLESS):
+        eventually(lambda: live.engine.stats.num_running == 1)
+        for num_waiting, thread in enumerate(threads, start=1):
+            thread.start()
+            eventually(lambda num=num_waiting: live.engine.stats.num_waiting == num)
+    for thread in threads:
+        thread.join()
+    assert order == [-5, 5]
+
+
 def test_one_of_several_prompts_does_not_outlive_the_client(serve: Serve) -> None:
     live = serve(config=replace(CONFIG, max_num_seqs=2), **SLOW)
     with asked(live, COMPLETIONS, **{**ENDLESS, "prompt": ["a", "b", "c"]}, stream=True):
