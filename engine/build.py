@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
@@ -137,7 +137,13 @@ def _measure_cuda_budget(
     weights = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner = _make_runner(model, trial, config.attention_backend, device)
-    runner.run(warm_up_plan(trial, max_num_seqs, max_num_batched_tokens)).wait()
+    try:
+        runner.run(warm_up_plan(trial, max_num_seqs, max_num_batched_tokens)).wait()
+    except torch.OutOfMemoryError:
+        raise MemoryBudgetError(
+            f"A step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences does not fit what {config.model} "
+            f"leaves of the memory of {device}; lower --max-num-batched-tokens or --max-num-seqs."
+        ) from None
     pool = num_blocks * block_bytes(model.attention_specs, config.block_size, model.dtype)
     step = torch.cuda.max_memory_allocated(device) - weights - pool
     runner.close()
