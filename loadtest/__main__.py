@@ -25,6 +25,15 @@ from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, syn
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `bench`."""
+    _add_target_options(parser)
+    _add_load_options(parser)
+    _add_request_options(parser)
+    out = parser.add_argument_group("the report")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
+
+
+def _add_target_options(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("the server")
     target.add_argument("--base-url", metavar="URL", default="http://127.0.0.1:8000", help="default %(default)s")
     target.add_argument("--model", metavar="NAME", help="default: the first that /v1/models lists")
@@ -33,6 +42,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--timeout", metavar="S", type=_positive_float, default=600.0, help="seconds a request may take; default 600"
     )
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("the load")
     how = load.add_mutually_exclusive_group()
     how.add_argument(
@@ -67,6 +79,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--num-warmups", metavar="N", type=int, default=2, help="requests sent before measuring; default %(default)s"
     )
     load.add_argument("--seed", metavar="N", type=int, default=0, help="what prompts, lengths and arrivals follow from")
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the requests")
     work.add_argument(
         "--input-len",
@@ -98,9 +113,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let answers end early; by default ignore_eos and min_tokens are sent",
     )
-    out = parser.add_argument_group("the report")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
 
 
 def _positive_int(text: str) -> int:
