@@ -114,24 +114,21 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     assert not torch.equal(logits_of(other, IDS, [20]), logits)
 
 
-def test_a_packed_weight_multiplies_alike() -> None:
+@pytest.mark.parametrize("kernel", ["native", "prepacked", "plain"])
+def test_a_packed_weight_multiplies_alike(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel != "native":
+        monkeypatch.setattr(linear, "native", lambda: None)
+    if kernel == "plain":
+        monkeypatch.setattr(linear, "_prepacking_works", lambda dtype: False)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((48, 32), (48,), (5, 32)))
     for dtype in (torch.float32, torch.bfloat16):
         product = linear.Linear(weight.to(dtype), bias.to(dtype))
-        expected = product(x.to(dtype))
         product.pack()
+        assert (product.weight.numel() > 0) == (kernel == "plain"), "a packed weight is held once"
+        expected = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
         torch.testing.assert_close(product(x.to(dtype)), expected)
         assert product(x[:0].to(dtype)).shape == (0, 48)
-
-
-def test_a_machine_without_packing_uses_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_packing_works", lambda dtype: False)
-    weight, x = torch.ones(4, 3), torch.ones(2, 3)
-    product = linear.Linear(weight)
-    product.pack()
-    assert product.weight is weight
-    torch.testing.assert_close(product(x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend
+from engine.runtime.native.library import native
 
 BACKENDS = {
+    "cpu_native": "engine.runtime.attention.cpu_native:CpuNativeAttention",
     "cpu": "engine.runtime.attention.cpu_paged:CpuPagedAttention",
     "torch": "engine.runtime.attention.torch_paged:TorchPagedAttention",
     "reference": "engine.runtime.attention.reference:ReferenceAttention",
@@ -21,9 +23,9 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
     chosen = _best(device) if name == "auto" else name
     if chosen not in BACKENDS:
         raise ConfigError(f"--attention-backend is {name!r}; choose one of auto, {', '.join(BACKENDS)}.")
-    if chosen == "cpu" and device.type != "cpu":
+    if chosen in ("cpu", "cpu_native") and device.type != "cpu":
         raise ConfigError(
-            f"--attention-backend is 'cpu' but the device is {device.type!r}; leave it out, or use 'auto'."
+            f"--attention-backend is {chosen!r} but the device is {device.type!r}; leave it out, or use 'auto'."
         )
     module, _, attribute = BACKENDS[chosen].partition(":")
     backend: AttentionBackend = getattr(import_module(module), attribute)()
@@ -31,4 +33,6 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def _best(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "torch"
+    if device.type != "cpu":
+        return "torch"
+    return "cpu" if native() is None else "cpu_native"

@@ -10,6 +10,7 @@ struct scratch {
     float *scores; /* [R][CHUNK] scores, then weights */
     float *sums;   /* [R][head_dim] */
     float *peak, *mass, *fade; /* [R] */
+    float *joined;             /* [R][head_dim + 2] sums, peak and mass of all spans so far */
     uint32_t *tiles;           /* copies of K and V tiles, for a whole chunk */
 };
 
@@ -17,7 +18,7 @@ INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->
 
 static size_t attend_scratch(const struct attend_args *a) {
     size_t dim = (size_t)a->pool.head_dim, rows = ROWS + (size_t)group_of(a);
-    return (rows * (2 * dim + CHUNK + 3) + 2 * CHUNK * dim + 6 * TILE) * sizeof(float);
+    return (rows * (3 * dim + CHUNK + 5) + 2 * CHUNK * dim + 6 * TILE) * sizeof(float);
 }
 
 static struct scratch carve(const struct attend_args *a, float *at) {
@@ -29,7 +30,8 @@ static struct scratch carve(const struct attend_args *a, float *at) {
     s.tiles = (uint32_t *)at, at += 2 * CHUNK * dim;
     s.peak = at, at += rows;
     s.mass = at, at += rows;
-    s.fade = at;
+    s.fade = at, at += rows;
+    s.joined = at;
     return s;
 }
 
@@ -210,18 +212,18 @@ INLINE void finish_row(const struct attend_args *a, const struct attend_task *ta
     for (int64_t d = 0; d < dim; d += W) put(out, d, dim, get(from, d, dim) * factor);
 }
 
-INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s,
-                      enum dtype dtype) {
+/* Scores, softmax and weighted sums of the task's rows over keys [begin, stop) of one span, from nothing. */
+INLINE void attend_span(const struct attend_args *a, const struct attend_task *task, struct scratch *s, int64_t begin,
+                        int64_t stop, enum dtype dtype) {
     enum kind kind = kind_of(dtype);
     int64_t group = group_of(a), context = a->context_lens[task->slice];
     size_t dim = (size_t)a->pool.head_dim, rows = (size_t)(task->num_queries * group);
     int64_t first = context - (a->query_starts[task->slice + 1] - a->query_starts[task->slice]) + task->first_query;
     size_t size = dtype == DT_F32 ? 4 : 2;
-    load_rows(a, task, s, dtype, kind);
     memset(s->sums, 0, rows * dim * sizeof(float));
     for (size_t r = 0; r < rows; r++) s->peak[r] = -1e30f, s->mass[r] = 0;
-    for (int64_t key = task->key_begin; key < task->key_end; key += CHUNK) {
-        int64_t end = key + CHUNK < task->key_end ? key + CHUNK : task->key_end;
+    for (int64_t key = begin; key < stop; key += CHUNK) {
+        int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
         struct chunk c = locate(a, task, key, end, s->tiles);
         size_t t = 0, columns = c.num_tiles * TILE, lanes = dim / pair_of(kind);
         prefetch(a, task, a->pool.v, 0, key, end, size);
@@ -251,14 +253,38 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
         default: break;
         }
     }
-    for (size_t r = 0; r < rows; r++) {
-        if (task->partial) {
-            float *to = task->partial + r * (dim + 2);
-            memcpy(to, s->sums + r * dim, dim * sizeof(float));
-            to[dim] = s->peak[r], to[dim + 1] = s->mass[r];
-        } else {
-            finish_row(a, task, (int64_t)r, s->sums + r * dim, s->peak[r], s->mass[r], dtype);
+}
+
+/* Join one row's record of a later span to that of all before it. Never inlined: one piece of code, one rounding. */
+__attribute__((noinline)) static void join(float *into, const float *later, int64_t dim) {
+    float top = fmaxf(into[dim], later[dim]);
+    float keep = expf(into[dim] - top), add = expf(later[dim] - top);
+    for (int64_t d = 0; d < dim; d++) into[d] = into[d] * keep + later[d] * add;
+    into[dim] = top, into[dim + 1] = into[dim + 1] * keep + later[dim + 1] * add;
+}
+
+INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s,
+                      enum dtype dtype) {
+    int64_t dim = a->pool.head_dim, rows = task->num_queries * group_of(a), record = dim + 2;
+    load_rows(a, task, s, dtype, kind_of(dtype));
+    float *to = task->partial ? task->partial : s->joined;
+    for (int64_t begin = task->key_begin, stop; begin < task->key_end; begin = stop) {
+        stop = (begin / SPAN + 1) * SPAN < task->key_end ? (begin / SPAN + 1) * SPAN : task->key_end;
+        attend_span(a, task, s, begin, stop, dtype);
+        int is_joined = !task->partial && begin > task->key_begin;
+        for (int64_t r = 0; r < rows; r++) {
+            float *sums = s->sums + r * dim, *row = to + r * record, own[is_joined ? record : 1];
+            float *at = is_joined ? own : row;
+            memcpy(at, sums, (size_t)dim * sizeof(float));
+            at[dim] = s->peak[r], at[dim + 1] = s->mass[r];
+            if (is_joined) join(row, own, dim);
         }
+        if (task->partial) to += rows * record;
+    }
+    if (task->partial) return;
+    for (int64_t r = 0; r < rows; r++) {
+        const float *row = s->joined + r * record;
+        finish_row(a, task, r, row, row[dim], row[dim + 1], dtype);
     }
 }
 
@@ -272,18 +298,14 @@ static void attend(const struct attend_args *a, const struct attend_task *task, 
         attend_as(a, task, &s, DT_F16);
 }
 
-/* Join the parts that cover one set of rows: each weighs by the mass it saw. */
+/* Join the spans of all parts, which cover the keys of one set of rows from first to last. */
 static void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
-    int64_t dim = a->pool.head_dim, rows = parts->num_queries * group_of(a);
+    int64_t dim = a->pool.head_dim, rows = parts->num_queries * group_of(a), record = dim + 2;
     for (int64_t r = 0; r < rows; r++) {
-        float *into = parts[0].partial + r * (dim + 2);
-        for (int64_t p = 1; p < num_parts; p++) {
-            const float *from = parts[p].partial + r * (dim + 2);
-            float top = fmaxf(into[dim], from[dim]);
-            float keep = expf(into[dim] - top), add = expf(from[dim] - top);
-            for (int64_t d = 0; d < dim; d++) into[d] = into[d] * keep + from[d] * add;
-            into[dim] = top, into[dim + 1] = into[dim + 1] * keep + from[dim + 1] * add;
-        }
+        float *into = parts[0].partial + r * record;
+        for (int64_t p = 0; p < num_parts; p++)
+            for (int64_t span = 0; span < spans_of(&parts[p]); span++)
+                if (p + span > 0) join(into, parts[p].partial + (span * rows + r) * record, dim);
         finish_row(a, parts, r, into, into[dim], into[dim + 1], (enum dtype)a->pool.dtype);
     }
 }

@@ -156,7 +156,7 @@ static struct attend_task cover(const struct attend_args *a, int64_t slice, int6
         .slice = slice,
         .first_query = first,
         .num_queries = num,
-        .key_begin = begin > 0 ? begin / TILE * TILE : 0,
+        .key_begin = begin > 0 ? begin / CHUNK * CHUNK : 0,
         .key_end = start + num,
     };
 }
@@ -178,21 +178,24 @@ struct plan {
     int threads;
 };
 
+/* The keys from `begin` that one share takes: up to a multiple of SPAN, `spans` of them or what is left. */
+static int64_t share_end(const struct attend_task *task, int64_t begin, int64_t spans) {
+    int64_t end = (begin / SPAN + spans) * SPAN;
+    return end < task->key_end ? end : task->key_end;
+}
+
 /* Cut the batch so that a thread has about four shares: by slice, head and tile of queries, and where that is too few,
- * by keys; the last kind leaves partial results that attend_merge joins. */
+ * by spans of keys; the last kind leaves partial results that attend_merge joins. */
 static enum status make_plan(const struct attend_args *a, struct plan *plan) {
     int64_t group = a->num_heads / a->pool.num_kv_heads, heads = a->pool.num_kv_heads, dim = a->pool.head_dim;
-    int64_t per_tile = group < ROWS ? ROWS / group : 1, work = 0, longest_share = INT64_MAX, count = 0, rows = 0;
+    int64_t per_tile = group < ROWS ? ROWS / group : 1, work = 0, spans = INT32_MAX, count = 0, rows = 0;
     FOR_EACH_COVER(task, a, per_tile) work += heads * (task.key_end - task.key_begin);
     plan->threads = work * dim * 2 > WORTH_SHARING ? team_size() : 1;
-    if (plan->threads > 1) {
-        longest_share = work / (4 * plan->threads);
-        if (longest_share < CHUNK) longest_share = CHUNK;
-    }
+    if (plan->threads > 1) spans = work / (4 * plan->threads) / SPAN + 1;
     FOR_EACH_COVER(task, a, per_tile) {
-        int64_t parts = (task.key_end - task.key_begin - 1) / longest_share + 1;
+        int64_t parts = (spans_of(&task) - 1) / spans + 1;
         count += heads * parts;
-        if (parts > 1) rows += heads * parts * task.num_queries * group;
+        if (parts > 1) rows += heads * spans_of(&task) * task.num_queries * group;
     }
     plan->tasks = malloc((size_t)count * sizeof *plan->tasks);
     plan->partials = rows ? malloc((size_t)(rows * (dim + 2)) * sizeof(float)) : NULL;
@@ -200,14 +203,14 @@ static enum status make_plan(const struct attend_args *a, struct plan *plan) {
     struct attend_task *next = plan->tasks;
     float *partial = plan->partials;
     FOR_EACH_COVER(task, a, per_tile) {
-        int64_t keys = task.key_end - task.key_begin, parts = (keys - 1) / longest_share + 1;
-        int64_t share = ((keys + parts - 1) / parts + TILE - 1) / TILE * TILE, end = task.key_end;
+        int is_cut = spans_of(&task) > spans;
         for (task.head = 0; task.head < heads; task.head++) {
-            for (int64_t begin = task.key_begin; begin < end; begin += share) {
+            for (int64_t begin = task.key_begin, end; begin < task.key_end; begin = end) {
+                end = share_end(&task, begin, spans);
                 *next = task;
                 next->key_begin = begin;
-                next->key_end = begin + share < end ? begin + share : end;
-                if (share < keys) next->partial = partial, partial += task.num_queries * group * (dim + 2);
+                next->key_end = end;
+                if (is_cut) next->partial = partial, partial += spans_of(next) * task.num_queries * group * (dim + 2);
                 next++;
             }
         }

@@ -22,6 +22,7 @@ enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_N
 enum {
     TILE = 16,   /* keys (or weight rows) in one tile, on every instruction set */
     CHUNK = 128, /* keys between two updates of the running softmax */
+    SPAN = 256,  /* keys whose result is joined to that of the spans before; a task is cut between spans only */
     ROWS = 64,   /* query rows (queries x heads of a group) that share one pass over the keys */
 };
 
@@ -55,11 +56,20 @@ struct attend_args {
     float scale, softcap;        /* softcap 0: none */
 };
 
-/* A share of attention: some queries of one slice and kv head against some of the keys. */
+/* A share of attention: some queries of one slice and kv head against some of the keys.
+ *
+ * Chunks and spans begin at multiples of their size in the sequence, wherever a task begins, and spans are joined first
+ * to last by one function. So a query's result is a function of its own sequence: the same bits alone or in a batch, as
+ * a decode step or inside a prompt chunk, on one thread or many. */
 struct attend_task {
     int64_t slice, head, first_query, num_queries, key_begin, key_end;
-    float *partial; /* NULL: finish and write out; else rows x (head_dim + 2): sums, peak, mass */
+    float *partial; /* NULL: join and write out; else a record a span, rows x (head_dim + 2): sums, peak, mass */
 };
+
+/* Spans that a task touches. */
+static inline int64_t spans_of(const struct attend_task *task) {
+    return (task->key_end - 1) / SPAN - task->key_begin / SPAN + 1;
+}
 
 /* y[M, N] = x[M, K] w^T (+ bias); w packed in tiles of TILE rows, [N / TILE][K / 2][TILE] lanes of bfloat16. */
 struct gemm_args {

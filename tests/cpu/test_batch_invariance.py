@@ -1,0 +1,126 @@
+"""The same bits whatever else is in the batch: what the native kernels promise, held exactly, not approximately.
+
+bfloat16 rounds every result to three digits, so a last bit that depends on the batch soon changes a word of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_attention import make_batch, make_tables
+
+from engine.core.config import EngineConfig
+from engine.core.scheduler import Scheduler
+from engine.runtime.attention.base import AttentionSpec, CausalLM
+from engine.runtime.attention.cpu_native import CpuNativeAttention
+from engine.runtime.models.load import load_model
+from engine.runtime.native.library import Isa, native
+from engine.runtime.native.ops import PackedLinear
+from server.model_source import find_model
+from server.tokenizer import load_tokenizer
+from tests.cpu.model_driver import request, serve, settings
+
+LENGTH = 700  # positions: nearly three spans
+CURIOUS = (0, 1, 15, 16, 127, 128, 129, 255, 256, 257, 500, 511, 512, 699)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    library = native()
+    if library is None:
+        pytest.skip("no native library and no C compiler")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    library.use_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    library.use_threads(num_threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 200])
+def test_attention_of_a_position_is_one_result(window: int | None, dtype: torch.dtype) -> None:
+    """As a row of a whole prompt, of a chunk, as a decode step alone or in a crowd, on one thread or several."""
+    torch.manual_seed(3)
+    spec = AttentionSpec(6, 2, 64, 0.125, window=window, softcap=3.0, sinks=torch.linspace(-1, 1, 6))
+    q, k, v = (torch.randn(LENGTH, heads, 64).to(dtype) for heads in (6, 2, 2))
+    backend = CpuNativeAttention()
+    table, *others = make_tables([(LENGTH, 0), (300, 1), (5, 1), (40, 9)], 16, is_scattered=True)
+    pools = [torch.zeros(backend.kv_shape(spec, 96, 16), dtype=dtype) for _ in range(2)]
+
+    def attend(start: int, stop: int, crowd: bool = False) -> torch.Tensor:
+        steps, tables = [(start, stop - start)], [table]
+        if crowd:
+            steps, tables = [(300, 1), *steps, (5, 1), (40, 9)], [others[0], table, *others[1:]]
+        rows = sum(num for _, num in steps)
+        at = slice(1, 1 + stop - start) if crowd else slice(0, stop - start)
+        batched = [torch.randn(rows, x.shape[1], 64).to(dtype) for x in (q, k, v)]
+        for mine, x in zip(batched, (q, k, v), strict=True):
+            mine[at] = x[start:stop]
+        backend.prepare(make_batch(steps, tables, 16))
+        return backend.attend(spec, *batched, *pools)[at]
+
+    torch.set_num_threads(2)
+    whole = attend(0, LENGTH)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(attend(0, LENGTH), whole)
+        assert torch.equal(attend(130, 430), whole[130:430])
+        for position in CURIOUS:
+            assert torch.equal(attend(position, position + 1), whole[position : position + 1]), position
+            assert torch.equal(attend(position, position + 1, crowd=True), whole[position : position + 1]), position
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (72, 1536)])
+def test_a_linears_row_is_one_result(shape: tuple[int, int]) -> None:
+    library = native()
+    assert library is not None
+    torch.manual_seed(4)
+    x = torch.randn(67, shape[1]).bfloat16()
+    linear = PackedLinear(library, torch.randn(shape).bfloat16())
+    whole = linear(x)
+    for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
+        library.use_threads(1 + start % 2)
+        assert torch.equal(linear(x[start:stop]), whole[start:stop])
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    path = str(find_model(None).path)
+    return load_model(EngineConfig(model=path), torch.device("cpu"), torch.bfloat16, lambda progress: None)
+
+
+def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(model: CausalLM) -> None:
+    library = native()
+    if library is None or library.isa is not Isa.AVX512BF16:
+        pytest.skip("this CPU does not multiply bfloat16 itself, so linears go through oneDNN, which promises nothing")
+    tokenizer = load_tokenizer(str(Path(find_model(None).path)))
+    texts = [
+        "Once upon a time",
+        "The capital of France is",
+        "1, 2, 3, 4,",
+        "In the beginning there were " + "many " * 20,
+    ]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    asked = [
+        request(f"{i}-{kind}", prompt, max_tokens=12, seed=i, temperature=temperature, n=n)
+        for i, prompt in enumerate(prompts)
+        for kind, temperature, n in (("greedy", 0.0, 1), ("sampled", 1.0, 2))
+    ]
+    alone = {}
+    for one in asked:
+        alone |= serve(model, settings(), [one]).ids
+    assert len(alone) == 12
+    regimes = {
+        "busy": settings(max_num_seqs=12),
+        "chunked": settings(max_num_batched_tokens=16),
+        "preempting": settings(num_blocks=16, max_num_seqs=12),
+        "uncached": settings(enable_prefix_caching=False),
+    }
+    for depth, (name, config) in enumerate(regimes.items()):
+        scheduler = Scheduler(config)
+        assert serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler).ids == alone, name
+        assert (scheduler.stats.preemptions > 0) == (name == "preempting")
