@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
@@ -40,14 +41,14 @@ class Inbox:
         self.num_requests = 0
         self.num_tokens = 0
 
-    def put_request(self, request: Request) -> None:
-        """Queue a request, or raise why not."""
+    def put_requests(self, requests: Sequence[Request]) -> None:
+        """Queue requests, all or none, or raise why not."""
         with self._changed:
             if self._refusal is not None:
                 raise type(self._refusal)(str(self._refusal))  # a fresh one: a raised error grows with every raise
-            self.num_requests += 1
-            self.num_tokens += len(request.prompt)
-            self._messages.append(request)
+            self.num_requests += len(requests)
+            self.num_tokens += sum(len(request.prompt) for request in requests)
+            self._messages.extend(requests)
             self._changed.notify()
 
     def put(self, message: Abort | Stop) -> None:

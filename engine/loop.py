@@ -88,15 +88,16 @@ class Engine:
         self._deliver = deliver
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; its events follow through `deliver`, exactly one terminal event a choice.
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none; events follow through `deliver`, exactly one terminal event a choice.
 
-        Never blocks. Raises ClientError if it can never be served, OverloadedError if too much waits already,
+        Never blocks. Raises ClientError if one can never be served, OverloadedError if too much waits already,
         ShuttingDownError or EngineDeadError if nothing is accepted any more.
         """
-        check_request(request, self.config)
-        self._check_queue(request)
-        self._inbox.put_request(request)
+        for request in requests:
+            check_request(request, self.config)
+        self._check_queue(sum(len(request.prompt) for request in requests))
+        self._inbox.put_requests(requests)
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
@@ -117,8 +118,11 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _check_queue(self, request: Request) -> None:
-        """Refuse at the door what would wait too long, with the time after which it should be tried again."""
+    def _check_queue(self, num_new_tokens: int) -> None:
+        """Refuse at the door what would wait too long, with the time after which it should be tried again.
+
+        Only others are ahead: an engine with a free seat takes any submission, else a large one would never be taken.
+        """
         stats, inbox, limits = self.stats, self._inbox, self._limits
         num_seats = max(self.config.max_num_seqs - stats.num_running, 0)
         num_ahead = stats.num_waiting + stats.num_preempted + inbox.num_requests - num_seats
@@ -127,7 +131,7 @@ class Engine:
         num_tokens = stats.num_waiting_tokens + inbox.num_tokens
         if limits.max_requests is not None and num_ahead >= limits.max_requests:
             full = f"{num_ahead} requests wait already (--max-num-queued-reqs {limits.max_requests})"
-        elif limits.max_tokens is not None and num_tokens + len(request.prompt) > limits.max_tokens:
+        elif limits.max_tokens is not None and num_tokens + num_new_tokens > limits.max_tokens:
             full = f"{num_tokens} prompt tokens wait already (--max-num-queued-tokens {limits.max_tokens})"
         else:
             return

@@ -93,14 +93,9 @@ class EngineClient:
 
         Raises what Engine.submit raises.
         """
+        self.engine.submit(*requests)
         answer = Answer(self, requests)
-        try:
-            for request in requests:
-                self._answers[request.request_id] = answer
-                self.engine.submit(request)
-        except BaseException:
-            answer.close(AbortCause.ERROR)
-            raise
+        self._answers.update((request.request_id, answer) for request in requests)  # before the loop can deliver
         return answer
 
     def forget(self, request_ids: Iterable[str]) -> None:

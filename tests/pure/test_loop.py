@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.core.errors import EngineDeadError, NeverFitsError, OverloadedError, ShuttingDownError
+from engine.core.errors import ContextLengthError, EngineDeadError, NeverFitsError, OverloadedError, ShuttingDownError
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
@@ -299,6 +299,23 @@ def test_a_full_queue_is_refused_at_once_with_a_time_to_come_back() -> None:
     rig.release()
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 8)
     rig.engine.submit(request("later"))
+    rig.close()
+
+
+def test_requests_that_belong_together_are_admitted_all_or_none() -> None:
+    rig = Rig(limits=QueueLimits(max_requests=2, max_tokens=20))
+    many = [request(str(i), (1, 2, 3)) for i in range(9)]
+    with pytest.raises(ContextLengthError):
+        rig.engine.submit(*many, request("too long", (1,) * 1000))
+    rig.engine.submit(*many)  # more than the queue holds, but nobody is ahead of them
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 9)
+    rig.block()
+    rig.engine.submit(*[request(f"queued {i}") for i in range(7)])
+    with pytest.raises(OverloadedError):
+        rig.engine.submit(request("one too many"), request("and another"))
+    assert rig.engine.stats.rejected == 1
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 17)
     rig.close()
 
 
