@@ -8,6 +8,7 @@ costs about 5 us on a CPU and there are thirty layers: the number of calls is ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from engine.runtime.attention.base import LayerAttention
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import rotate
+from engine.runtime.native.ops import add_rms_norm, silu_mul
 
 Named = Iterator[tuple[str, Tensor]]
 Norm = Callable[[Tensor], Tensor]
@@ -56,9 +58,7 @@ class RMSNorm:
             self.weight.add_(1.0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._offset:
-            return F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return add_rms_norm(x, None, self.weight, self._eps)
 
 
 def identity(x: Tensor) -> Tensor:
@@ -166,10 +166,16 @@ class Attention:
             self._norm.finish()
 
 
+def _gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
+    width = gate_up.shape[1] // 2
+    return F.gelu(gate_up[:, :width], approximate=approximate).mul_(gate_up[:, width:])
+
+
+# gate_up [T, 2 * width] -> act(gate) * up, [T, width]
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.SILU: silu_mul,
+    Activation.GELU: partial(_gelu_mul, approximate="none"),
+    Activation.GELU_TANH: partial(_gelu_mul, approximate="tanh"),
 }
 
 
@@ -186,8 +192,7 @@ class MLP:
         self.down = make.linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up(x)
-        return self.down(self._act(gate_up[:, : self._width]).mul_(gate_up[:, self._width :]))
+        return self.down(self._act(self.gate_up(x)))
 
     def tensors(self) -> Named:
         if self._merged:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.models.hf_config import HFConfig
+from engine.runtime.native.ops import rotate_heads
 
 
 class Frequencies(NamedTuple):
@@ -237,8 +238,8 @@ class Rotary:
         self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and signed sin, each [T, 1, dim] in the model's dtype."""
-        angles = positions.float()[:, None, None] * self._inverse
+        """positions [T] -> cos and signed sin, each [T, dim] in the model's dtype."""
+        angles = positions.float()[:, None] * self._inverse
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
 
 
@@ -247,7 +248,10 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
     The sign of the half that is negated lives in `signed_sin`, which leaves three operations.
     """
-    dim = cos.shape[-1]
+    if x.device.type == "cpu":
+        rotate_heads(x, cos, signed_sin, x.shape[1])
+        return x
+    dim, cos, signed_sin = cos.shape[-1], cos[:, None], signed_sin[:, None]
     if dim == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(dim // 2, -1), signed_sin)
     part = x[..., :dim]
