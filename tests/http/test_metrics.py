@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 import pytest
 from prometheus_client import Metric
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
-from engine.core.stats import Histogram
+from engine.core.stats import Histogram, Stats
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
 from server.metrics import MAX_IGNORED_FIELDS, METRICS, VLLM_METRICS, Metrics
@@ -83,6 +84,48 @@ def test_counters_are_the_engines(engine: Engine) -> None:
     assert {sample.labels["reason"] for sample in families["quire_requests_finished"].samples} == {
         reason.value for reason in FinishReason
     }
+
+
+SHOWN = {
+    "quire_num_requests_running": "num_running",
+    "quire_num_requests_waiting": "num_waiting",
+    "quire_num_requests_preempted": "num_preempted",
+    "quire_num_waiting_tokens": "num_waiting_tokens",
+    "quire_tokens_per_second": "tokens_per_s",
+    "quire_engine_steps_total": "steps",
+    "quire_prompt_tokens_total": "prompt_tokens",
+    "quire_generation_tokens_total": "generation_tokens",
+    "quire_prefix_cache_queried_tokens_total": "prefix_queried_tokens",
+    "quire_prefix_cache_hit_tokens_total": "prefix_hit_tokens",
+    "quire_preemptions_total": "preemptions",
+    "quire_integrity_failures_total": "integrity_failures",
+    "quire_requests_rejected_total": "rejected",
+    "quire_time_to_first_token_seconds": "ttft_s",
+    "quire_time_per_output_token_seconds": "tpot_s",
+    "quire_inter_token_latency_seconds": "itl_s",
+    "quire_e2e_request_latency_seconds": "e2e_s",
+    "quire_request_queue_time_seconds": "queue_s",
+    "quire_request_prefill_time_seconds": "prefill_s",
+    "quire_request_decode_time_seconds": "decode_s",
+    "quire_step_duration_seconds": "step_s",
+    "quire_step_tokens": "step_tokens",
+    "quire_step_sequences": "step_sequences",
+    "quire_request_prompt_tokens": "request_prompt_tokens",
+    "quire_request_generation_tokens": "request_generation_tokens",
+}
+ELSEWHERE = {"blocks_free", "blocks_cached", "blocks_held", "finished", "aborted", "last_step_s"}
+
+
+def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
+    stats = Stats()
+    assert {field.name for field in fields(Stats)} == ELSEWHERE | set(SHOWN.values())
+    rows = {metric.name: metric for metric in METRICS}
+    for mark, (name, attribute) in enumerate(SHOWN.items(), start=1):
+        if isinstance(number := getattr(stats, attribute), Histogram):
+            assert rows[name].read(stats) is number
+        else:
+            setattr(stats, attribute, mark)
+            assert rows[name].read(stats) == mark
 
 
 def test_blocks_add_up_to_the_pool(engine: Engine) -> None:
