@@ -138,14 +138,35 @@ def test_flags_are_understood(argv: list[str], name: str, value: object) -> None
     assert getattr(load_settings(argv), name) == value
 
 
-def test_what_is_set_reaches_the_engine_and_the_application() -> None:
-    settings = load_settings(
-        ["--max-num-seqs", "7", "--strict-fields", "--stall-limit", "5", "--metrics-compat", "vllm"]
+def test_every_application_setting_reaches_the_application() -> None:
+    """Each set to something that is not its default."""
+    argv = [
+        "--served-model-name", "first", "second", "--api-key", "k", "--allowed-origins", "https://a.b",
+        "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--strict-fields", "--stall-limit", "3",
+        "--shutdown-timeout", "4", "--metrics-compat", "vllm",
+    ]  # fmt: skip
+    made = load_settings(argv).app_config("here", "unused")
+    assert made == AppConfig(
+        model="here",
+        served_model_names=("first", "second"),
+        api_keys=("k",),
+        allowed_origins=("https://a.b",),
+        max_body_bytes=1 << 20,
+        max_logprobs=7,
+        strict_fields=True,
+        stall_limit_s=3.0,
+        shutdown_timeout_s=4.0,
+        metrics_compat="vllm",
     )
+    default = AppConfig(model="", served_model_names=())
+    for field in fields(AppConfig):
+        assert getattr(made, field.name) != getattr(default, field.name), f"{field.name} is not tested here"
+
+
+def test_what_is_set_reaches_the_engine() -> None:
+    settings = load_settings(["--max-num-seqs", "7", "--strict-fields"])
     assert settings.engine_config("here") == EngineConfig(model="here", max_num_seqs=7)
-    app = settings.app_config("here", "name")
-    assert (app.strict_fields, app.stall_limit_s, app.metrics_compat) == (True, 5.0, "vllm")
-    assert app.served_model_names == ("name",)
+    assert settings.app_config("here", "name").served_model_names == ("name",)
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
