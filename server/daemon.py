@@ -18,6 +18,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from server.connection import Connection
 from server.routes.context import Context
 
 log = logging.getLogger("quire.serve")
@@ -32,7 +33,7 @@ def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_rea
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -24,6 +24,7 @@ from engine.core.scheduler import Scheduler
 from engine.loop import Engine, QueueLimits
 from server.app import create_app
 from server.app_config import AppConfig
+from server.connection import Connection
 from server.text import SamplingDefaults
 from server.tokenizer import TextTokenizer, Vocabulary
 
@@ -112,7 +113,7 @@ class Live:
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = uvicorn.Server(
-            uvicorn.Config(self.app, loop="asyncio", http="httptools", ws="none", lifespan="on", log_config=None)
+            uvicorn.Config(self.app, loop="asyncio", http=Connection, ws="none", lifespan="on", log_config=None)
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

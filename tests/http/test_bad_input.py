@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from harness import Live
+from harness import WAIT_S, Live
 
 Serve = Callable[..., Live]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -253,3 +254,42 @@ def test_detokenize_refuses_what_is_no_token(http: httpx.Client, fields: dict[st
 @pytest.mark.parametrize("fields", [{}, {"prompt": "x", **HELLO}])
 def test_tokenize_wants_one_of_two(http: httpx.Client, fields: dict[str, Any]) -> None:
     error_of(http.post("/tokenize", json=fields), 400)
+
+
+def exchange(live: Live, *pieces: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The status line and the error of what is answered to raw bytes, after which the server hangs up."""
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"BREW /health HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: abc\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_answered_in_the_envelope(live: Live, raw: bytes) -> None:
+    status, error = exchange(live, raw)
+    assert status == b"HTTP/1.1 400 Bad Request"
+    assert error["code"] == "invalid_http"
+
+
+def test_a_head_without_end_is_refused(live: Live, http: httpx.Client) -> None:
+    status, error = exchange(live, b"GET /health HTTP/1.1\r\nx-endless: " + b"a" * 60_000, b"a" * 6_000)
+    assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert error["code"] == "headers_too_large"
+    for _ in range(3):  # what counts is one head, not all of a connection's
+        assert http.get("/health", headers={"x-long": "a" * 30_000}).status_code == 200
+
+
+def test_an_unknown_upgrade_is_passed_over_in_silence(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"connection": "Upgrade", "upgrade": "websocket"}
+    assert httpx.get(live.url + "/health", headers=headers).status_code == 200
+    assert not caplog.records

@@ -1,0 +1,49 @@
+"""One HTTP/1.1 connection: uvicorn's, with a bound on what comes before a body, and our envelope where none was readable.
+
+uvicorn's parser keeps a head of any length, so that one client could fill the memory before any limit of ours is asked.
+Event loop.
+"""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from server.errors import ApiError
+
+MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, as far as they come in pieces
+
+
+class Connection(HttpToolsProtocol):
+    """A connection, over which requests come one after another."""
+
+    _is_in_head = False
+    _num_head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; a head that goes on for too long ends the connection."""
+        super().data_received(data)
+        self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
+            self._refuse(ApiError(431, "headers_too_large", message))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's sentence says no more
+        """What came is no HTTP."""
+        self._refuse(ApiError(400, "invalid_http", "This is not a valid HTTP/1.1 request; check the client or proxy."))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A wish to change the protocol may be passed over; uvicorn's warning asks the operator to install something."""
+
+    def _refuse(self, error: ApiError) -> None:
+        body = error.body()
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()
