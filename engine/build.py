@@ -19,6 +19,7 @@ from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool
 from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.native.library import native
 from engine.runtime.runner import ModelRunner, warm_up_plan
 
 Report = Callable[[Progress], None]
@@ -44,6 +45,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, resolve_dtype(config, device), report)
     _check_model_len(config, model)
+    _share_threads(model)
 
     bytes_per_block = block_bytes(model.attention_specs, config.block_size, model.dtype)
     model_len = config.max_model_len or model.max_model_len
@@ -102,6 +104,15 @@ def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def _share_threads(model: CausalLM) -> None:
+    """Give the cores to one team: torch's threads, if they kept spinning, would hold up the native library's."""
+    library = native()
+    if library is not None:
+        library.use_threads(torch.get_num_threads())
+        if model.is_native:
+            torch.set_num_threads(1)
 
 
 def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:

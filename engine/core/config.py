@@ -15,6 +15,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "quire", "transformers")
+MAX_NUM_THREADS = 1024  # thread libraries end the process where the system gives no more
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -69,6 +70,11 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
+        threads = self.num_threads
+        _require(
+            threads is None or threads <= MAX_NUM_THREADS,
+            f"--num-threads is {threads}; it must be at most {MAX_NUM_THREADS}, best the number of cores.",
+        )
         size = self.block_size
         _require(
             1 <= size <= 1024 and size & (size - 1) == 0,

@@ -17,7 +17,7 @@ from engine.core.scheduler import Scheduler
 from engine.runtime.attention.base import AttentionSpec, CausalLM
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear
 from server.model_source import find_model
 from server.tokenizer import load_tokenizer
@@ -32,11 +32,9 @@ def threads() -> Iterator[None]:
     library = native()
     if library is None:
         pytest.skip("no native library and no C compiler")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    num_threads = library.num_threads
     library.use_threads(1)
     yield
-    torch.set_num_threads(num_threads)
     library.use_threads(num_threads)
 
 
@@ -63,10 +61,12 @@ def test_attention_of_a_position_is_one_result(window: int | None, dtype: torch.
         backend.prepare(make_batch(steps, tables, 16))
         return backend.attend(spec, *batched, *pools)[at]
 
-    torch.set_num_threads(2)
+    library = native()
+    assert library is not None
+    library.use_threads(2)
     whole = attend(0, LENGTH)
     for num_threads in (1, 3):
-        torch.set_num_threads(num_threads)
+        library.use_threads(num_threads)
         assert torch.equal(attend(0, LENGTH), whole)
         assert torch.equal(attend(130, 430), whole[130:430])
         for position in CURIOUS:
@@ -74,13 +74,14 @@ def test_attention_of_a_position_is_one_result(window: int | None, dtype: torch.
             assert torch.equal(attend(position, position + 1, crowd=True), whole[position : position + 1]), position
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(960, 576), (72, 1536)])
-def test_a_linears_row_is_one_result(shape: tuple[int, int]) -> None:
+def test_a_linears_row_is_one_result(shape: tuple[int, int], dtype: torch.dtype) -> None:
     library = native()
     assert library is not None
     torch.manual_seed(4)
-    x = torch.randn(67, shape[1]).bfloat16()
-    linear = PackedLinear(library, torch.randn(shape).bfloat16())
+    x = torch.randn(67, shape[1]).to(dtype)
+    linear = PackedLinear(library, torch.randn(shape).to(dtype))
     whole = linear(x)
     for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
         library.use_threads(1 + start % 2)
@@ -94,9 +95,6 @@ def model() -> CausalLM:
 
 
 def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(model: CausalLM) -> None:
-    library = native()
-    if library is None or library.isa is not Isa.AVX512BF16:
-        pytest.skip("this CPU does not multiply bfloat16 itself, so linears go through oneDNN, which promises nothing")
     tokenizer = load_tokenizer(str(Path(find_model(None).path)))
     texts = [
         "Once upon a time",

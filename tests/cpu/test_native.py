@@ -33,13 +33,11 @@ def library(request: pytest.FixtureRequest) -> Iterator[Library]:
         pytest.skip("no native library and no C compiler")
     if request.param > loaded.best_isa:
         pytest.skip(f"this machine has no {request.param.name}")
-    isa, num_threads = loaded.isa, torch.get_num_threads()
+    isa, num_threads = loaded.isa, loaded.num_threads
     loaded.use_isa(request.param)
-    torch.set_num_threads(1)
     loaded.use_threads(1)
     yield loaded
     loaded.use_isa(isa)
-    torch.set_num_threads(num_threads)
     loaded.use_threads(num_threads)
 
 
@@ -109,7 +107,7 @@ def test_window_softcap_and_sinks_together(library: Library, dtype: torch.dtype)
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_contexts_split_over_threads_join_to_the_same(library: Library, num_threads: int) -> None:
     """One long decode among short ones is cut by keys; a window moves where the cuts fall."""
-    torch.set_num_threads(num_threads)
+    library.use_threads(num_threads)
     for window in (None, 700):
         spec = AttentionSpec(6, 2, 32, 0.2, window=window, sinks=torch.linspace(-1, 2, 6))
         check_attention(spec, [(1201, 1), (3, 1), (90, 2)], torch.float32)
@@ -172,13 +170,16 @@ def test_rotate_heads(library: Library, is_normed: bool, head_dim: int, rope_dim
 @pytest.mark.parametrize("num_rows", [1, 3, 18])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (15, 40), (70, 576), (130, 64)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_packed_linear(library: Library, has_bias: bool, outputs: int, inputs: int, num_rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_linear(
+    library: Library, dtype: torch.dtype, has_bias: bool, outputs: int, inputs: int, num_rows: int
+) -> None:
     torch.manual_seed(0)
-    weight, x = (torch.randn(n, inputs).bfloat16() for n in (outputs, num_rows))
-    bias = torch.randn(outputs).bfloat16() if has_bias else None
+    weight, x = (torch.randn(n, inputs).to(dtype) for n in (outputs, num_rows))
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     found = ops.PackedLinear(library, weight, bias)(x).double()
-    torch.testing.assert_close(found, expected, rtol=ONE_ROUNDING[torch.bfloat16], atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=ONE_ROUNDING[dtype], atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -88,6 +88,11 @@ class CausalLM(Protocol):
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype
 
+    @property
+    def is_native(self) -> bool:
+        """Whether products run in the native library, on its threads: torch's would only be in their way."""
+        ...
+
     def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
         """ids, positions [T] -> the final, normed hidden states [T, hidden]."""
         ...

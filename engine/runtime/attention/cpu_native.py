@@ -49,7 +49,6 @@ class CpuNativeAttention:
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
         self._batch = batch  # which also keeps the memory below alive
-        self._library.use_threads(torch.get_num_threads())
         assert all(x.is_contiguous() for x in (batch.slots, batch.query_starts, batch.context_lens, batch.block_tables))
         self._store.num_tokens = batch.slots.shape[0]
         self._store.slots = batch.slots.data_ptr()

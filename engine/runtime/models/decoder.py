@@ -109,6 +109,11 @@ class Decoder:
         # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the native library does the products."""
+        return self._head.is_native
+
     def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
         """ids, positions [T] -> final, normed hidden states [T, hidden]."""
         x = F.embedding(ids, self._embedding)

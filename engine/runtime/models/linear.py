@@ -3,8 +3,8 @@
 All linears go through `Linear`, so a cheaper way to hold or multiply a weight is built here and models never know. On
 a CPU the weight is packed once, for the first of these that the machine has:
 
-- the native library's bfloat16 product, where the CPU multiplies bfloat16 itself. Each sum is taken in one order, so a
-  row's result is the same bits whatever else is in the batch: a seeded request says the same alone and in a crowd.
+- the native library's product. Each sum is taken in one order, so a row's result is the same bits whatever else is in
+  the batch: a seeded request says the same alone and in a crowd.
 - oneDNN's layout, through operators private to torch, which are therefore tried on a small matrix first: 23 ms a step
   of the default model instead of 35.
 - F.linear, when neither works.
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.native.library import Isa, native
+from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear
 
 Kernel = Callable[[Tensor], Tensor]
@@ -44,7 +44,7 @@ class Linear:
         if self.weight.device.type != "cpu":
             return
         library = native()
-        if library and library.isa is Isa.AVX512BF16 and _fits_native(self.weight):
+        if library and PackedLinear.fits(self.weight):
             self._kernel = PackedLinear(library, self.weight, self.bias)
         elif _prepacking_works(self.weight.dtype):
             packed, bias = torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias  # noqa: SLF001 - probed
@@ -53,12 +53,13 @@ class Linear:
             return
         self.weight = self.weight.new_empty(0)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the native library multiplies it."""
+        return isinstance(self._kernel, PackedLinear)
+
     def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-def _fits_native(weight: Tensor) -> bool:
-    return weight.dtype is torch.bfloat16 and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
 
 def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

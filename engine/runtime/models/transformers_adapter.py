@@ -54,6 +54,7 @@ class TransformersModel:
     def __init__(self, model: Any, max_model_len: int, source: str) -> None:
         self.max_model_len = max_model_len
         self.dtype: torch.dtype = model.dtype
+        self.is_native = False
         self._body = model.get_decoder()
         self._head = model
         # The head's forward also scales and caps; giving it a body that returns known states keeps all of that.

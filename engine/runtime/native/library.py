@@ -1,7 +1,7 @@
 """The C library seen from Python: its structures, its entry points, and which of its instruction sets is in use.
 
 ctypes lets go of the GIL for the length of a call. Nothing here checks shapes: the callers, which hold the tensors, do.
-The threads are torch's own, lent through libgomp's GOMP_parallel. Engine thread.
+The library has a team of threads of its own (team.c). Engine thread.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AttendArgs(Structure):
 class GemmArgs(Structure):
     """y = x w^T + bias."""
 
-    _fields_ = _fields(x__packed__bias__y=c_void_p, m__n__k__x_stride__y_stride=c_int64)
+    _fields_ = _fields(x__packed__bias__y=c_void_p, m__n__k__x_stride__y_stride=c_int64, dtype=c_int32)
 
 
 class NormArgs(Structure):
@@ -123,16 +123,15 @@ class SampleArgs(Structure):
 class Library:
     """The loaded kernels. Each method takes its structure and raises ComputeError if memory runs out."""
 
-    def __init__(self, path: str, gomp_parallel: int | None) -> None:
+    def __init__(self, path: str) -> None:
         """Raises OSError if the file cannot be loaded here."""
         functions = ctypes.CDLL(path)
-        self._gomp_parallel = gomp_parallel
-        self._set_team = functions.quire_set_team
-        self._set_team.argtypes, self._set_team.restype = (c_void_p, c_int32), None
+        self._set_threads = functions.quire_set_threads
+        self._set_threads.argtypes, self._set_threads.restype = (c_int32,), None
         self._use_isa = functions.quire_use_isa
         self._use_isa.argtypes = (c_int32,)
         self._gemm_pack = functions.quire_gemm_pack
-        self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64)
+        self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32)
         self.store = _entry(functions.quire_store, StoreArgs)
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
@@ -143,6 +142,7 @@ class Library:
         self.best_isa = Isa(functions.quire_best_isa())
         self.isa = Isa.PORTABLE
         self.use_isa(self.best_isa)
+        self.num_threads = 1
         self.use_threads(torch.get_num_threads())
 
     def use_isa(self, isa: Isa) -> None:
@@ -152,12 +152,13 @@ class Library:
         self.isa = isa
 
     def use_threads(self, num_threads: int) -> None:
-        """How many of torch's threads a call may take; cheap, so that it can follow torch.set_num_threads."""
-        self._set_team(self._gomp_parallel, num_threads)
+        """How many threads a call may take, the caller's own included."""
+        self._set_threads(num_threads)
+        self.num_threads = num_threads
 
-    def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int) -> None:
-        """Reorder a bfloat16 matrix, by addresses; `packed` has room for num_rows rounded up to 16."""
-        self._gemm_pack(weight, packed, num_rows, num_columns)
+    def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int, dtype: int) -> None:
+        """Reorder a matrix, by addresses; `packed` has room for num_rows rounded up to 16."""
+        self._gemm_pack(weight, packed, num_rows, num_columns, dtype)
 
 
 def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:
@@ -182,7 +183,7 @@ def native() -> Library | None:
     if path is None:
         return None
     try:
-        library = Library(str(path), _gomp_parallel())
+        library = Library(str(path))
         if setting:
             library.use_isa(Isa[setting])
     except (OSError, AttributeError, KeyError, ValueError) as error:
@@ -190,13 +191,3 @@ def native() -> Library | None:
         return None
     _log.debug("native kernels for %s from %s", library.isa.name, path)
     return library
-
-
-def _gomp_parallel() -> int | None:
-    """Address of the function that starts torch's OpenMP team; None where torch runs on something else."""
-    try:
-        # By this name the loader hands back the copy that torch has loaded already.
-        return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, c_void_p).value
-    except (OSError, AttributeError) as error:
-        _log.debug("native kernels will run on one thread: %s", error)
-        return None

@@ -88,31 +88,35 @@ def rotate_heads(
 
 
 class PackedLinear:
-    """A bfloat16 matrix [outputs, inputs] in tiles, for few rows at a time: y = x W^T + b with float32 sums."""
+    """A matrix [outputs, inputs] in tiles: y = x W^T + b with float32 sums, each row the same bits in any batch."""
 
     __slots__ = ("_bias", "_library", "_num_outputs", "_packed")
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` [outputs, inputs], contiguous, inputs even; it is copied and can be let go."""
+        """`weight` [outputs, inputs], one that `fits`; it is copied and can be let go."""
         num_outputs, num_inputs = weight.shape
-        assert weight.dtype is torch.bfloat16
-        assert weight.is_contiguous()
-        assert num_inputs % 2 == 0
-        assert bias is None or (bias.dtype is torch.bfloat16 and bias.is_contiguous())
+        assert self.fits(weight)
+        assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
         self._library, self._bias, self._num_outputs = library, bias, num_outputs
-        self._packed = torch.empty(-(-num_outputs // TILE) * TILE, num_inputs, dtype=torch.bfloat16)
-        library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs)
+        self._packed = torch.empty(-(-num_outputs // TILE) * TILE, num_inputs, dtype=weight.dtype)
+        library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs, DTYPES[weight.dtype])
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether this is a matrix that the library can multiply."""
+        is_known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+        return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] bfloat16, contiguous -> [T, outputs] bfloat16."""
+        """x [T, inputs], contiguous and of the weight's type -> [T, outputs]."""
         num_rows, num_inputs = x.shape
-        assert x.dtype is torch.bfloat16
+        assert x.dtype is self._packed.dtype
         assert x.is_contiguous()
         assert num_inputs == self._packed.shape[1]
-        y = torch.empty(num_rows, self._num_outputs, dtype=torch.bfloat16)
+        y = torch.empty(num_rows, self._num_outputs, dtype=x.dtype)
         bias = None if self._bias is None else self._bias.data_ptr()
         args = GemmArgs(x.data_ptr(), self._packed.data_ptr(), bias, y.data_ptr(), num_rows, self._num_outputs)
-        args.k, args.x_stride, args.y_stride = num_inputs, num_inputs, self._num_outputs
+        args.k, args.x_stride, args.y_stride, args.dtype = num_inputs, num_inputs, self._num_outputs, DTYPES[x.dtype]
         self._library.gemm(args)
         return y
 

@@ -108,7 +108,7 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
 EXPORT int32_t quire_gemm(const struct gemm_args *a) {
     struct gemm_job job = {a, NULL};
     float *wide = NULL;
-    if (active->gemm_widen) {
+    if (active->gemm_widens(a)) {
         if (!(wide = malloc((size_t)(a->m * a->k) * sizeof(float)))) return QUIRE_NO_MEMORY;
         active->gemm_widen(a, wide);
         job.wide = wide;
@@ -119,10 +119,13 @@ EXPORT int32_t quire_gemm(const struct gemm_args *a) {
 }
 
 /* Pack w [n, k] (k even) for quire_gemm; rows behind n are zero. `packed` has room for n rounded up to TILE. */
-EXPORT int32_t quire_gemm_pack(const uint16_t *w, uint16_t *packed, int64_t n, int64_t k) {
+EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t dtype) {
+    int64_t pair = dtype == DT_F32 ? 1 : 2, lanes = k / pair;
+    const uint32_t *from = w;
+    uint32_t *to = packed;
     for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
-        for (int64_t i = 0; i < k; i++)
-            packed[(row / TILE * (k / 2) + i / 2) * TILE * 2 + row % TILE * 2 + i % 2] = row < n ? w[row * k + i] : 0;
+        for (int64_t l = 0; l < lanes; l++)
+            to[(row / TILE * lanes + l) * TILE + row % TILE] = row < n ? from[row * lanes + l] : 0;
     return QUIRE_OK;
 }
 

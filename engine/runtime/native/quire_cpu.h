@@ -2,7 +2,7 @@
  *
  * C11 with GCC/Clang vector extensions, no Python or torch headers: pointers, sizes and strides come in, results are
  * written in place. Every pointer is the caller's; nothing is kept after a call. The kernels are compiled once for
- * each instruction set (isa_*.c) and chosen at run time. One call at a time: the team of threads is shared.
+ * each instruction set (isa_*.c) and chosen at run time.
  *
  * A *lane* is four bytes: one float32, or two neighbouring bfloat16 / float16. The pool of one layer is
  * [kv heads][blocks][block_size * head_dim]; inside a block
@@ -71,11 +71,13 @@ static inline int64_t spans_of(const struct attend_task *task) {
     return (task->key_end - 1) / SPAN - task->key_begin / SPAN + 1;
 }
 
-/* y[M, N] = x[M, K] w^T (+ bias); w packed in tiles of TILE rows, [N / TILE][K / 2][TILE] lanes of bfloat16. */
+/* y[M, N] = x[M, K] w^T (+ bias), all of one type, float32 or bfloat16; w packed in tiles of TILE rows,
+ * [N / TILE][K / pair][TILE] lanes. */
 struct gemm_args {
     const void *x, *packed, *bias;
     void *y;
     int64_t m, n, k, x_stride, y_stride;
+    int32_t dtype;
 };
 
 struct norm_args {
@@ -132,7 +134,8 @@ struct kernels {
     void (*silu_mul)(const struct silu_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
     void (*gemm)(const struct gemm_args *, const float *wide, int64_t begin, int64_t end);
-    void (*gemm_widen)(const struct gemm_args *, float *wide); /* NULL where rows are read as they are */
+    int (*gemm_widens)(const struct gemm_args *); /* whether rows have to be made float32 first, by gemm_widen */
+    void (*gemm_widen)(const struct gemm_args *, float *wide);
 };
 
 extern const struct kernels kernels_portable;

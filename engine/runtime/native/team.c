@@ -1,24 +1,99 @@
-/* Threads: torch's own. Two pools on the same cores would spin against each other, so the library brings none: it is
- * handed libgomp's GOMP_parallel, by which torch's OpenMP loops start as well, and works alone where there is none. */
+/* Threads: a team of our own, made for many short calls on a machine that others use too.
+ *
+ * Work is handed out in pieces that any thread may take, so a worker that the system has not scheduled is simply not
+ * waited for: it joins a call while the call's gate is open, and the caller, who works as well, closes the gate when the
+ * pieces have run out and waits only for those inside. Between calls a worker watches for the next one for a while, for
+ * a step makes one every few microseconds, and then sleeps. */
+#include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "quire_cpu.h"
 
-typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
+enum {
+    MAX_WORKERS = 255,
+    WATCHES = 20000, /* looks at `epoch` before a worker sleeps: some 50 us */
+    PATIENCE = 2000, /* looks at `gate` before the caller lets others run on its core */
+};
+static const unsigned CLOSED = 1u << 31;
 
-static parallel_fn parallel;
-static int num_threads_max = 1;
+static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake_up = PTHREAD_COND_INITIALIZER;
+static atomic_uint epoch;              /* calls so far */
+static atomic_uint gate = 1u << 31;    /* how many workers are inside the current call; CLOSED: none may join */
+static atomic_int num_asleep, num_wanted = 1; /* wanted: threads of a call, the caller included */
+static int num_workers;
+static team_work job_work;
+static void *job_context;
 
-__attribute__((visibility("default"))) void quire_set_team(void *gomp_parallel, int32_t num_threads) {
-    parallel = (parallel_fn)gomp_parallel;
-    num_threads_max = parallel && num_threads > 1 ? num_threads : 1;
+static void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
 }
 
-int team_size(void) { return num_threads_max; }
+/* Wait until there has been a call since `seen`; returns the latest. */
+static unsigned next_call(unsigned seen) {
+    for (int i = 0; i < WATCHES; i++, relax()) {
+        unsigned now = atomic_load(&epoch);
+        if (now != seen) return now;
+    }
+    pthread_mutex_lock(&sleep_lock);
+    atomic_fetch_add(&num_asleep, 1);
+    while (atomic_load(&epoch) == seen) pthread_cond_wait(&wake_up, &sleep_lock);
+    atomic_fetch_sub(&num_asleep, 1);
+    pthread_mutex_unlock(&sleep_lock);
+    return atomic_load(&epoch);
+}
+
+static void *serve(void *argument) {
+    int index = (int)(intptr_t)argument;
+    for (unsigned seen = 0;;) {
+        seen = next_call(seen);
+        if (index >= atomic_load(&num_wanted)) continue;
+        unsigned inside = atomic_load(&gate);
+        while (!(inside & CLOSED) && !atomic_compare_exchange_weak(&gate, &inside, inside + 1)) relax();
+        if (inside & CLOSED) continue;
+        job_work(job_context);
+        atomic_fetch_sub(&gate, 1);
+    }
+    return NULL;
+}
+
+/* From now on calls use `num_threads` threads, the caller included, or as many as the system gives. */
+__attribute__((visibility("default"))) void quire_set_threads(int32_t num_threads) {
+    if (num_threads < 1) num_threads = 1;
+    if (num_threads > MAX_WORKERS) num_threads = MAX_WORKERS;
+    for (; num_workers < num_threads - 1; num_workers++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, serve, (void *)(intptr_t)(num_workers + 1))) break;
+        pthread_detach(thread);
+    }
+    atomic_store(&num_wanted, num_threads < num_workers + 1 ? num_threads : num_workers + 1);
+}
+
+int team_size(void) { return atomic_load(&num_wanted); }
 
 void team_run(team_work work, void *context, int num_threads) {
-    if (num_threads > 1 && num_threads_max > 1)
-        parallel(work, context, (unsigned)num_threads_max, 0);
-    else
-        work(context);
+    static atomic_flag is_taken = ATOMIC_FLAG_INIT;
+    if (num_threads < 2 || team_size() < 2 || atomic_flag_test_and_set(&is_taken)) {
+        work(context); /* also if another thread of the process has the team just now */
+        return;
+    }
+    job_work = work;
+    job_context = context;
+    atomic_store(&gate, 0);
+    atomic_fetch_add(&epoch, 1);
+    if (atomic_load(&num_asleep)) {
+        pthread_mutex_lock(&sleep_lock);
+        pthread_cond_broadcast(&wake_up);
+        pthread_mutex_unlock(&sleep_lock);
+    }
+    work(context);
+    atomic_fetch_or(&gate, CLOSED);
+    for (int i = 0; atomic_load(&gate) != CLOSED; i++) {
+        relax();
+        if (i > PATIENCE) sched_yield();
+    }
+    atomic_flag_clear(&is_taken);
 }

@@ -46,7 +46,6 @@ def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> 
     num_rows, vocab_size = logits.shape
     ids = torch.empty(num_rows, dtype=torch.int64)
     draws = (Draw * num_rows)(*(_native_draw(wish, vocab_size) for wish in wishes))
-    library.use_threads(torch.get_num_threads())
     library.sample(SampleArgs(logits.data_ptr(), ctypes.addressof(draws), ids.data_ptr(), num_rows, vocab_size))
     return ids
 
