@@ -180,5 +180,5 @@ def test_layers_with_different_windows_share_a_step() -> None:
 
 
 def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigError, match="'flashy'; choose one of auto, cpu, torch, reference"):
+    with pytest.raises(ConfigError, match="'flashy'; choose one of auto, cpu_native, cpu, torch, reference"):
         load_backend("flashy", CPU)
