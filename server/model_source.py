@@ -37,6 +37,11 @@ def find_model(model: str | None) -> ModelSource:
     path = Path(model).expanduser()
     if path.is_file() and path.suffix != ".gguf":
         raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelLoadError(
+            f"{model} has no config.json; name a folder with config.json, tokenizer.json and *.safetensors, or a .gguf "
+            "file."
+        )
     if path.exists():
         return ModelSource(str(path), path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:

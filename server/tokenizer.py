@@ -155,7 +155,9 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
     try:
         loaded = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     except Exception as error:  # the library raises OSError, ValueError, KeyError and more for a folder it cannot use
-        reason = str(error).strip().split("\n")[0].rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
+        if Path(source).is_dir() and not any(Path(source).glob("*token*")):
+            reason = "the folder has no tokenizer.json"  # of which the library says a great deal
         raise ModelLoadError(
             f"The tokenizer of {source!r} cannot be loaded: {reason}; name another with --tokenizer."
         ) from error

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelLoadError
 from server.app_config import AppConfig
 from server.config import LogFormat, Settings
 from server.flags import GROUPS, flag, load_settings, make_parser, name_origins
+from server.model_source import find_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,6 +191,18 @@ def test_what_is_set_reaches_the_engine() -> None:
 )  # fmt: skip
 def test_a_wrong_flag_is_one_sentence(argv: list[str], sentence: str) -> None:
     assert fault(*argv) == sentence
+
+
+def test_more_threads_than_a_machine_can_give_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--num-threads is 100000; it must be at most 1024"):
+        EngineConfig(model="here", num_threads=100_000)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"has no config\.json; name a folder"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)).name == tmp_path.name
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
