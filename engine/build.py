@@ -38,14 +38,12 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
     device = _resolve_device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     backend_name = config.attention_backend
     load_backend(backend_name, device)  # a wrong name is told before minutes of loading
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, resolve_dtype(config, device), report)
     _check_model_len(config, model)
-    _share_threads(model)
+    _share_threads(config.num_threads, model)
 
     bytes_per_block = block_bytes(model.attention_specs, config.block_size, model.dtype)
     model_len = config.max_model_len or model.max_model_len
@@ -106,13 +104,15 @@ def _resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _share_threads(model: CausalLM) -> None:
-    """Give the cores to one team: torch's threads, if they kept spinning, would hold up the native library's."""
+def _share_threads(asked: int | None, model: CausalLM) -> None:
+    """Give the cores to one team: torch's threads, which wait by spinning, would hold up the native library's."""
     library = native()
-    if library is not None:
-        library.use_threads(torch.get_num_threads())
-        if model.is_native:
-            torch.set_num_threads(1)
+    if asked is not None:
+        torch.set_num_threads(asked)
+        if library is not None:
+            library.use_threads(asked)
+    if library is not None and model.is_native:
+        torch.set_num_threads(1)
 
 
 def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:

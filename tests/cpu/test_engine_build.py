@@ -17,6 +17,7 @@ from engine.core.types import FinishReason, Progress, Request, SamplingParams, T
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.reference import ReferenceAttention
 from engine.runtime.models.load import load_model
+from engine.runtime.native.library import native
 from engine.runtime.runner import ModelRunner, ModelStep
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
 
 
 def test_what_was_asked_for_is_done(folder: str) -> None:
-    before = torch.get_num_threads()
+    before, library = torch.get_num_threads(), native()
     try:
         engine = build(
             folder,
@@ -83,9 +84,11 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
             max_num_queued_reqs=5,
             max_num_queued_tokens=77,
         )
-        assert torch.get_num_threads() == before + 1
+        assert (torch.get_num_threads() if library is None else library.num_threads) == before + 1
     finally:
         torch.set_num_threads(before)
+        if library is not None:
+            library.use_threads(before)
     assert engine.config == SchedulerConfig(
         num_blocks=10,
         block_size=32,
