@@ -19,7 +19,7 @@ from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.native.library import native
+from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
 
 Report = Callable[[Progress], None]
@@ -38,6 +38,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
     device = _resolve_device(config.device)
+    if device.type == "cpu":
+        choose_kernels(config.cpu_kernels)
     backend_name = config.attention_backend
     load_backend(backend_name, device)  # a wrong name is told before minutes of loading
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from yaml.error import MarkedYAMLError
 
-from engine.core.config import DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, EngineConfig
+from engine.core.config import CPU_KERNELS, DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.policies import POLICIES
 from server.app_config import AppConfig
@@ -104,6 +104,11 @@ class DeviceSettings(BaseModel):
     num_threads: int | None = _setting(_ENGINE.num_threads, "N", "CPU threads of the model", unset="one a core")
     attention_backend: str = _setting(
         _ENGINE.attention_backend, "NAME", "attention implementation; auto takes the device's best"
+    )
+    cpu_kernels: str = _setting(
+        _ENGINE.cpu_kernels,
+        _choices(*CPU_KERNELS),
+        "native kernels on a CPU; auto takes its best instruction set, off is torch alone",
     )
     gpu_memory_utilization: float = _setting(
         _ENGINE.gpu_memory_utilization, "SHARE", "share of the GPU's memory that Quire may use, in (0, 1]"

@@ -14,6 +14,7 @@ from engine.core.policies import POLICIES
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
 MODEL_IMPLS = ("auto", "quire", "transformers")
 MAX_NUM_THREADS = 1024  # thread libraries end the process where the system gives no more
 
@@ -44,6 +45,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     swap_space: float = 0.0
     attention_backend: str = "auto"
+    cpu_kernels: str = "auto"
     async_scheduling: bool | None = None
     num_threads: int | None = None
     max_num_queued_reqs: int | None = None
@@ -55,6 +57,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("device", DEVICES),
             ("model_impl", MODEL_IMPLS),
+            ("cpu_kernels", CPU_KERNELS),
             ("scheduling_policy", tuple(POLICIES)),
         ):
             value = getattr(self, name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from engine.core.errors import ConfigError
 from engine.runtime.native import build, library
 
 Compiler = Callable[[str], Path]
@@ -83,16 +84,37 @@ def test_a_packaged_library_comes_first(compiler: Compiler, tmp_path: Path, monk
 def test_a_file_that_is_no_library_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not machine code")
-    monkeypatch.delenv("QUIRE_NATIVE", raising=False)
     monkeypatch.setattr(library, "find_library", lambda: broken)
-    assert library.native.__wrapped__() is None
+    assert library._load.__wrapped__() is None
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("off", None), ("portable", library.Isa.PORTABLE), ("huge", None)])
-def test_the_setting(monkeypatch: pytest.MonkeyPatch, setting: str, expected: library.Isa | None) -> None:
-    if library.native() is None:
+@pytest.fixture
+def loaded() -> Iterator[library.Library]:
+    found = library.native()
+    if found is None:
         pytest.skip("no native library and no C compiler")
-    monkeypatch.setenv("QUIRE_NATIVE", setting)
-    loaded = library.native.__wrapped__()
-    assert (loaded and loaded.isa) == expected
-    library.native().use_isa(library.native().isa)  # the kernels in use are the process's, not the object's
+    yield found
+    library.choose_kernels("auto")
+
+
+def test_kernels_can_be_chosen(loaded: library.Library) -> None:
+    library.choose_kernels("portable")
+    assert library.native() is loaded
+    assert loaded.isa is library.Isa.PORTABLE
+    library.choose_kernels("off")
+    assert library.native() is None
+    library.choose_kernels("auto")
+    assert loaded.isa is loaded.best_isa
+
+
+def test_kernels_that_this_machine_does_not_have_are_refused(
+    loaded: library.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded, "_use_isa", lambda isa: 3)
+    with pytest.raises(ConfigError, match=r"--cpu-kernels is 'avx512bf16'\. This machine has no AVX512BF16"):
+        library.choose_kernels("avx512bf16")
+    monkeypatch.setattr(library, "_load", lambda: None)
+    with pytest.raises(ConfigError, match="'avx2', but there are no native kernels"):
+        library.choose_kernels("avx2")
+    library.choose_kernels("off")
+    monkeypatch.undo()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
@@ -16,13 +15,10 @@ from functools import cache
 
 import torch
 
-from engine.core.errors import ComputeError
+from engine.core.errors import ComputeError, ConfigError
 from engine.runtime.native.build import find_library
 
 _log = logging.getLogger(__name__)
-_SETTING = (
-    "QUIRE_NATIVE"  # "off", or the name of an Isa that may be less than the machine's best; for tests and reports
-)
 
 
 class Isa(IntEnum):
@@ -173,20 +169,44 @@ def _check(status: int, *_: object) -> None:
         raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
 
 
-@cache
+_switch = {"is_on": True}
+
+
 def native() -> Library | None:
-    """The library, loaded once, or None where it is missing, unwanted or unusable."""
-    setting = os.environ.get(_SETTING, "").upper()
-    if setting == "OFF":
-        return None
+    """The library, loaded once, or None where it is missing, switched off or unusable."""
+    return _load() if _switch["is_on"] else None
+
+
+def choose_kernels(setting: str) -> None:
+    """Decide for the whole process what `native` gives: CPU_KERNELS in core/config.py are the choices.
+
+    Raises ConfigError for an instruction set that this machine does not have.
+    """
+    _switch["is_on"] = setting != "off"
+    library = native()
+    if setting in ("auto", "off"):
+        if library is not None:
+            library.use_isa(library.best_isa)
+        return
+    if library is None:
+        raise ConfigError(
+            f"--cpu-kernels is {setting!r}, but there are no native kernels for this machine and no C compiler to make "
+            "them; install one (cc, gcc or clang), or leave the setting out."
+        )
+    try:
+        library.use_isa(Isa[setting.upper()])
+    except ValueError as error:
+        raise ConfigError(f"--cpu-kernels is {setting!r}. {error}") from None
+
+
+@cache
+def _load() -> Library | None:
     path = find_library()
     if path is None:
         return None
     try:
         library = Library(str(path))
-        if setting:
-            library.use_isa(Isa[setting])
-    except (OSError, AttributeError, KeyError, ValueError) as error:
+    except (OSError, AttributeError) as error:
         _log.debug("no native kernels from %s: %s", path, error)
         return None
     _log.debug("native kernels for %s from %s", library.isa.name, path)
