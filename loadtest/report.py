@@ -124,9 +124,9 @@ def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: 
 
 def show(points: Sequence[Point], console: Console) -> None:
     """Print throughput and latency tables, then everything that went wrong."""
-    rates = Table(title="Throughput", box=box.SIMPLE_HEAD)
+    rates = Table(title="Throughput", box=box.SIMPLE_HEAD, pad_edge=False)
     rates.add_column("load", no_wrap=True)
-    for column in ("done", "failed", "seconds", "req/s", "out tok/s", "all tok/s", "tok/chunk"):
+    for column in ("done", "failed", "s", "req/s", "out tok/s", "all tok/s", "tok/chunk"):
         rates.add_column(column, justify="right", no_wrap=True)
     for point in points:
         rates.add_row(
