@@ -35,6 +35,13 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         super().on_headers_complete()
 
+    def shutdown(self) -> None:
+        """The server leaves: answers are waited for, but not a request that is still being sent."""
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's sentence says no more
         """What came is no HTTP."""
         self._refuse(ApiError(400, "invalid_http", "This is not a valid HTTP/1.1 request; check the client or proxy."))

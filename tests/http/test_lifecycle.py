@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import CONFIG, Live, eventually
+from harness import CONFIG, WAIT_S, Live, eventually
 
 from engine.core.plan import SequenceSlice
 from engine.core.types import AbortCause
@@ -219,6 +219,19 @@ def test_a_shutdown_ends_what_is_open_and_refuses_what_comes(serve: Serve) -> No
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert httpx.get(live.url + "/ready").status_code == 503
     assert httpx.get(live.url + "/health").status_code == 200
+
+
+def test_a_request_that_is_still_being_sent_holds_up_no_shutdown() -> None:
+    live = Live()
+    with live.serving():
+        host, port = live.url.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        )
+        assert httpx.get(live.url + "/health").status_code == 200
+    with connection:
+        assert connection.recv(1) == b""
 
 
 def test_a_stop_string_ends_its_choices_in_the_engine_too(serve: Serve) -> None:
