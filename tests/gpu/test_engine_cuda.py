@@ -1,0 +1,67 @@
+"""The whole engine on a CUDA device: what it says there is what it says on the CPU, and its pool fits its budget."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.build import build_engine
+from engine.core.config import EngineConfig
+from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.loop import Engine
+from tests.cpu.test_models_families import CASES, save_tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+PATIENCE_S = 120.0  # a bound on waiting, not a measurement
+
+
+def build(folder: Path, device: str, **changes: object) -> Engine:
+    fields = {"model": str(folder), "device": device, "dtype": "float32", "max_model_len": 64, "max_num_seqs": 8}
+    fields |= {"kv_cache_memory_bytes": 1 << 22} | changes
+    return build_engine(EngineConfig(**fields), lambda progress: None)  # type: ignore[arg-type]  # mixed value types
+
+
+def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    """Greedy and seeded requests, some of two choices, all at once."""
+    events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    engine.start(events.put)
+    said: dict[tuple[str, int], list[int]] = {}
+    open_choices = 0
+    for i in range(8):
+        params = SamplingParams(max_tokens=12, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
+        prompt = tuple((7 * i + j) % 128 for j in range(3 + 5 * i))
+        engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
+        open_choices += params.n
+    while open_choices:
+        for event in events.get(timeout=PATIENCE_S):
+            said.setdefault((event.request_id, event.choice), []).extend(event.token_ids)
+            open_choices -= event.finish_reason is not None
+            assert event.error is None
+    engine.stop(0.0)
+    return said
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma2"])
+def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> None:
+    save_tiny(CASES[name], tmp_path)
+    expected = answers(build(tmp_path, "cpu"))
+    assert answers(build(tmp_path, "cuda", async_scheduling=depth)) == expected
+    tight = build(tmp_path, "cuda", async_scheduling=depth, max_num_batched_tokens=16)
+    assert answers(tight) == expected
+
+
+def test_the_pool_stays_within_its_share(tmp_path: Path) -> None:
+    save_tiny(CASES["qwen3"], tmp_path)
+    torch.cuda.empty_cache()
+    engine = build(tmp_path, "cuda", kv_cache_memory_bytes=None, gpu_memory_utilization=0.3, max_model_len=None)
+    assert engine.config.num_blocks > 0
+    answers(engine)
+    _, total = torch.cuda.mem_get_info()
+    assert torch.cuda.max_memory_reserved() <= 0.3 * total
