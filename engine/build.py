@@ -19,6 +19,7 @@ from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool
 from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
 
@@ -39,7 +40,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     """
     device = _resolve_device(config.device)
     if device.type == "cpu":
-        choose_kernels(config.cpu_kernels)
+        _load_kernels(config.cpu_kernels, report)
     backend_name = config.attention_backend
     load_backend(backend_name, device)  # a wrong name is told before minutes of loading
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
@@ -104,6 +105,14 @@ def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def _load_kernels(setting: str, report: Report) -> None:
+    if setting != "off" and must_compile():
+        report(Progress("kernels", "compiling them for this machine, once"))
+    choose_kernels(setting)
+    library = native()
+    report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}"))
 
 
 def _share_threads(asked: int | None, model: CausalLM) -> None:

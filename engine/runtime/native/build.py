@@ -29,10 +29,9 @@ _log = logging.getLogger(__name__)
 
 def find_library() -> Path | None:
     """A shared library made from the sources beside this file, or None if there is none and none can be made."""
-    packaged = _HERE / f"quire_cpu-{source_digest()}.so"
+    packaged, compiler = _packaged(), _compiler()
     if packaged.exists():
         return packaged
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         _log.debug("no native kernels: none are packaged for this machine, and none of %s is here", _COMPILERS)
         return None
@@ -41,6 +40,20 @@ def find_library() -> Path | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.debug("no native kernels: %s", error)
         return None
+
+
+def must_compile() -> bool:
+    """Whether find_library will take its time: nothing is packaged or cached, but there is a compiler."""
+    compiler = _compiler()
+    return compiler is not None and not _packaged().exists() and not _cached(compiler).exists()
+
+
+def _packaged() -> Path:
+    return _HERE / f"quire_cpu-{source_digest()}.so"
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 @cache
@@ -70,18 +83,22 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{command[0]} failed: {run.stderr[-2000:]}")
 
 
-def _compile_cached(compiler: str) -> Path:
+def _cached(compiler: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     # The compiler is told apart by its file: asking for its version would cost every start a process.
     about = Path(compiler).resolve().stat()
     key = hashlib.sha256(f"{compiler} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:8]
-    target = folder / f"quire_cpu-{source_digest()}-{key}.so"
+    return folder / f"quire_cpu-{source_digest()}-{key}.so"
+
+
+def _compile_cached(compiler: str) -> Path:
+    target = _cached(compiler)
     if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _log.debug("compiling native kernels with %s", compiler)
         compile_library(compiler, target)
     return target
 
 
 if __name__ == "__main__":
-    compile_library(shutil.which("cc") or "cc", _HERE / f"quire_cpu-{source_digest()}.so")
+    compile_library(shutil.which("cc") or "cc", _packaged())
