@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from engine.core.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.runtime.models import linear
+from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
@@ -170,3 +171,23 @@ def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.Monkey
     with pytest.raises(ModelLoadError, match="could not be fetched from the Hugging Face hub") as refusal:
         resolve_model_path("nobody/nothing-at-all")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("features", "chosen"),
+    [
+        ("flags : sse4_2 avx2 fma", torch.float32),
+        ("flags : avx512f avx512_bf16", torch.bfloat16),
+        ("Features : fp asimd bf16", torch.bfloat16),
+        (None, torch.float32),
+    ],
+)
+def test_a_cpu_takes_bfloat16_where_it_can_multiply_it(
+    features: str | None, chosen: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = tmp_path / "cpuinfo"
+    if features:
+        listed.write_text(features)
+    monkeypatch.setattr(load_module, "_CPU_FEATURES", listed)
+    write_config(tmp_path, dtype="bfloat16")
+    assert resolve_dtype(EngineConfig(model=str(tmp_path)), CPU) == chosen

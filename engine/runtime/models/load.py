@@ -5,7 +5,6 @@ The decoder of models/decoder.py serves the families it knows; transformers' own
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
@@ -15,12 +14,12 @@ from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
-from engine.runtime.models.linear import Linear
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.weights.checkpoint import Checkpoint, Report, fill
 from engine.runtime.weights.dummy import fill_dummy
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint, read_json
 
+_CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,13 +41,13 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """`--dtype`, or for auto the checkpoint's own; a CPU takes bfloat16 only where that is the faster one."""
+    """`--dtype`, or for auto the checkpoint's own; a CPU takes bfloat16 only where it can multiply it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     path = resolve_model_path(config.model, config.revision)
     stored = torch.bfloat16 if _is_gguf(path) else _stored_dtype(path)
     if device.type == "cpu" and stored != torch.float32:
-        return torch.bfloat16 if _bfloat16_is_faster() else torch.float32
+        return torch.bfloat16 if _multiplies_bfloat16() else torch.float32
     return stored
 
 
@@ -103,25 +102,13 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _bfloat16_is_faster() -> bool:
-    """Time a small batch's product in both types: a CPU without bfloat16 instructions emulates them, many times slower.
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it; emulated, it is many times slower than float32.
 
-    On one thread and turn by turn, so that a busy machine disturbs both alike: 0.55 to 1 on one that has them.
+    Read from the kernel's list and not timed, so that a machine chooses the same numbers at every start.
     """
-    x = torch.ones(16, 1024)
-    products = {dtype: Linear(torch.ones(1024, 1024, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)}
-    best = dict.fromkeys(products, float("inf"))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        for linear in products.values():
-            linear.pack()
-        for _ in range(8):
-            for dtype, linear in products.items():
-                converted = x.to(dtype)
-                start = time.perf_counter()
-                linear(converted)
-                best[dtype] = min(best[dtype], time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(num_threads)
-    return best[torch.bfloat16] < best[torch.float32]
+        features = set(_CPU_FEATURES.read_text().split())
+    except OSError:
+        return False
+    return not features.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
