@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from engine.core.types import Request
 
 PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting
-TOKEN_STEP_S = 0.01  # sjf: one expected token of work outweighs this much waiting
+TOKEN_STEP_S = 0.05  # sjf: one expected token of work outweighs this much waiting
 
 Policy = Callable[[Request], float]
 
