@@ -178,8 +178,11 @@ def test_packed_linear(
     weight, x = (torch.randn(n, inputs).to(dtype) for n in (outputs, num_rows))
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = ops.PackedLinear(library, weight, bias)(x).double()
-    torch.testing.assert_close(found, expected, rtol=ONE_ROUNDING[dtype], atol=1e-4)
+    linear = ops.PackedLinear(library, weight, bias)
+    torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-4)
+    unrounded = linear(x, torch.float32)
+    assert unrounded.dtype is torch.float32
+    torch.testing.assert_close(unrounded.double(), expected, rtol=ONE_ROUNDING[torch.float32], atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

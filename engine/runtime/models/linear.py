@@ -39,6 +39,12 @@ class Linear:
         """x [T, inputs] -> [T, outputs]."""
         return self._kernel(x)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The product in float32; where the native library makes it, its sums have not been rounded in between."""
+        if isinstance(self._kernel, PackedLinear):
+            return self._kernel(x, torch.float32)
+        return self(x).float()
+
     def pack(self) -> None:
         """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did."""
         if self.weight.device.type != "cpu":

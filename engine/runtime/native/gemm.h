@@ -30,7 +30,7 @@ INLINE void gemm_columns(const struct gemm_args *g, enum dtype dtype, int T, con
             int64_t n = tile * TILE, num_columns = g->n - n < T * TILE ? g->n - n : T * TILE;
             struct view sums = {out, (size_t)(r * GEMM_COLUMNS), DT_F32};
             struct view bias = {(void *)g->bias, (size_t)n, dtype};
-            struct view y = {g->y, (size_t)((m + r) * g->y_stride + n), dtype};
+            struct view y = {g->y, (size_t)((m + r) * g->y_stride + n), g->y_dtype == DT_F32 ? DT_F32 : dtype};
             for (int64_t i = 0; i < num_columns; i += W) {
                 vf sum = get(sums, i, num_columns);
                 put(y, i, num_columns, g->bias ? sum + get(bias, i, num_columns) : sum);

@@ -73,7 +73,7 @@ class AttendArgs(Structure):
 class GemmArgs(Structure):
     """y = x w^T + bias."""
 
-    _fields_ = _fields(x__packed__bias__y=c_void_p, m__n__k__x_stride__y_stride=c_int64, dtype=c_int32)
+    _fields_ = _fields(x__packed__bias__y=c_void_p, m__n__k__x_stride__y_stride=c_int64, dtype__y_dtype=c_int32)
 
 
 class NormArgs(Structure):

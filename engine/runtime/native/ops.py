@@ -107,16 +107,17 @@ class PackedLinear:
         is_known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
         return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs], contiguous and of the weight's type -> [T, outputs]."""
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""
         num_rows, num_inputs = x.shape
         assert x.dtype is self._packed.dtype
         assert x.is_contiguous()
         assert num_inputs == self._packed.shape[1]
-        y = torch.empty(num_rows, self._num_outputs, dtype=x.dtype)
+        y = torch.empty(num_rows, self._num_outputs, dtype=dtype or x.dtype)
         bias = None if self._bias is None else self._bias.data_ptr()
         args = GemmArgs(x.data_ptr(), self._packed.data_ptr(), bias, y.data_ptr(), num_rows, self._num_outputs)
-        args.k, args.x_stride, args.y_stride, args.dtype = num_inputs, num_inputs, self._num_outputs, DTYPES[x.dtype]
+        args.k, args.x_stride, args.y_stride = num_inputs, num_inputs, self._num_outputs
+        args.dtype, args.y_dtype = DTYPES[x.dtype], DTYPES[y.dtype]
         self._library.gemm(args)
         return y
 

@@ -71,13 +71,13 @@ static inline int64_t spans_of(const struct attend_task *task) {
     return (task->key_end - 1) / SPAN - task->key_begin / SPAN + 1;
 }
 
-/* y[M, N] = x[M, K] w^T (+ bias), all of one type, float32 or bfloat16; w packed in tiles of TILE rows,
- * [N / TILE][K / pair][TILE] lanes. */
+/* y[M, N] = x[M, K] w^T (+ bias), all of one type, float32 or bfloat16, but that y may be float32; w packed in tiles of
+ * TILE rows, [N / TILE][K / pair][TILE] lanes. */
 struct gemm_args {
     const void *x, *packed, *bias;
     void *y;
     int64_t m, n, k, x_stride, y_stride;
-    int32_t dtype;
+    int32_t dtype, y_dtype;
 };
 
 struct norm_args {
