@@ -124,7 +124,7 @@ def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: 
 
 def show(points: Sequence[Point], console: Console) -> None:
     """Print throughput and latency tables, then everything that went wrong."""
-    rates = Table(title="Throughput", box=box.SIMPLE_HEAD, pad_edge=False)
+    rates = Table(title="Throughput", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rates.add_column("load", no_wrap=True)
     for column in ("done", "failed", "s", "req/s", "out tok/s", "all tok/s", "tok/chunk"):
         rates.add_column(column, justify="right", no_wrap=True)
