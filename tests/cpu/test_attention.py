@@ -11,9 +11,12 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Batch
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import BACKENDS, load_backend
+from engine.runtime.native.library import native
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 96
+needs_kernels = pytest.mark.skipif(native() is None, reason="no native kernels here and no C compiler to make them")
+HERE = [pytest.param(name, marks=needs_kernels if name == "cpu_native" else ()) for name in BACKENDS]
 SPECS = {
     "gqa": AttentionSpec(6, 2, 16, 0.25),
     "mha": AttentionSpec(4, 4, 8, 0.3),
@@ -88,7 +91,7 @@ def make_tables(steps: list, block_size: int, is_scattered: bool) -> list[list[i
 @pytest.mark.parametrize("is_scattered", [False, True], ids=["adjacent", "scattered"])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", HERE)
 def test_equals_the_definition(name: str, spec: AttentionSpec, steps: list, is_scattered: bool) -> None:
     torch.manual_seed(3)
     block_size = 16
@@ -114,7 +117,7 @@ def test_equals_the_definition(name: str, spec: AttentionSpec, steps: list, is_s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [1, 4, 64, 128])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", HERE)
 def test_block_sizes_and_half_precision(name: str, block_size: int, dtype: torch.dtype) -> None:
     """Within a few roundings of the half type, at every block size, and whatever NaN the pool held before."""
     torch.manual_seed(5)
@@ -151,7 +154,7 @@ def test_the_definition_itself_equals_an_explicit_loop() -> None:
             torch.testing.assert_close(out[i, head], expected)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", HERE)
 def test_copies_whole_blocks(name: str) -> None:
     backend, spec = load_backend(name, CPU), SPECS["gqa"]
     pool = torch.randn(backend.kv_shape(spec, 8, 16))
