@@ -33,8 +33,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from loadtest.bench import Asking, closed_loop  # noqa: E402 - the repository's own package, from a script beside it
-from loadtest.client import Client, ClientError, Outcome, Target  # noqa: E402
-from loadtest.workload import Length, synthetic  # noqa: E402
+from loadtest.client import Client, ClientError, Outcome, Target  # noqa: E402 - likewise
+from loadtest.workload import Length, synthetic  # noqa: E402 - likewise
 
 VARIABLES = {"$model_name": ".*", "$instance": ".*", "$__rate_interval": "15s", "$__interval": "5s"}
 SERIES = re.compile(r"\b(?:quire_\w+|up|process_\w+)\b")
