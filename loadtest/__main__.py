@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import front, levers, scheduler, simulate
+from loadtest import front, levers, perplexity, scheduler, simulate
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.front import FrontError
 from loadtest.levers import LeverError
+from loadtest.perplexity import PerplexityError
 from loadtest.plots import PlotError, draw_bench, require_matplotlib
 from loadtest.report import show, write_json
 from loadtest.simulate import SimulationError
@@ -202,6 +203,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "simulate": ("run the scheduler on a virtual clock", simulate.add_options, simulate.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
+    "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 
@@ -225,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SimulationError,
         FrontError,
         LeverError,
+        PerplexityError,
         OSError,
     ) as error:
         print(f"quire: {error}", file=sys.stderr)

@@ -48,7 +48,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("engine.core.memory", "engine.core.sequence", "engine.core.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.build",), ("server.app", "server.serve")),
-    ("loadtest", ("engine.runtime", "engine.build", "torch"), ()),
+    ("loadtest", ("engine.runtime", "torch"), ()),
+    ("loadtest", ("engine.build",), ("loadtest.perplexity",)),
 ]
 
 

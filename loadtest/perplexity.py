@@ -1,0 +1,161 @@
+"""How well the engine, as it is set, predicts a text: the price of a number format, in one figure.
+
+`python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"` runs the same windows of the
+same text through the real engine for each group of settings, scheduler, pool and kernels included, and prints the
+perplexities and their ratio to the first. Every token but a window's first is predicted from those before it. The
+default text comes with Python: the language's reference as pydoc tells it. A person runs it; main thread, which waits
+for one window at a time. Knows the engine as build_engine makes it, no tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from rich.console import Console
+from rich.progress import Progress
+
+from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.loop import Engine
+
+_SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+
+class PerplexityError(Exception):
+    """The text cannot be scored; one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one group of settings made of the text."""
+
+    settings: str
+    perplexity: float
+    num_tokens: int  # that were predicted
+    seconds: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `perplexity`."""
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        default=[""],
+        metavar="'--FLAG VALUE ...'",
+        help="what `quire serve` takes, one quoted argument for each group; the first is what others are compared to",
+    )
+    parser.add_argument("--model", metavar="MODEL", help="for all groups; default: the embedded model")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8; default: pydoc's topics, which Python brings")
+    parser.add_argument("--tokens", type=int, default=50_000, metavar="N", help="of the text; default %(default)s")
+    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens at once; default %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score the text under each group of settings, one after another."""
+    if options.window < 2 or options.tokens < 2:
+        raise PerplexityError("A token is predicted from one before it: --tokens and --window must be at least 2.")
+    text = read_text(options.text)
+    scores = []
+    for settings in options.settings:
+        scores.append(_measure(settings, options, text))
+        _print(scores)
+    if options.json:
+        about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
+        document = about | {"scores": [asdict(score) for score in scores]}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def read_text(path: Path | None) -> str:
+    """The file's text, or the default's: 465,000 characters that differ a little from one Python to the next."""
+    if path is None:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PerplexityError(f"--text is {str(path)!r}, which is not UTF-8: {error}.") from None
+
+
+def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    """The tokens in windows of `size`, each behind `prefix`; a rest too short to predict anything is left out."""
+    step = size - len(prefix)
+    for begin in range(0, len(tokens), step):
+        window = (*prefix, *tokens[begin : begin + step])
+        if len(window) > 1:
+            yield window
+
+
+def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
+    from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
+    from server.flags import load_settings
+    from server.model_source import find_model
+    from server.tokenizer import load_tokenizer
+
+    given = load_settings([*([options.model] if options.model else []), *shlex.split(settings)])
+    source = find_model(given.model)
+    tokenizer = load_tokenizer(given.tokenizer or source.path, revision=given.revision)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) < options.tokens:
+        raise PerplexityError(f"The text has {len(tokens)} tokens, fewer than --tokens {options.tokens}.")
+    prefix = tokenizer.encode("", add_special_tokens=True)  # a model that learned with one predicts badly without
+    engine = build_engine(given.engine_config(source.path), lambda _: None)
+    if engine.config.max_model_len < options.window or options.window <= len(prefix):
+        raise PerplexityError(
+            f"--window is {options.window}; it must be at most {engine.config.max_model_len} here, and more than the "
+            f"{len(prefix)} tokens that begin every prompt."
+        )
+    windows = list(cut_windows(tokens[: options.tokens], prefix, options.window))
+    started_s = time.monotonic()
+    negative, num_tokens = score_windows(engine, windows, max(1, len(prefix)), settings or "default settings")
+    return Score(settings, math.exp(negative / num_tokens), num_tokens, time.monotonic() - started_s)
+
+
+def score_windows(engine: Engine, windows: Sequence[tuple[int, ...]], skipped: int, title: str) -> tuple[float, int]:
+    """The negative log likelihood of all windows' tokens but the first `skipped` of each, and how many they were."""
+    answers: SimpleQueue[list[TokenEvent]] = SimpleQueue()
+    negative, num_tokens = 0.0, 0
+    engine.start(answers.put)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=sum(map(len, windows)))
+            for index, window in enumerate(windows):
+                engine.submit(Request(request_id=str(index), prompt=window, params=_SCORE, arrival_s=engine.clock()))
+                for entry in _entries(answers.get())[skipped:]:
+                    negative -= entry
+                    num_tokens += 1
+                bar.update(task, advance=len(window), description=f"{title}: {math.exp(negative / num_tokens):.3f}")
+    finally:
+        engine.stop(drain_s=0.0)
+    return negative, num_tokens
+
+
+def _entries(events: Sequence[TokenEvent]) -> list[float]:
+    """A window's log probabilities, a number for each token; nan for the first, which nothing precedes."""
+    (event,) = events
+    if event.error is not None:
+        raise event.error
+    assert event.prompt is not None
+    assert event.prompt.logprobs is not None
+    return [math.nan if entry is None else entry.logprob for entry in event.prompt.logprobs]
+
+
+def _print(scores: Sequence[Score]) -> None:
+    """The latest line of the table, and the head before the first."""
+    if len(scores) == 1:
+        print("| settings | perplexity | to the first | tokens | seconds |\n|---|---|---|---|---|")
+    score, ratio = scores[-1], scores[-1].perplexity / scores[0].perplexity
+    settings = f"`{score.settings}`" if score.settings else "default"
+    print(
+        f"| {settings} | {score.perplexity:.4f} | {ratio:.5f} | {score.num_tokens} | {score.seconds:.0f} |", flush=True
+    )
