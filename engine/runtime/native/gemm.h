@@ -1,55 +1,125 @@
-/* y = x w^T with weights packed in tiles, bound by reading w where rows are few.
- * The tile is the same as attention's K: TILE weight rows side by side, so a product is tile_dot with rows of x, and
- * each sum runs over k in order: a row of y is the same bits however many rows there are. */
+/* y = x w^T + bias. Weights lie in panels of PANEL rows, [lanes][PANEL]: one stream through memory for each panel. Rows
+ * of x are packed in groups, [lanes][rows of the group], so that a whole group meets a panel in registers; the panel is
+ * taken in slices of k that stay in the first cache until the last group has passed, while the next slice is fetched.
+ *
+ * A sum runs over k in order in one register, put aside in float32 between slices: a row of y is the same bits however
+ * many rows there are, whichever thread takes them. */
 
-enum { GEMM_ROWS = 16, GEMM_COLUMNS = STEP_TILES * TILE };
+enum {
+    GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
+    SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
+    BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack */
+    LINES_AHEAD = 8,                       /* cache lines of the next slice to fetch during 4 lanes of this one */
+};
 
-/* Whether x has to be float32 first: bfloat16, where the machine cannot multiply it itself. */
-static int gemm_widens(const struct gemm_args *g) { return kind_of(g->dtype) == KIND_BF16; }
-
-static void gemm_widen(const struct gemm_args *g, float *wide) {
-    for (int64_t m = 0; m < g->m; m++) {
-        struct view x = {(void *)g->x, (size_t)(m * g->x_stride), g->dtype};
-        struct view to = {wide, (size_t)(m * g->k), DT_F32};
-        for (int64_t k = 0; k < g->k; k += W) put(to, k, g->k, get(x, k, g->k));
-    }
+INLINE enum kind kind_of_weight(const struct gemm_args *a) {
+    return kind_of(a->w.format == WEIGHT_F32 ? DT_F32 : DT_BF16);
 }
 
-INLINE void gemm_columns(const struct gemm_args *g, enum dtype dtype, int T, const float *rows, size_t row_stride,
-                         int64_t tile) {
-    enum kind kind = kind_of(dtype);
-    size_t lanes = (size_t)g->k / pair_of(kind);
-    const uint32_t *tiles[STEP_TILES];
-    for (int t = 0; t < T; t++) tiles[t] = (const uint32_t *)g->packed + (size_t)(tile + t) * lanes * TILE;
-    float out[GEMM_ROWS * GEMM_COLUMNS];
-    for (int64_t m = 0; m < g->m; m += GEMM_ROWS) {
-        int64_t num_rows = g->m - m < GEMM_ROWS ? g->m - m : GEMM_ROWS;
-        tile_dot_rows(kind, T, (size_t)num_rows, rows + (size_t)m * row_stride, row_stride, tiles, TILE, lanes, out,
-                      GEMM_COLUMNS);
-        for (int64_t r = 0; r < num_rows; r++) {
-            int64_t n = tile * TILE, num_columns = g->n - n < T * TILE ? g->n - n : T * TILE;
-            struct view sums = {out, (size_t)(r * GEMM_COLUMNS), DT_F32};
-            struct view bias = {(void *)g->bias, (size_t)n, dtype};
-            struct view y = {g->y, (size_t)((m + r) * g->y_stride + n), g->y_dtype == DT_F32 ? DT_F32 : dtype};
-            for (int64_t i = 0; i < num_columns; i += W) {
-                vf sum = get(sums, i, num_columns);
-                put(y, i, num_columns, g->bias ? sum + get(bias, i, num_columns) : sum);
-            }
+/* What a lane of x takes: pairs that the machine cannot multiply as they are become two float32. */
+INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
+
+static int64_t gemm_num_groups(const struct gemm_args *a) { return (a->m + GROUP - 1) / GROUP; }
+
+INLINE int64_t group_start(const struct gemm_args *a, int64_t group) { return group * a->m / gemm_num_groups(a); }
+
+static size_t gemm_rows_bytes(const struct gemm_args *a) {
+    enum kind kind = kind_of_weight(a);
+    return (size_t)(a->m * a->w.k) / pair_of(kind) * row_lane_bytes(kind);
+}
+
+static void gemm_pack_rows(const struct gemm_args *a, void *rows, int64_t begin, int64_t end) {
+    enum kind kind = kind_of_weight(a);
+    size_t lanes = (size_t)a->w.k / pair_of(kind);
+    for (int64_t group = begin; group < end; group++) {
+        int64_t first = group_start(a, group), num = group_start(a, group + 1) - first;
+        uint32_t *to = (uint32_t *)((char *)rows + (size_t)first * lanes * row_lane_bytes(kind));
+        for (int64_t r = 0; r < num; r++) {
+            const uint32_t *x = (const uint32_t *)a->x + (size_t)((first + r) * a->x_stride) / pair_of(kind);
+            if (kind != KIND_BF16)
+                for (size_t l = 0; l < lanes; l++) to[l * (size_t)num + (size_t)r] = x[l];
+            else
+                for (size_t l = 0; l < lanes; l++) {
+                    to[2 * (l * (size_t)num + (size_t)r)] = x[l] << 16;
+                    to[2 * (l * (size_t)num + (size_t)r) + 1] = x[l] & 0xffff0000;
+                }
         }
     }
 }
 
-INLINE void gemm_as(const struct gemm_args *g, enum dtype dtype, const float *wide, int64_t begin, int64_t end) {
-    const float *rows = wide ? wide : g->x;
-    size_t row_stride = (size_t)(wide ? g->k : dtype == DT_F32 ? g->x_stride : g->x_stride / 2);
-    int64_t tile = begin;
-    for (; tile + STEP_TILES <= end; tile += STEP_TILES) gemm_columns(g, dtype, STEP_TILES, rows, row_stride, tile);
-    for (; tile < end; tile++) gemm_columns(g, dtype, 1, rows, row_stride, tile);
+/* sums[R][PANEL] += rows . panel over some lanes; `ahead` is fetched meanwhile, `lines` cache lines every four lanes. */
+INLINE void panel_dot(enum kind kind, int R, const uint32_t *panel, const char *rows, size_t lanes, float *sums,
+                      int is_first, const char *ahead, size_t lines) {
+    vf acc[GROUP][PANEL / W];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < PANEL / W; v++)
+            acc[r][v] = is_first ? splat(0) : load_f(sums + r * PANEL + v * W);
+    for (size_t l = 0; l < lanes; l++, rows += (size_t)R * row_lane_bytes(kind)) {
+        if (l % 4 == 0)
+            for (size_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        vu lane[PANEL / W];
+        UNROLL for (int v = 0; v < PANEL / W; v++) lane[v] = load_u(panel + l * PANEL + v * W);
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < PANEL / W; v++)
+                acc[r][v] = lane_fma(acc[r][v], lane[v], (const float *)rows, (size_t)r, kind);
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + r * PANEL + v * W, acc[r][v]);
 }
 
-static void gemm(const struct gemm_args *g, const float *wide, int64_t begin, int64_t end) {
-    if (g->dtype == DT_F32)
-        gemm_as(g, DT_F32, wide, begin, end);
-    else
-        gemm_as(g, DT_BF16, wide, begin, end);
+#define EACH_GROUP_SIZE(do) do(1) do(2) do(3) do(4) do(5) do(6) do(7) do(8) do(9) do(10) do(11) do(12)
+
+static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *panel, const char *rows, size_t lanes,
+                            float *sums, int is_first, const char *ahead, size_t lines) {
+#define DOT_CASE(R)                                                                                               \
+    case R:                                                                                                       \
+        if (R > GROUP) break;                                                                                     \
+        if (kind == KIND_F32) panel_dot(KIND_F32, R, panel, rows, lanes, sums, is_first, ahead, lines);           \
+        else panel_dot(kind_of(DT_BF16), R, panel, rows, lanes, sums, is_first, ahead, lines);                    \
+        break;
+    switch (num_rows) { EACH_GROUP_SIZE(DOT_CASE) }
+#undef DOT_CASE
+}
+
+/* Sums of some rows and one panel, plus bias, rounded into y. */
+static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
+                        int64_t panel) {
+    int64_t n = panel * PANEL, num_columns = a->w.n - n < PANEL ? a->w.n - n : PANEL;
+    enum dtype dtype = (enum dtype)a->w.dtype, y_dtype = a->y_dtype == DT_F32 ? DT_F32 : dtype;
+    struct view bias = {(void *)a->w.bias, (size_t)n, dtype};
+    for (int64_t r = 0; r < num_rows; r++) {
+        struct view from = {(void *)sums, (size_t)(r * PANEL), DT_F32};
+        struct view y = {a->y, (size_t)((first_row + r) * a->y_stride + n), y_dtype};
+        for (int64_t i = 0; i < num_columns; i += W) {
+            vf sum = get(from, i, num_columns);
+            put(y, i, num_columns, a->w.bias ? sum + get(bias, i, num_columns) : sum);
+        }
+    }
+}
+
+static void gemm(const struct gemm_args *a, const void *packed_rows, const struct gemm_share *share) {
+    enum kind kind = kind_of_weight(a);
+    size_t lanes = (size_t)a->w.k / pair_of(kind);
+    int64_t num_groups = share->group_end - share->group_begin;
+    size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / 4 + 1) * 4; /* slices of about one size */
+    size_t lines = (LINES_AHEAD - 1) / (size_t)num_groups + 1;
+    float sums[BLOCK_GROUPS * GROUP * PANEL];
+    int64_t block_start = group_start(a, share->group_begin), block_end = group_start(a, share->group_end);
+    for (int64_t p = share->panel_begin; p < share->panel_end; p++) {
+        const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
+        for (size_t at = 0, num; at < lanes; at += num) {
+            num = lanes - at < slice_lanes ? lanes - at : slice_lanes;
+            const uint32_t *slice = panel + at * PANEL;
+            const char *ahead = (const char *)(slice + num * PANEL);
+            for (int64_t g = share->group_begin; g < share->group_end; g++) {
+                int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
+                size_t skip = (size_t)first * lanes + at * (size_t)num_rows;
+                panel_dot_group(kind, num_rows, slice, (const char *)packed_rows + skip * row_lane_bytes(kind), num,
+                                sums + (first - block_start) * PANEL, at == 0, ahead,
+                                (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0);
+                ahead += num / 4 * lines * 64;
+            }
+        }
+        gemm_finish(a, sums, block_start, block_end - block_start, p);
+    }
 }

@@ -70,10 +70,23 @@ class AttendArgs(Structure):
     ]
 
 
+class WeightFormat(IntEnum):
+    """How a weight matrix is held."""
+
+    F32 = 0
+    BF16 = 1
+
+
+class LinearArgs(Structure):
+    """A packed weight and its bias."""
+
+    _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype=c_int32)
+
+
 class GemmArgs(Structure):
     """y = x w^T + bias."""
 
-    _fields_ = _fields(x__packed__bias__y=c_void_p, m__n__k__x_stride__y_stride=c_int64, dtype__y_dtype=c_int32)
+    _fields_ = [("w", LinearArgs), *_fields(x__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32)]
 
 
 class NormArgs(Structure):
@@ -152,9 +165,9 @@ class Library:
         self._set_threads(num_threads)
         self.num_threads = num_threads
 
-    def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int, dtype: int) -> None:
-        """Reorder a matrix, by addresses; `packed` has room for num_rows rounded up to 16."""
-        self._gemm_pack(weight, packed, num_rows, num_columns, dtype)
+    def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int, format: WeightFormat) -> None:  # noqa: A002 - as C has it
+        """Reorder a matrix, by addresses; `packed` has room for num_rows rounded up to PANEL."""
+        self._gemm_pack(weight, packed, num_rows, num_columns, format)
 
 
 def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:

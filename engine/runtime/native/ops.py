@@ -10,9 +10,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.native.library import DTYPES, GemmArgs, Library, NormArgs, RopeArgs, SiluArgs, native
+from engine.runtime.native.library import (
+    DTYPES,
+    GemmArgs,
+    Library,
+    LinearArgs,
+    NormArgs,
+    RopeArgs,
+    SiluArgs,
+    WeightFormat,
+    native,
+)
 
-TILE = 16  # weight rows of a packed tile, as in quire_cpu.h
+PANEL = 32  # weight rows that lie side by side, as in quire_cpu.h
+_FORMATS = {torch.float32: WeightFormat.F32, torch.bfloat16: WeightFormat.BF16}
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
@@ -88,36 +99,37 @@ def rotate_heads(
 
 
 class PackedLinear:
-    """A matrix [outputs, inputs] in tiles: y = x W^T + b with float32 sums, each row the same bits in any batch."""
+    """A matrix [outputs, inputs] in panels: y = x W^T + b with float32 sums, each row the same bits in any batch."""
 
-    __slots__ = ("_bias", "_library", "_num_outputs", "_packed")
+    __slots__ = ("_bias", "_library", "_packed", "args")
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` [outputs, inputs], one that `fits`; it is copied and can be let go."""
         num_outputs, num_inputs = weight.shape
         assert self.fits(weight)
         assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
-        self._library, self._bias, self._num_outputs = library, bias, num_outputs
-        self._packed = torch.empty(-(-num_outputs // TILE) * TILE, num_inputs, dtype=weight.dtype)
-        library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs, DTYPES[weight.dtype])
+        self._library, self._bias, kind = library, bias, _FORMATS[weight.dtype]
+        self._packed = torch.empty(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
+        library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs, kind)
+        bias_at = None if bias is None else bias.data_ptr()
+        self.args = LinearArgs(
+            self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, kind, DTYPES[weight.dtype]
+        )
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
         """Whether this is a matrix that the library can multiply."""
-        is_known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+        is_known = weight.dtype in _FORMATS and weight.device.type == "cpu"
         return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""
-        num_rows, num_inputs = x.shape
         assert x.dtype is self._packed.dtype
         assert x.is_contiguous()
-        assert num_inputs == self._packed.shape[1]
-        y = torch.empty(num_rows, self._num_outputs, dtype=dtype or x.dtype)
-        bias = None if self._bias is None else self._bias.data_ptr()
-        args = GemmArgs(x.data_ptr(), self._packed.data_ptr(), bias, y.data_ptr(), num_rows, self._num_outputs)
-        args.k, args.x_stride, args.y_stride = num_inputs, num_inputs, self._num_outputs
-        args.dtype, args.y_dtype = DTYPES[x.dtype], DTYPES[y.dtype]
+        assert x.shape[1] == self.args.k
+        y = torch.empty(x.shape[0], self.args.n, dtype=dtype or x.dtype)
+        args = GemmArgs(self.args, x.data_ptr(), y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
+        args.y_dtype = DTYPES[y.dtype]
         self._library.gemm(args)
         return y
 

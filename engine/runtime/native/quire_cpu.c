@@ -37,29 +37,31 @@ EXPORT int32_t quire_best_isa(void) {
     return 0;
 }
 
-/* Ranges: [0, count) in steps, each step to whichever thread is free. */
+/* Ranges of [0, count), each to whichever thread is free: large ones first, small ones to even out the end. */
 struct range_job {
     void (*run)(const void *args, int64_t begin, int64_t end);
     const void *args;
-    int64_t count, step;
+    int64_t count, threads;
     atomic_llong next;
 };
 
 static void take_ranges(void *context) {
     struct range_job *job = context;
-    for (;;) {
-        int64_t begin = atomic_fetch_add(&job->next, job->step);
-        if (begin >= job->count) return;
-        job->run(job->args, begin, begin + job->step < job->count ? begin + job->step : job->count);
+    long long begin = atomic_load(&job->next);
+    while (begin < job->count) {
+        int64_t step = (job->count - begin + 2 * job->threads - 1) / (2 * job->threads);
+        if (job->threads == 1) step = job->count;
+        if (!atomic_compare_exchange_weak(&job->next, &begin, begin + step)) continue;
+        job->run(job->args, begin, begin + step);
+        begin = atomic_load(&job->next);
     }
 }
 
 /* Split [0, count) over the team if it is more than `worth` units in all, `unit` of them each. */
 static void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *args, int64_t count, int64_t unit,
                        int64_t worth) {
-    int threads = count * unit > worth ? team_size() : 1;
-    struct range_job job = {run, args, count, threads > 1 ? (count + 4 * threads - 1) / (4 * threads) : count, 0};
-    if (count > 0) team_run(take_ranges, &job, threads);
+    struct range_job job = {run, args, count, count * unit > worth ? team_size() : 1, 0};
+    if (count > 0) team_run(take_ranges, &job, (int)job.threads);
 }
 
 enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a second thread costs more than it saves */
@@ -97,35 +99,66 @@ EXPORT int32_t quire_sample(const struct sample_args *a) {
 
 struct gemm_job {
     const struct gemm_args *args;
-    const float *wide;
+    void *rows;
+    int64_t num_groups, groups_per_block, num_blocks;
 };
 
-static void run_gemm(const void *context, int64_t begin, int64_t end) {
+static void run_pack_rows(const void *context, int64_t begin, int64_t end) {
     const struct gemm_job *job = context;
-    active->gemm(job->args, job->wide, begin, end);
+    active->gemm_pack_rows(job->args, job->rows, begin, end);
 }
 
-EXPORT int32_t quire_gemm(const struct gemm_args *a) {
-    struct gemm_job job = {a, NULL};
-    float *wide = NULL;
-    if (active->gemm_widens(a)) {
-        if (!(wide = malloc((size_t)(a->m * a->k) * sizeof(float)))) return QUIRE_NO_MEMORY;
-        active->gemm_widen(a, wide);
-        job.wide = wide;
+/* Shares are numbered panel by panel, the blocks of rows of one panel together: threads that work at the same time then
+ * read the same weights. */
+static void run_gemm(const void *context, int64_t begin, int64_t end) {
+    const struct gemm_job *job = context;
+    while (begin < end) {
+        int64_t block = begin % job->num_blocks, group = block * job->groups_per_block;
+        int64_t num_panels = job->num_blocks == 1 ? end - begin : 1;
+        struct gemm_share share = {begin / job->num_blocks, begin / job->num_blocks + num_panels, group,
+                                   group + job->groups_per_block};
+        if (share.group_end > job->num_groups) share.group_end = job->num_groups;
+        active->gemm(job->args, job->rows, &share);
+        begin += num_panels;
     }
-    run_ranges(run_gemm, &job, (a->n + TILE - 1) / TILE, TILE * a->k, WORTH_SHARING);
-    free(wide);
+}
+
+enum { MAX_BLOCK_GROUPS = 16 };
+
+EXPORT int32_t quire_gemm(const struct gemm_args *a) {
+    struct gemm_job job = {a, malloc(active->gemm_rows_bytes(a)), active->gemm_num_groups(a), MAX_BLOCK_GROUPS, 1};
+    if (!job.rows) return QUIRE_NO_MEMORY;
+    int64_t num_panels = (a->w.n + PANEL - 1) / PANEL, enough = 8 * team_size();
+    while (job.groups_per_block > 1 && num_panels * ((job.num_groups - 1) / job.groups_per_block + 1) < enough)
+        job.groups_per_block /= 2;
+    job.num_blocks = (job.num_groups - 1) / job.groups_per_block + 1;
+    run_ranges(run_pack_rows, &job, job.num_groups, a->m * a->w.k / job.num_groups, WORTH_SHARING);
+    run_ranges(run_gemm, &job, num_panels * job.num_blocks, PANEL * a->w.k, WORTH_SHARING);
+    free(job.rows);
     return QUIRE_OK;
 }
 
-/* Pack w [n, k] (k even) for quire_gemm; rows behind n are zero. `packed` has room for n rounded up to TILE. */
-EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t dtype) {
-    int64_t pair = dtype == DT_F32 ? 1 : 2, lanes = k / pair;
-    const uint32_t *from = w;
-    uint32_t *to = packed;
-    for (int64_t row = 0; row < (n + TILE - 1) / TILE * TILE; row++)
-        for (int64_t l = 0; l < lanes; l++)
-            to[(row / TILE * lanes + l) * TILE + row % TILE] = row < n ? from[row * lanes + l] : 0;
+struct pack_job {
+    const uint32_t *from;
+    uint32_t *to;
+    int64_t num_rows, lanes;
+};
+
+static void run_pack(const void *context, int64_t begin, int64_t end) {
+    const struct pack_job *job = context;
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t r = 0; r < PANEL; r++) {
+            int64_t row = panel * PANEL + r;
+            uint32_t *to = job->to + panel * job->lanes * PANEL + r;
+            for (int64_t l = 0; l < job->lanes; l++)
+                to[l * PANEL] = row < job->num_rows ? job->from[row * job->lanes + l] : 0;
+        }
+}
+
+/* Pack w [n, k] (k even), float32 or bfloat16; rows behind n are zero. `packed` has room for n rounded up to PANEL. */
+EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t format) {
+    struct pack_job job = {w, packed, n, format == WEIGHT_F32 ? k : k / 2};
+    run_ranges(run_pack, &job, (n + PANEL - 1) / PANEL, PANEL * k, WORTH_SHARING);
     return QUIRE_OK;
 }
 

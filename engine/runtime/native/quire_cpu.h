@@ -20,7 +20,8 @@ enum dtype { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
 enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3 };
 
 enum {
-    TILE = 16,   /* keys (or weight rows) in one tile, on every instruction set */
+    TILE = 16,   /* keys in one tile, on every instruction set */
+    PANEL = 32,  /* weight rows that lie side by side */
     CHUNK = 128, /* keys between two updates of the running softmax */
     SPAN = 256,  /* keys whose result is joined to that of the spans before; a task is cut between spans only */
     ROWS = 64,   /* query rows (queries x heads of a group) that share one pass over the keys */
@@ -71,13 +72,28 @@ static inline int64_t spans_of(const struct attend_task *task) {
     return (task->key_end - 1) / SPAN - task->key_begin / SPAN + 1;
 }
 
-/* y[M, N] = x[M, K] w^T (+ bias), all of one type, float32 or bfloat16, but that y may be float32; w packed in tiles of
- * TILE rows, [N / TILE][K / pair][TILE] lanes. */
+/* How a weight matrix is held. */
+enum weight_format { WEIGHT_F32 = 0, WEIGHT_BF16 = 1 };
+
+/* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n]. */
+struct linear {
+    const void *packed, *scales, *bias;
+    int64_t n, k;
+    int32_t format, dtype; /* dtype: of x, of the bias, and of y if that is not asked for in float32 */
+};
+
+/* y[m, n] = x[m, k] w^T + bias. */
 struct gemm_args {
-    const void *x, *packed, *bias;
+    struct linear w;
+    const void *x;
     void *y;
-    int64_t m, n, k, x_stride, y_stride;
-    int32_t dtype, y_dtype;
+    int64_t m, x_stride, y_stride;
+    int32_t y_dtype;
+};
+
+/* What one thread takes of a product: some panels, for some groups of rows. */
+struct gemm_share {
+    int64_t panel_begin, panel_end, group_begin, group_end;
 };
 
 struct norm_args {
@@ -133,9 +149,11 @@ struct kernels {
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
     void (*silu_mul)(const struct silu_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
-    void (*gemm)(const struct gemm_args *, const float *wide, int64_t begin, int64_t end);
-    int (*gemm_widens)(const struct gemm_args *); /* whether rows have to be made float32 first, by gemm_widen */
-    void (*gemm_widen)(const struct gemm_args *, float *wide);
+    /* A product: rows of x are first packed in groups, as the weight's format wants to meet them. */
+    int64_t (*gemm_num_groups)(const struct gemm_args *);
+    size_t (*gemm_rows_bytes)(const struct gemm_args *);
+    void (*gemm_pack_rows)(const struct gemm_args *, void *rows, int64_t group_begin, int64_t group_end);
+    void (*gemm)(const struct gemm_args *, const void *rows, const struct gemm_share *);
 };
 
 extern const struct kernels kernels_portable;
