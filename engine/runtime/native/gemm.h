@@ -19,11 +19,15 @@ INLINE enum kind kind_of_weight(const struct gemm_args *a) {
 /* What a lane of x takes: pairs that the machine cannot multiply as they are become two float32. */
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
 
-static int64_t gemm_num_groups(const struct gemm_args *a) { return (a->m + GROUP - 1) / GROUP; }
+static int64_t gemm_num_groups(const struct gemm_args *a) {
+    int64_t most = is_quantised(a->w.format) ? quant_rows(a->w.format) : GROUP;
+    return (a->m + most - 1) / most;
+}
 
 INLINE int64_t group_start(const struct gemm_args *a, int64_t group) { return group * a->m / gemm_num_groups(a); }
 
 static size_t gemm_rows_bytes(const struct gemm_args *a) {
+    if (is_quantised(a->w.format)) return (size_t)a->m * quant_row_bytes(a->w.format, a->w.k);
     enum kind kind = kind_of_weight(a);
     return (size_t)(a->m * a->w.k) / pair_of(kind) * row_lane_bytes(kind);
 }
@@ -33,6 +37,10 @@ static void gemm_pack_rows(const struct gemm_args *a, void *rows, int64_t begin,
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     for (int64_t group = begin; group < end; group++) {
         int64_t first = group_start(a, group), num = group_start(a, group + 1) - first;
+        if (is_quantised(a->w.format)) {
+            quant_pack_rows(a, rows, first, num);
+            continue;
+        }
         uint32_t *to = (uint32_t *)((char *)rows + (size_t)first * lanes * row_lane_bytes(kind));
         for (int64_t r = 0; r < num; r++) {
             const uint32_t *x = (const uint32_t *)a->x + (size_t)((first + r) * a->x_stride) / pair_of(kind);
@@ -97,7 +105,21 @@ static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t fi
     }
 }
 
+static void gemm_quantised(const struct gemm_args *a, const void *packed_rows, const struct gemm_share *share) {
+    float sums[GROUP * PANEL];
+    for (int64_t p = share->panel_begin; p < share->panel_end; p++)
+        for (int64_t g = share->group_begin; g < share->group_end; g++) {
+            int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
+            quant_panel(&a->w, (void *)packed_rows, first, num_rows, p, sums);
+            gemm_finish(a, sums, first, num_rows, p);
+        }
+}
+
 static void gemm(const struct gemm_args *a, const void *packed_rows, const struct gemm_share *share) {
+    if (is_quantised(a->w.format)) {
+        gemm_quantised(a, packed_rows, share);
+        return;
+    }
     enum kind kind = kind_of_weight(a);
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t num_groups = share->group_end - share->group_begin;

@@ -1,10 +1,12 @@
-/* AVX2 with FMA: x86 since 2013 (Haswell, Zen). */
+/* AVX2 with FMA: x86 since 2013 (Haswell, Zen). All that have these convert float16 (F16C) as well. */
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
+#include <immintrin.h>
+#define X86_INTRINSICS
 #define VECTOR_BYTES 32
 #include "kernels.h"
 

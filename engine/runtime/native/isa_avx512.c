@@ -6,6 +6,8 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #endif
+#include <immintrin.h>
+#define X86_INTRINSICS
 #define VECTOR_BYTES 64
 #include "kernels.h"
 

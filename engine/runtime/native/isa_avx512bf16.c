@@ -1,13 +1,15 @@
-/* AVX-512 with products of bfloat16 pairs: Cooper Lake, Sapphire Rapids, Zen 4 and later. */
+/* AVX-512 with products of bfloat16 pairs and of bytes: Cooper Lake, Sapphire Rapids, Zen 4 and later. */
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push( \
-    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+    __attribute__((target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#pragma GCC target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #endif
 #include <immintrin.h>
+#define X86_INTRINSICS
 #define BF16_DOT
+#define VNNI_DOT
 #define VECTOR_BYTES 64
 #include "kernels.h"
 

@@ -2,6 +2,7 @@
 #include "vec.h"
 
 #include "attend.h"
+#include "quant.h"
 #include "gemm.h"
 #include "ops.h"
 #include "sampling.h"

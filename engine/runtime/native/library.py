@@ -75,12 +75,24 @@ class WeightFormat(IntEnum):
 
     F32 = 0
     BF16 = 1
+    INT8 = 2
+    Q4 = 3
+    Q4_MIN = 4
+    Q8 = 5
+    Q8_HALF = 6
+    Q8_HALF_MIN = 7
 
 
 class LinearArgs(Structure):
     """A packed weight and its bias."""
 
     _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype=c_int32)
+
+
+class QuantSource(Structure):
+    """Rows of weights to be packed in a quantised format."""
+
+    _fields_ = _fields(rows__packed__scales=c_void_p, row_bytes__num_rows__first_row__k=c_int64, kind__format=c_int32)
 
 
 class GemmArgs(Structure):
@@ -141,9 +153,12 @@ class Library:
         self._use_isa.argtypes = (c_int32,)
         self._gemm_pack = functions.quire_gemm_pack
         self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32)
+        self._quant_bytes = functions.quire_quant_bytes
+        self._quant_bytes.argtypes, self._quant_bytes.restype = (c_int32, c_int64, c_int64), c_int64
         self.store = _entry(functions.quire_store, StoreArgs)
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
+        self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
         self.silu_mul = _entry(functions.quire_silu_mul, SiluArgs)
@@ -168,6 +183,10 @@ class Library:
     def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int, format: WeightFormat) -> None:  # noqa: A002 - as C has it
         """Reorder a matrix, by addresses; `packed` has room for num_rows rounded up to PANEL."""
         self._gemm_pack(weight, packed, num_rows, num_columns, format)
+
+    def quant_bytes(self, format: WeightFormat, num_rows: int, num_columns: int) -> int:  # noqa: A002 - as C has it
+        """Bytes of a packed matrix in a quantised format."""
+        return int(self._quant_bytes(format, num_rows, num_columns))
 
 
 def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:

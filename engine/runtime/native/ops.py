@@ -125,13 +125,18 @@ class PackedLinear:
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""
         assert x.dtype is self._packed.dtype
-        assert x.is_contiguous()
-        assert x.shape[1] == self.args.k
-        y = torch.empty(x.shape[0], self.args.n, dtype=dtype or x.dtype)
-        args = GemmArgs(self.args, x.data_ptr(), y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
-        args.y_dtype = DTYPES[y.dtype]
-        self._library.gemm(args)
-        return y
+        return multiply(self._library, self.args, x, dtype)
+
+
+def multiply(library: Library, linear: LinearArgs, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, inputs], contiguous and of the linear's type -> [T, outputs] in `dtype`, that type or float32."""
+    assert x.is_contiguous()
+    assert x.shape[1] == linear.k
+    y = torch.empty(x.shape[0], linear.n, dtype=dtype or x.dtype)
+    args = GemmArgs(linear, x.data_ptr(), y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
+    args.y_dtype = DTYPES[y.dtype]
+    library.gemm(args)
+    return y
 
 
 def _library_for(*tensors: Tensor) -> Library | None:

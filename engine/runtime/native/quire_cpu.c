@@ -2,6 +2,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "quant_format.h"
 #include "quire_cpu.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -15,7 +16,8 @@ static const struct kernels *find(int32_t level) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (level == 3) return avx512 && __builtin_cpu_supports("avx512bf16") ? &kernels_avx512bf16 : NULL;
+    int dots = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    if (level == 3) return avx512 && dots ? &kernels_avx512bf16 : NULL;
     if (level == 2) return avx512 ? &kernels_avx512 : NULL;
     if (level == 1) return avx2 ? &kernels_avx2 : NULL;
 #endif
@@ -159,6 +161,19 @@ static void run_pack(const void *context, int64_t begin, int64_t end) {
 EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t format) {
     struct pack_job job = {w, packed, n, format == WEIGHT_F32 ? k : k / 2};
     run_ranges(run_pack, &job, (n + PANEL - 1) / PANEL, PANEL * k, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+static void run_pack_gguf(const void *source, int64_t begin, int64_t end) { quant_pack_gguf(source, begin, end); }
+static void run_pack_int8(const void *source, int64_t begin, int64_t end) { quant_pack_int8(source, begin, end); }
+
+/* Bytes of a quantised matrix [n, k]. */
+EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
+    return (n + PANEL - 1) / PANEL * quant_num_blocks(k) * (int64_t)quant_block_bytes(quant_format_of(format));
+}
+
+EXPORT int32_t quire_quant_pack(const struct quant_source *s) {
+    run_ranges(s->format == WEIGHT_INT8 ? run_pack_int8 : run_pack_gguf, s, s->num_rows, s->k, WORTH_SHARING);
     return QUIRE_OK;
 }
 

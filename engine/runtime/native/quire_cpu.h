@@ -73,13 +73,32 @@ static inline int64_t spans_of(const struct attend_task *task) {
 }
 
 /* How a weight matrix is held. */
-enum weight_format { WEIGHT_F32 = 0, WEIGHT_BF16 = 1 };
+enum weight_format {
+    WEIGHT_F32 = 0,
+    WEIGHT_BF16 = 1,
+    WEIGHT_INT8 = 2, /* from here on quantised: quant_format.h */
+    WEIGHT_Q4 = 3,
+    WEIGHT_Q4_MIN = 4,
+    WEIGHT_Q8 = 5,
+    WEIGHT_Q8_HALF = 6,
+    WEIGHT_Q8_HALF_MIN = 7,
+};
 
 /* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n]. */
 struct linear {
     const void *packed, *scales, *bias;
     int64_t n, k;
     int32_t format, dtype; /* dtype: of x, of the bias, and of y if that is not asked for in float32 */
+};
+
+/* Rows of weights to be packed as `format`: those of a GGUF file (`kind` is its number for the type), or with WEIGHT_INT8
+ * a matrix of the dtype `kind`. They become rows `first_row` and on of `packed`, which begins as zeros. */
+struct quant_source {
+    const void *rows;
+    void *packed;
+    float *scales; /* WEIGHT_INT8: [n] */
+    int64_t row_bytes, num_rows, first_row, k;
+    int32_t kind, format;
 };
 
 /* y[m, n] = x[m, k] w^T + bias. */
@@ -166,6 +185,8 @@ typedef void (*team_work)(void *context);
 void team_run(team_work work, void *context, int num_threads);
 int team_size(void);
 
+void quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+void quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
 
 #endif

@@ -1,0 +1,126 @@
+"""Weights that stay quantised in memory, and their products: rows of a GGUF file as they are, or int8 made here.
+
+x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs, for int8
+weights one for the row. Made at start-up, called by the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from engine.runtime.native.library import DTYPES, Library, LinearArgs, QuantSource, WeightFormat
+from engine.runtime.native.ops import PANEL, multiply
+
+
+class QuantisedRows(NamedTuple):
+    """Rows of a matrix as a GGUF file holds them, [rows, bytes of a row]."""
+
+    kind: Kind
+    rows: np.ndarray
+
+
+class _Needs(NamedTuple):
+    """What a format must have to hold a type's weights without loss: bits, scales for every 16 inputs, minimums."""
+
+    bits: int
+    has_halves: bool
+    has_min: bool
+
+
+_NEEDS = {
+    Kind.Q4_0: _Needs(4, False, False),
+    Kind.Q4_1: _Needs(4, False, True),
+    Kind.Q4_K: _Needs(4, False, True),
+    Kind.Q5_0: _Needs(8, False, False),
+    Kind.Q5_1: _Needs(8, True, True),
+    Kind.Q5_K: _Needs(8, True, True),
+    Kind.Q6_K: _Needs(8, True, False),
+    Kind.Q8_0: _Needs(8, False, False),
+}
+_FORMATS = {  # what each has, smallest first
+    WeightFormat.Q4: _Needs(4, False, False),
+    WeightFormat.Q4_MIN: _Needs(4, False, True),
+    WeightFormat.Q8: _Needs(8, False, False),
+    WeightFormat.Q8_HALF: _Needs(8, True, False),
+    WeightFormat.Q8_HALF_MIN: _Needs(8, True, True),
+}
+
+
+def is_served_quantised(kind: Kind) -> bool:
+    """Whether a GGUF type is multiplied as it is."""
+    return kind in _NEEDS
+
+
+def format_for(kinds: Sequence[Kind]) -> WeightFormat:
+    """The smallest format that holds all of these types without loss, for matrices that were merged from several."""
+    needs = [_NEEDS[kind] for kind in kinds]
+    wanted = _Needs(*map(max, *needs, needs[0]))
+    return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=True)))
+
+
+class QuantisedLinear:
+    """A matrix [outputs, inputs] of quantised weights: y = x W^T + b, each row the same bits in any batch."""
+
+    __slots__ = ("_bias", "_library", "_packed", "_scales", "args")
+
+    def __init__(
+        self,
+        library: Library,
+        weight_format: WeightFormat,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None,
+    ) -> None:
+        """Zeros, for x of `dtype`; the bias is of that type."""
+        assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
+        num_outputs, num_inputs = shape
+        self._library, self._bias = library, bias
+        self._packed = torch.zeros(library.quant_bytes(weight_format, *shape), dtype=torch.uint8)
+        is_int8 = weight_format is WeightFormat.INT8
+        self._scales = torch.zeros(-(-num_outputs // PANEL) * PANEL) if is_int8 else None
+        self.args = LinearArgs(self._packed.data_ptr(), n=num_outputs, k=num_inputs, format=weight_format)
+        self.args.dtype = DTYPES[dtype]
+        if self._scales is not None:
+            self.args.scales = self._scales.data_ptr()
+        if bias is not None:
+            self.args.bias = bias.data_ptr()
+
+    @classmethod
+    def from_gguf(
+        cls, library: Library, parts: Sequence[QuantisedRows], num_inputs: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> QuantisedLinear:
+        """The rows of one matrix, in parts that may be of several types."""
+        shape = (sum(len(part.rows) for part in parts), num_inputs)
+        made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias)
+        first_row = 0
+        for part in parts:
+            rows = np.ascontiguousarray(part.rows)
+            made._fill(rows.ctypes.data, rows.shape[1], len(rows), first_row, int(part.kind))
+            first_row += len(rows)
+        return made
+
+    @classmethod
+    def int8(cls, library: Library, weight: Tensor, bias: Tensor | None) -> QuantisedLinear:
+        """Round a float matrix, with one scale for each of its rows."""
+        assert weight.is_contiguous()
+        made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias)
+        made._fill(weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), 0, DTYPES[weight.dtype])
+        return made
+
+    def _fill(self, rows: int, row_bytes: int, num_rows: int, first_row: int, kind: int) -> None:
+        source = QuantSource(
+            rows, self.args.packed, self.args.scales, row_bytes, num_rows, first_row, self.args.k, kind
+        )
+        source.format = self.args.format
+        self._library.quant_pack(source)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, inputs], contiguous and of the type it was made for -> [T, outputs], of that type too or float32."""
+        assert DTYPES[x.dtype] == self.args.dtype
+        return multiply(self._library, self.args, x, dtype)
