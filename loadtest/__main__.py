@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import front, levers, perplexity, scheduler, simulate
+from loadtest import front, levers, perplexity, scheduler, simulate, steps
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.front import FrontError
@@ -204,6 +204,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
+    "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 

@@ -49,7 +49,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.build",), ("server.app", "server.serve")),
     ("loadtest", ("engine.runtime", "torch"), ()),
-    ("loadtest", ("engine.build",), ("loadtest.perplexity",)),
+    ("loadtest", ("engine.build",), ("loadtest.perplexity", "loadtest.steps")),
 ]
 
 

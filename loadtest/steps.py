@@ -1,0 +1,132 @@
+"""Where a step's time goes: the real engine on this thread, without HTTP, its parts timed one by one.
+
+`python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16` decodes with so many sequences at once, as a daemon of
+these settings would, and prints the median microseconds of each part: plan, index tensors, model, LM head, sampler,
+reading the result, commit. `rest` is what the step took beyond them. The parts are found by name in the runner and
+timed by wrapping them, so this file knows the runner's insides and is the only one that may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.core.types import Request, SamplingParams
+from engine.loop import Engine
+
+_PARTS = {  # name -> where the engine keeps it, and the method that is timed
+    "plan": ("_scheduler", "plan"),
+    "tensors": ("_runner._batches", "build"),
+    "prepare": ("_runner._backend", "prepare"),
+    "forward": ("_runner._model", "forward"),
+    "head": ("_runner._model", "logits"),
+    "sampler": ("_runner._sampler", "sample"),
+    "commit": ("_scheduler", "commit"),
+}
+_HOST_PARTS = ("plan", "tensors", "prepare", "sampler", "commit", "rest")
+
+
+class Stopwatch:
+    """Seconds of each named part in each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = {}
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Have every call of owner's method counted under `name`."""
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._now[name] += time.perf_counter() - begun
+
+        setattr(owner, method, timed)
+
+    def step(self, turn: Callable[[], None]) -> None:
+        """One turn of the engine."""
+        self._now = defaultdict(float)
+        begun = time.perf_counter()
+        turn()
+        total = time.perf_counter() - begun
+        self.steps.append({**self._now, "rest": total - sum(self._now.values()), "step": total})
+
+    def medians_us(self) -> dict[str, float]:
+        """By part, in microseconds."""
+        names = (*_PARTS, "rest", "step")
+        return {name: 1e6 * statistics.median([step.get(name, 0.0) for step in self.steps]) for name in names}
+
+
+def decode(engine: Engine, watch: Stopwatch, num_seqs: int, num_steps: int, params: SamplingParams) -> dict[str, float]:
+    """Medians of the steps in which `num_seqs` sequences decode and nothing else happens."""
+    rng = random.Random(num_seqs)  # each level's prompts differ, lest the prefix cache answer
+    for index in range(num_seqs):
+        prompt = tuple(rng.randrange(engine.vocab_size) for _ in range(64))
+        request_id = f"{num_seqs}-{index}"
+        engine.submit(Request(request_id=request_id, prompt=prompt, params=params, arrival_s=engine.clock()))
+    turn, stats = engine._turn, engine.stats  # noqa: SLF001 - the loop's own body, without its thread
+    while True:
+        before = stats.generation_tokens
+        watch.step(turn)
+        if stats.generation_tokens - before == num_seqs:
+            break  # every prompt is through
+    watch.steps.clear()
+    for _ in range(num_steps):
+        watch.step(turn)
+    found = watch.medians_us()
+    while engine.stats.num_running:
+        turn()
+    watch.steps.clear()
+    return found
+
+
+def _build(settings: Sequence[str]) -> Engine:
+    from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
+    from server.flags import load_settings
+    from server.model_source import find_model
+
+    given = load_settings([*settings, "--no-async-scheduling"])
+    return build_engine(given.engine_config(find_model(given.model).path), lambda _: None)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `steps`."""
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--num-steps", type=int, default=64, metavar="N", help="to time; default %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, what `quire serve` takes")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    engine = _build(options.settings)
+    watch = Stopwatch()
+    for name, (path, method) in _PARTS.items():
+        owner: Any = engine
+        for attribute in path.split("."):
+            owner = getattr(owner, attribute)
+        watch.wrap(owner, method, name)
+    params = SamplingParams(max_tokens=options.num_steps + 16, temperature=options.temperature)
+    gc.freeze()
+    print(f"{'sequences':>9}" + "".join(f"{name:>9}" for name in (*_PARTS, "rest", "step", "host")) + "   us a step")
+    rows = {}
+    for num_seqs in options.num_seqs:
+        found = decode(engine, watch, num_seqs, options.num_steps, params)
+        found["host"] = sum(found[name] for name in _HOST_PARTS)
+        rows[num_seqs] = found
+        print(f"{num_seqs:>9}" + "".join(f"{value:>9.0f}" for value in found.values()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return 0
