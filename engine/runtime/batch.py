@@ -1,12 +1,14 @@
 """A StepPlan becomes tensors: the only place that makes a step's index tensors.
 
-One pass writes everything into two host buffers (pinned for a GPU), which travel in one copy each. The buffers come in
-pairs, used in turns, since with overlap a step's copy may still be under way while the next step is written. An id that
-is not known yet, drawn by the step before, is fetched on the device from `last_ids[seat]`. Engine thread.
+One pass over the slices makes plain lists, which go into a host buffer (pinned for a GPU) and to the device in one copy
+a type. Block tables are kept from step to step, one row a seat, and only what a table has gained is written. The buffers
+come in pairs, used in turns, since with overlap a step's copy may still be under way while the next step is written. An
+id that is not known yet, drawn by the step before, is fetched on the device from `last_ids[seat]`. Engine thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from typing import NamedTuple
 
@@ -15,35 +17,60 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import StepPlan
+from engine.core.plan import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
 
 
-class _Packed:
-    """A host buffer that pieces are appended to and that goes to the device as one."""
+class _Buffer:
+    """Host memory that a step's numbers are written to, and that travels to the device as one."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._host = torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
-        self._array = self._host.numpy()
+        self.array = self._host.numpy()
         self._device = device
-        self._used = 0
 
-    def reset(self) -> None:
-        self._used = 0
-
-    def take(self, num: int) -> tuple[np.ndarray, slice]:
-        """Room for `num` numbers, and where they will be in the device's copy."""
-        place = slice(self._used, self._used + num)
-        self._used += num
-        return self._array[place], place
-
-    def to_device(self) -> Tensor:
-        return self._host[: self._used].to(self._device, non_blocking=True)
+    def to_device(self, num: int) -> Tensor:
+        """The first `num` numbers."""
+        return self._host[:num].to(self._device, non_blocking=True)
 
 
-class _Buffers(NamedTuple):
-    longs: _Packed
-    ints: _Packed
+class _Lists(NamedTuple):
+    """What one pass over a plan's slices finds, token by token or slice by slice."""
+
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    sample_rows: list[int]
+    carry_rows: list[int]  # tokens whose ids the step before has drawn ...
+    carry_seats: list[int]  # ... and for which seats
+    starts: list[int]  # of each slice's tokens, and the end of the last
+    contexts: list[int]
+
+
+class _BlockTables:
+    """The running sequences' block tables as one array, a row a seat.
+
+    A table only ever grows at its end, but for its last block, which a copy-on-write may replace; one that a sequence
+    gets anew, after a preemption, is another list. So a row is brought up to date from its last known block on.
+    """
+
+    def __init__(self, num_seats: int, widest: int) -> None:
+        self._rows = np.zeros((num_seats, widest), dtype=np.int32)
+        self._known: list[Sequence[int]] = [()] * num_seats  # the list that each row is of
+        self._lengths = [0] * num_seats
+
+    def update(self, seat: int, table: Sequence[int], num_blocks: int) -> None:
+        """Have the seat's row begin with the table's first `num_blocks`."""
+        begin = self._lengths[seat] - 1 if self._known[seat] is table else 0
+        if begin == num_blocks - 1:
+            self._rows[seat, begin] = table[begin]
+        else:
+            self._rows[seat, begin:num_blocks] = table[begin:num_blocks]
+        self._known[seat], self._lengths[seat] = table, num_blocks
+
+    def read(self, seats: Sequence[int], into: np.ndarray) -> None:
+        """The rows of some seats, cut to the width of `into`; what stands behind a row's end has no meaning."""
+        np.take(self._rows[:, : into.shape[1]], seats, axis=0, out=into)
 
 
 class BatchBuilder:
@@ -53,81 +80,67 @@ class BatchBuilder:
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         widest = -(-config.max_model_len // config.block_size)
         self._block_size = config.block_size
-        # ids, positions, slots; sampled rows; rows and seats of ids to carry over
-        pair = [
-            _Buffers(
-                _Packed(3 * tokens + 3 * seqs, torch.int64, device),
-                _Packed(2 * seqs + 1 + seqs * widest, torch.int32, device),
-            )
-            for _ in range(2)
-        ]
+        self._tables = _BlockTables(seqs, widest)
+        num_longs, num_ints = 3 * tokens + 3 * seqs, 2 * seqs + 1 + seqs * widest
+        pair = [(_Buffer(num_longs, torch.int64, device), _Buffer(num_ints, torch.int32, device)) for _ in range(2)]
         self._turns = cycle(pair)
 
     def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
         """Tensors for one step. `last_ids` [max_num_seqs] int64 holds each seat's last drawn id, on the device."""
-        longs, ints = next(self._turns)
-        longs.reset()
-        ints.reset()
-        slices = plan.slices
-        lens = np.array([piece.num_tokens for piece in slices])
-        starts = np.array([piece.start for piece in slices])
-        contexts = starts + lens
-        ends = np.cumsum(lens)
-        begins = ends - lens
+        long_buffer, int_buffer = next(self._turns)
+        lists = self._walk(plan.slices)
+        flat = lists.ids + lists.positions + lists.slots + lists.sample_rows + lists.carry_rows + lists.carry_seats
+        long_buffer.array[: len(flat)] = flat
+        longs = long_buffer.to_device(len(flat))
 
-        ids_np, ids_at = longs.take(plan.num_tokens)
-        positions_np, positions_at = longs.take(plan.num_tokens)
-        slots_np, slots_at = longs.take(plan.num_tokens)
-        rows_np, rows_at = longs.take(plan.num_samples)
-        carried = _fill_ids(plan, ids_np, ends)
-        carry_np, carry_at = longs.take(2 * len(carried))
-        carry_np[:] = [row for row, _ in carried] + [seat for _, seat in carried]
+        num_slices, num_tokens = len(plan.slices), plan.num_tokens
+        width = -(-max(lists.contexts) // self._block_size)
+        num_heads = 2 * num_slices + 1
+        int_buffer.array[:num_heads] = lists.starts + lists.contexts
+        num_ints = num_heads + num_slices * width
+        tables = int_buffer.array[num_heads:num_ints].reshape(num_slices, width)
+        self._tables.read([piece.seat for piece in plan.slices], tables)
+        ints = int_buffer.to_device(num_ints)
 
-        num_blocks = -(-contexts // self._block_size)
-        tables_np, tables_at = ints.take(len(slices) * int(num_blocks.max()))
-        tables_np = tables_np.reshape(len(slices), -1)
-        tables_np[:] = 0
-        for row, (piece, num) in enumerate(zip(slices, num_blocks.tolist(), strict=True)):
-            tables_np[row, :num] = piece.block_table[:num]
-        begins_np, begins_at = ints.take(len(slices) + 1)
-        begins_np[0], begins_np[1:] = 0, ends
-        contexts_np, contexts_at = ints.take(len(slices))
-        contexts_np[:] = contexts
-
-        owners = np.repeat(np.arange(len(slices)), lens)
-        positions_np[:] = np.arange(plan.num_tokens) + (starts - begins)[owners]
-        blocks = tables_np[owners, positions_np // self._block_size]
-        slots_np[:] = blocks.astype(np.int64) * self._block_size + positions_np % self._block_size
-        rows_np[:] = np.repeat(ends - 1, [len(piece.samples) for piece in slices])
-
-        on_device, small = longs.to_device(), ints.to_device()
-        ids = on_device[ids_at]
-        if carried:
-            rows, seats = on_device[carry_at].view(2, -1).unbind(0)
+        ids, first_carry = longs[:num_tokens], 3 * num_tokens + plan.num_samples
+        if lists.carry_rows:
+            rows, seats = longs[first_carry:].view(2, -1).unbind(0)
             ids.index_copy_(0, rows, last_ids.index_select(0, seats))
         return Batch(
             ids=ids,
-            positions=on_device[positions_at],
-            slots=on_device[slots_at],
-            block_tables=small[tables_at].view(len(slices), -1),
-            query_starts=small[begins_at],
-            context_lens=small[contexts_at],
-            sample_rows=on_device[rows_at],
-            query_lens_host=lens.tolist(),
-            context_lens_host=contexts.tolist(),
-            block_tables_host=[piece.block_table for piece in slices],
+            positions=longs[num_tokens : 2 * num_tokens],
+            slots=longs[2 * num_tokens : 3 * num_tokens],
+            block_tables=ints[num_heads:].view(num_slices, width),
+            query_starts=ints[: num_slices + 1],
+            context_lens=ints[num_slices + 1 : num_heads],
+            sample_rows=longs[3 * num_tokens : first_carry],
+            query_lens_host=[piece.num_tokens for piece in plan.slices],
+            context_lens_host=lists.contexts,
+            block_tables_host=[piece.block_table for piece in plan.slices],
         )
 
-
-def _fill_ids(plan: StepPlan, ids: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
-    """Write the known ids; returns (row, seat) of those that the step before has drawn."""
-    flat: list[int] = []
-    carried = []
-    for piece, end in zip(plan.slices, ends.tolist(), strict=True):
-        stop = piece.start + piece.num_tokens
-        flat += piece.tokens[piece.start : stop]
-        if len(piece.tokens) < stop:
-            flat.append(0)
-            carried.append((end - 1, piece.seat))
-    ids[:] = flat
-    return carried
+    def _walk(self, slices: Sequence[SequenceSlice]) -> _Lists:
+        """The one pass; it brings the block tables up to date as well."""
+        lists = _Lists([], [], [], [], [], [], [0], [])
+        ids, positions, slots, sample_rows, carry_rows, carry_seats, starts, contexts = lists
+        end, size = 0, self._block_size
+        for piece in slices:
+            seat, tokens, _, start, num_tokens, table, samples, _, _, _ = piece
+            stop, end = start + num_tokens, end + num_tokens
+            ids += tokens[start:stop]
+            if len(tokens) < stop:
+                ids.append(0)
+                carry_rows.append(end - 1)
+                carry_seats.append(seat)
+            positions += range(start, stop)
+            while start < stop:  # a block at a time
+                block, offset = divmod(start, size)
+                num = min(size - offset, stop - start)
+                slot = table[block] * size + offset
+                slots += range(slot, slot + num)
+                start += num
+            sample_rows += [end - 1] * len(samples)
+            starts.append(end)
+            contexts.append(stop)
+            self._tables.update(seat, table, -(-stop // size))
+        return lists

@@ -60,3 +60,27 @@ def test_the_largest_step_fits_its_buffers() -> None:
     pieces = [piece(seat, [1] * 19, 16, 4, table) for seat in range(4)]
     batch = BatchBuilder(config, CPU).build(plan(*pieces), torch.full((4,), 9))
     assert batch.ids.tolist() == [1, 1, 1, 9] * 4
+
+
+def test_block_tables_are_kept_and_follow_every_change() -> None:
+    """A row is told what its table has gained; a copied last block and a seat's next sequence are noticed."""
+    builder, last_ids = BatchBuilder(settings(), CPU), torch.zeros(8, dtype=torch.int64)
+    first, second = [7, 3], [5]
+
+    def tables(*pieces: SequenceSlice) -> list[list[int]]:
+        batch = builder.build(plan(*pieces), last_ids)
+        return [
+            row[: -(-context // 4)]
+            for row, context in zip(batch.block_tables.tolist(), batch.context_lens_host, strict=True)
+        ]
+
+    assert tables(piece(0, [1] * 8, 0, 8, first), piece(2, [1] * 3, 0, 3, second)) == [[7, 3], [5]]
+    first.append(9)
+    assert tables(piece(0, [1] * 9, 8, 1, first), piece(2, [1] * 4, 3, 1, second)) == [[7, 3, 9], [5]]
+    first[2], second[0] = 11, 6  # copied before a write
+    second.append(4)
+    assert tables(piece(2, [1] * 5, 4, 1, second), piece(0, [1] * 10, 9, 1, first)) == [[6, 4], [7, 3, 11]]
+    first += [1, 2]
+    assert tables(piece(0, [1] * 20, 10, 10, first)) == [[7, 3, 11, 1, 2]]
+    assert tables(piece(0, [1] * 9, 8, 1, [8, 8, 8])) == [[8, 8, 8]]  # another sequence took the seat
+    assert tables(piece(2, [1] * 6, 5, 1, second)) == [[6, 4]]  # after a step without it
