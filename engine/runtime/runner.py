@@ -56,7 +56,7 @@ class ModelStep:
         if self._sampled is not None:
             result.token_ids = self._sampled.ids.tolist()
             is_finite = self._sampled.is_finite.tolist()
-            errors.update((self._owners[row], _NOT_FINITE) for row, good in enumerate(is_finite) if not good)
+            errors = {self._owners[row]: _NOT_FINITE for row, good in enumerate(is_finite) if not good}
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))

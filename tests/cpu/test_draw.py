@@ -50,8 +50,10 @@ def wish(seed: int, position: int = 5, **filters: float) -> Wish:
 
 def check(library: Library, logits: torch.Tensor, wishes: list[Wish]) -> list[int]:
     ours, torchs = _draw_natively(library, logits.clone(), wishes), _draw_in_torch(logits.clone(), wishes)
-    assert ours.tolist() == torchs.tolist()
-    return ours.tolist()
+    assert ours.ids.tolist() == torchs.ids.tolist()
+    assert ours.is_finite.all()
+    assert torchs.is_finite.all()
+    return ours.ids.tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 64, 333, 5000])
@@ -89,6 +91,8 @@ def test_rows_that_are_void_give_some_id_and_spoil_no_other(library: Library) ->
     wishes = [wish(row, top_p=0.8, top_k=30) for row in range(5)]
     expected = check(library, logits, wishes)
     logits[1], logits[2, 4], logits[3] = math.nan, math.inf, -math.inf
-    found = _draw_natively(library, logits, wishes).tolist()
+    in_torch, drawn = _draw_in_torch(logits.clone(), wishes), _draw_natively(library, logits, wishes)
+    assert drawn.is_finite.tolist() == in_torch.is_finite.tolist() == [True, False, False, False, True]
+    found = drawn.ids.tolist()
     assert all(0 <= token < 100 for token in found)
     assert (found[0], found[4]) == (expected[0], expected[4])

@@ -62,7 +62,7 @@ static void take_ranges(void *context) {
 /* Split [0, count) over the team if it is more than `worth` units in all, `unit` of them each. */
 static void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *args, int64_t count, int64_t unit,
                        int64_t worth) {
-    struct range_job job = {run, args, count, count * unit > worth ? team_size() : 1, 0};
+    struct range_job job = {run, args, count, count > 1 && count * unit > worth ? team_size() : 1, 0};
     if (count > 0) team_run(take_ranges, &job, (int)job.threads);
 }
 

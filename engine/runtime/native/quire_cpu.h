@@ -148,13 +148,14 @@ struct draw {
     float temperature;  /* 0: greedy */
     float lowest_score; /* of those kept, counted from the best: log(min_p); -inf: off */
     int32_t top_k;      /* 0: off */
-    uint32_t key[2];
+    uint64_t seed, position;
 };
 
 struct sample_args {
     float *logits;            /* [rows, vocab_size], overwritten */
     const struct draw *draws; /* [rows] */
     int64_t *ids;             /* [rows] */
+    uint8_t *is_finite;       /* [rows] 0 where a logit is NaN or the best one infinite: the id is void */
     int64_t rows, vocab_size;
 };
 

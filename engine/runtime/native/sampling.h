@@ -5,7 +5,7 @@
  * comparison rule out nearly all of them, and the few that remain are settled in float64. Scores count from the row's
  * peak, so none is above 0 and their bits without the sign, the *key* of a score, rise as the score falls. */
 
-enum { BLOCK = 4 * W, DIGITS = 2048 };
+enum { BLOCK = 4 * W, STRETCH = 1024, DIGITS = 2048 };
 
 /* Scores from i on, with -inf behind the end. */
 INLINE vf load_scores(const float *scores, int64_t i, int64_t n) {
@@ -24,17 +24,23 @@ INLINE int any_of(vi mask) {
 
 INLINE vu score_key(vf score) { return (vu)score & 0x7fffffff; }
 
-/* Where the largest value is first. */
-static int64_t first_peak(const float *x, int64_t n) {
-    vf best = splat(-INFINITY);
-    for (int64_t i = 0; i < n; i += W) best = max_f(load_scores(x, i, n), best);
-    float peak = peak_f(best);
-    for (int64_t i = 0; i < n; i += W) {
-        vi is_peak = load_scores(x, i, n) == splat(peak);
-        for (int lane = 0; any_of(is_peak) && lane < W; lane++)
-            if (is_peak[lane] && i + lane < n) return i + lane;
+/* Where the largest value is first; `is_finite` tells whether it is finite and no value is NaN. */
+static int64_t first_peak(const float *x, int64_t n, uint8_t *is_finite) {
+    float peak = -INFINITY;
+    int64_t at = 0; /* the first stretch that holds the peak: only there it has to be looked for */
+    vi is_nan = {0};
+    for (int64_t begin = 0; begin < n; begin += STRETCH) {
+        vf best = splat(-INFINITY);
+        for (int64_t i = begin; i < begin + STRETCH && i < n; i += W) {
+            vf score = load_scores(x, i, n);
+            best = max_f(score, best);
+            is_nan |= score != score;
+        }
+        if (peak_f(best) > peak) peak = peak_f(best), at = begin;
     }
-    return 0;
+    *is_finite = isfinite(peak) && !any_of(is_nan);
+    while (at < n && x[at] != peak) at++;
+    return at < n ? at : 0;
 }
 
 static void to_scores(float *x, int64_t n, float peak, float temperature) {
@@ -79,6 +85,20 @@ static uint32_t worst_kept(const float *scores, int64_t n, uint32_t limit, doubl
         prefix = prefix << widths[level] | chosen;
     }
     return prefix;
+}
+
+/* A 64-bit finalizer (splitmix64), and the two words of a draw's key. noise.py has the same. */
+static uint64_t mix(uint64_t x) {
+    x += 0x9E3779B97F4A7C15;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+}
+
+static void make_key(const struct draw *draw, uint32_t *key) {
+    uint64_t word = mix(mix(draw->seed) ^ draw->position);
+    key[0] = (uint32_t)(word >> 32);
+    key[1] = (uint32_t)word;
 }
 
 /* The noise's hash: 31 bits. noise.py has the same. */
@@ -127,13 +147,15 @@ static void sample(const struct sample_args *a, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
         const struct draw *draw = &a->draws[row];
         float *x = a->logits + row * a->vocab_size;
-        int64_t peak = first_peak(x, a->vocab_size);
+        int64_t peak = first_peak(x, a->vocab_size, &a->is_finite[row]);
         a->ids[row] = peak;
         if (draw->temperature == 0) continue;
         to_scores(x, a->vocab_size, x[peak], draw->temperature);
         uint32_t limit = score_key(splat(draw->lowest_score))[0];
         if (draw->top_k) limit = worst_kept(x, a->vocab_size, limit, (double)draw->top_k, 0);
         if (draw->top_p < 1) limit = worst_kept(x, a->vocab_size, limit, draw->top_p, 1);
-        a->ids[row] = best_with_noise(x, a->vocab_size, peak, limit, draw->key);
+        uint32_t key[2];
+        make_key(draw, key);
+        a->ids[row] = best_with_noise(x, a->vocab_size, peak, limit, key);
     }
 }

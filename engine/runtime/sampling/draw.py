@@ -6,7 +6,6 @@ a millisecond. Elsewhere, and without the library, torch operations draw the sam
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import Draw, Library, SampleArgs, native
+from engine.runtime.native.library import DRAW, Library, SampleArgs, native
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
-from engine.runtime.sampling.noise import exact_noise, gumbel_noise, make_key, to_keys
+from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
 
 _NUM_SETTLED = 8  # float32 leaves no more than these in doubt
 
@@ -32,8 +31,15 @@ class Wish(NamedTuple):
     position: int
 
 
-def draw(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
-    """logits [R, V] float32, which are consumed -> ids [R] int64.
+class Drawn(NamedTuple):
+    """A token for each of R rows."""
+
+    ids: Tensor  # [R] int64
+    is_finite: Tensor  # [R] bool; False where the logits are not, and the id is void
+
+
+def draw(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
+    """logits [R, V] float32, which are consumed -> an id for each row. -inf rules a token out, but not all of a row's.
 
     Seeded rows draw the same id on every device, and whatever stands in the other rows. Only where a token's border is
     decided by the last digits of a sum of probabilities (top_p) may two implementations keep one token more or less.
@@ -42,18 +48,18 @@ def draw(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
     return _draw_in_torch(logits, wishes) if library is None else _draw_natively(library, logits, wishes)
 
 
-def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
+def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
     num_rows, vocab_size = logits.shape
-    ids = torch.empty(num_rows, dtype=torch.int64)
-    draws = (Draw * num_rows)(*(_native_draw(wish, vocab_size) for wish in wishes))
-    library.sample(SampleArgs(logits.data_ptr(), ctypes.addressof(draws), ids.data_ptr(), num_rows, vocab_size))
-    return ids
+    ids, is_finite = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
+    draws = b"".join([_native_draw(wish, vocab_size) for wish in wishes])
+    library.sample(SampleArgs(logits.data_ptr(), draws, ids.data_ptr(), is_finite.data_ptr(), num_rows, vocab_size))
+    return Drawn(ids, is_finite)
 
 
-def _native_draw(wish: Wish, vocab_size: int) -> Draw:
-    top_k = wish.top_k if wish.top_k < vocab_size else 0
-    key = make_key(wish.seed, wish.position) if wish.temperature > 0 else (0, 0)
-    return Draw(wish.top_p, wish.temperature, _lowest_score(wish.min_p), top_k, key)
+def _native_draw(wish: Wish, vocab_size: int) -> bytes:
+    temperature, top_k, top_p, min_p, seed, position = wish
+    top_k = top_k if top_k < vocab_size else 0
+    return DRAW.pack(top_p, temperature, _lowest_score(min_p), top_k, seed & SEED_MASK, position)
 
 
 def _lowest_score(min_p: float) -> float:
@@ -61,14 +67,15 @@ def _lowest_score(min_p: float) -> float:
     return math.log(min_p) if min_p > 0 else -math.inf
 
 
-def _draw_in_torch(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
-    ids = logits.argmax(-1)
+def _draw_in_torch(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
+    best = logits.max(-1)  # NaN and +inf come through a maximum, and so does a row of -inf
+    ids, is_finite = best.indices, best.values.isfinite()
     drawing = [row for row, wish in enumerate(wishes) if wish.temperature > 0]
     if drawing:
         chosen = [wishes[row] for row in drawing]
         at = _on(logits, drawing, torch.int64)
         ids.index_copy_(0, at, _draw_rows(logits if len(drawing) == len(wishes) else logits[at], chosen))
-    return ids
+    return Drawn(ids, is_finite)
 
 
 def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
+SEED_MASK = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
 def make_key(seed: int, position: int) -> tuple[int, int]:
     """Two well-mixed 32-bit words."""
-    word = _mix(_mix(seed & _MASK) ^ position)
+    word = _mix(_mix(seed & SEED_MASK) ^ position)
     return word >> 32, word & 0xFFFFFFFF
 
 
@@ -53,9 +53,9 @@ def _hash(keys: Tensor, tokens: Tensor) -> Tensor:
 
 def _mix(x: int) -> int:
     """A 64-bit finalizer (splitmix64)."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
+    x = (x + 0x9E3779B97F4A7C15) & SEED_MASK
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & SEED_MASK
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & SEED_MASK
     return x ^ x >> 31
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,15 +33,8 @@ class _Row(NamedTuple):
     at: int  # its row in the logits
     piece: SequenceSlice
     sample: Sample
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.piece.params
-
-    @property
-    def position(self) -> int:
-        """Where the drawn token will stand."""
-        return self.piece.start + self.piece.num_tokens
+    params: SamplingParams
+    position: int  # where the drawn token will stand
 
 
 class Sampler:
@@ -56,12 +50,11 @@ class Sampler:
         `last_ids` [seats] int64 is read for ids not yet known to the host, then holds the new ones.
         """
         rows = _rows(plan)
-        is_finite = logits.amax(-1).isfinite()  # NaN and +inf come through a maximum, and so does a row of -inf
         asking = [row for row in rows if row.params.logprobs is not None]
         raw = logits.index_select(0, self._long([row.at for row in asking])) if asking else None
 
-        self._edit(logits, rows, last_ids)
-        ids = draw(logits, [_wish(row) for row in rows])
+        self._edit(logits, [row for row in rows if _is_edited(row.params)], last_ids)
+        ids, is_finite = draw(logits, [_wish(row) for row in rows])
         last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
 
         if raw is None:
@@ -90,7 +83,8 @@ class Sampler:
             apply_penalties(logits, penalized)
 
     def _long(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        # By way of numpy, which reads a list in a tenth of torch's time.
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device, non_blocking=True)
 
     def _float(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
@@ -98,7 +92,15 @@ class Sampler:
 
 def _rows(plan: StepPlan) -> list[_Row]:
     pairs = [(piece, sample) for piece in plan.slices for sample in piece.samples]
-    return [_Row(at, piece, sample) for at, (piece, sample) in enumerate(pairs)]
+    return [
+        _Row(at, piece, sample, piece.params, piece.start + piece.num_tokens)
+        for at, (piece, sample) in enumerate(pairs)
+    ]
+
+
+def _is_edited(params: SamplingParams) -> bool:
+    """Whether logits of single tokens may change before the draw."""
+    return bool(params.logit_bias) or params.min_tokens > 0 or is_penalized(params)
 
 
 def _wish(row: _Row) -> Wish:
