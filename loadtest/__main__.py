@@ -12,9 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import front, levers, perplexity, scheduler, simulate, steps
+from loadtest import compare, front, levers, perplexity, scheduler, simulate, steps
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
+from loadtest.compare import CompareError
 from loadtest.front import FrontError
 from loadtest.levers import LeverError
 from loadtest.perplexity import PerplexityError
@@ -202,6 +203,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "bench": ("load an OpenAI-compatible server and measure it", add_bench_options, run_bench),
     "simulate": ("run the scheduler on a virtual clock", simulate.add_options, simulate.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
+    "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
@@ -228,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SimulationError,
         FrontError,
         LeverError,
+        CompareError,
         PerplexityError,
         OSError,
     ) as error:

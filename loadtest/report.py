@@ -174,11 +174,14 @@ def show(points: Sequence[Point], console: Console) -> None:
 
 def write_json(path: Path, settings: dict[str, Any], points: Sequence[Point]) -> None:
     """One document: what was asked, and every point. Absent figures are null."""
-    document = {"settings": settings, "points": [_without_nan(asdict(point)) for point in points]}
+    document = {"settings": settings, "points": [without_nan(asdict(point)) for point in points]}
     path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """A document that JSON can hold: absent figures are null."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

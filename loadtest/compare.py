@@ -1,0 +1,312 @@
+"""Quire beside its peers: every server that is here, on the same machine, with the same model and the same requests.
+
+`python -m loadtest compare --vllm PYTHON --llama-server FILE ...` starts one server after another on loopback, drives
+each through the chosen workloads, stops it, and goes round again (A B A B, so that a machine that drifts drifts for
+all). A server that dies or hangs is reported with its last words and passed over. Writes after every server, so
+an interrupted comparison keeps what it has. It installs nothing; a person runs it, and it takes minutes to hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from loadtest.bench import Asking, Level, Sweep
+from loadtest.client import Client, ClientError, Target
+from loadtest.comparison import ROOT, Drive, Results, describe_host
+from loadtest.peers.process import PeerError, ServerProcess, free_port, running
+from loadtest.peers.shapes import SHAPES
+from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, Peer, Setup, installed_bytes, version
+from loadtest.plots import require_matplotlib
+from loadtest.roofline import measure
+from loadtest.workload import Job, Length, synthetic
+
+_MODELS = tuple(SHAPES)
+_MARGIN_TOKENS = 64  # of a context, above what a workload's words should take
+
+
+class CompareError(Exception):
+    """The comparison cannot be made; one sentence."""
+
+
+class Workload(NamedTuple):
+    """Requests of one kind. A point sends `waves` times its concurrency of them, and `at_least` so many."""
+
+    name: str
+    prompt: int
+    output: int
+    prefix: int = 0
+    waves: int = 2
+    at_least: int = 8
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + self.prompt + self.output
+
+    def jobs(self, num: int, seed: int) -> list[Job]:
+        prompt, output = Length(self.prompt, self.prompt), Length(self.output, self.output)
+        return synthetic(num, prompt=prompt, output=output, seed=seed, prefix_len=self.prefix)
+
+    def level(self, concurrency: int, seed: int) -> Level:
+        num = max(self.at_least, self.waves * concurrency)
+        return Level(f"{self.name} x {concurrency}", concurrency, concurrency, self.jobs(num, seed))
+
+
+WORKLOADS = (
+    Workload("distinct", prompt=128, output=64),
+    Workload("long-prompt", prompt=2000, output=32, waves=1, at_least=2),
+    Workload("shared-prefix", prompt=64, output=64, prefix=512),
+    Workload("long-decode", prompt=32, output=512, waves=1, at_least=2),
+)
+
+
+@dataclass(frozen=True)
+class PeerAsking(Asking):
+    """A request in one server's words. `min_tokens` is never sent: ignore_eos says it all, and it costs some dearly."""
+
+    ignore_eos: bool = False
+    fields: Callable[[int], dict[str, Any]] = field(default=lambda _max_tokens: {})
+
+    def body(self, job: Job) -> dict[str, Any]:
+        return Asking.body(self, job) | self.fields(job.max_tokens)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `compare`."""
+    who = parser.add_argument_group("the servers; one that is not named is not here")
+    for peer in PEERS:
+        default = DEFAULT_EXECUTABLES.get(peer.name)
+        told = f"{peer.told}; default: the Python that runs this" if default else peer.told
+        who.add_argument(f"--{peer.name}", metavar=peer.executable, type=Path, default=default, help=told)
+    who.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[peer.name for peer in PEERS], help="leave out others"
+    )
+    what = parser.add_argument_group("the work")
+    what.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where --prepare writes models")
+    what.add_argument("--prepare", action="store_true", help="write the models that are not there yet, and end")
+    what.add_argument("--models", nargs="+", choices=_MODELS, default=[_MODELS[0]], help="default %(default)s")
+    what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
+    what.add_argument("--concurrency", nargs="+", type=int, metavar="N", help="default 1 2 8 32 128")
+    what.add_argument("--precision", choices=("bf16", "8bit"), default="bf16", help="of weights; default %(default)s")
+    what.add_argument("--rounds", type=int, metavar="N", help="times that each server is driven; default 2")
+    what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")
+    what.add_argument("--num-threads", type=int, metavar="N", default=os.cpu_count(), help="default: one a core")
+    what.add_argument(
+        "--kv-gib", type=int, metavar="N", default=4, help="K/V memory of each server; default %(default)s"
+    )
+    what.add_argument("--start-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
+    what.add_argument("--point-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
+    what.add_argument("--out", type=Path, metavar="DIR", help="results.json, table.md and a plot for each model")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepare models, or compare. 1 if any server failed, 130 if interrupted."""
+    console = Console()
+    if options.prepare:
+        return _prepare(options, console)
+    plan = Plan.of(options)
+    if options.out:
+        require_matplotlib()
+        options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console.print("measuring the machine", style="dim")
+    results = Results(describe_host(), plan.settings(), asdict(measure(options.num_threads)))
+    for peer in PEERS:
+        executable = plan.executables.get(peer.name)
+        results.peers[peer.name] = _describe(peer, executable) if executable else {"here": False}
+        console.print(f"{peer.name}: {results.peers[peer.name].get('version', 'not here')}", markup=False)
+    try:
+        for turn in plan.turns():
+            _drive(plan, turn, results, console)
+            if options.out:
+                results.write(options.out)
+    except KeyboardInterrupt:
+        results.is_interrupted = True
+        console.print("Interrupted: what follows is of what had been measured.", style="yellow")
+    results.show(console)
+    if options.out:
+        results.write(options.out)
+        results.draw(options.out)
+        console.print(f"written: {options.out}", markup=False)
+    return 130 if results.is_interrupted else int(any(drive.failures for drive in results.drives))
+
+
+class Turn(NamedTuple):
+    """One server, started once, with one model."""
+
+    model: str
+    round: int
+    peer: Peer
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is compared, in which order. `skipped` grows: a point that took too long is not tried again, nor a larger."""
+
+    options: argparse.Namespace
+    executables: dict[str, str]
+    workloads: list[Workload]
+    levels: list[int]
+    rounds: int
+    skipped: dict[tuple[str, str, str], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Plan:
+        """Raises CompareError."""
+        wanted = options.only or [peer.name for peer in PEERS]
+        given = {peer.name: getattr(options, peer.name.replace("-", "_")) for peer in PEERS}
+        executables = {name: str(path) for name, path in given.items() if path and name in wanted}
+        for name, path in executables.items():
+            if not os.access(path, os.X_OK):
+                raise CompareError(f"--{name} is {path!r}, which is not an executable file.")
+        names = options.workloads or [load.name for load in WORKLOADS[: 1 if options.quick else None]]
+        levels = options.concurrency or ([1, 8, 32] if options.quick else [1, 2, 8, 32, 128])
+        if min(levels) < 1:
+            raise CompareError(f"--concurrency names {min(levels)}; the least is 1.")
+        for model in options.models:
+            if not (options.models_dir / model / "hf" / "model.safetensors").is_file():
+                raise CompareError(
+                    f"--models-dir {options.models_dir} has no {model}; write it with --prepare --models {model}."
+                )
+        workloads = [load for load in WORKLOADS if load.name in names]
+        return cls(options, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2))
+
+    def turns(self) -> Iterator[Turn]:
+        for model in self.options.models:
+            for index in range(self.rounds):
+                yield from (Turn(model, index, peer) for peer in PEERS if peer.name in self.executables)
+
+    def setup(self, turn: Turn) -> Setup:
+        tokens = max(load.num_tokens for load in self.workloads) + _MARGIN_TOKENS
+        return Setup(
+            model=(self.options.models_dir / turn.model).absolute(),
+            port=free_port(),
+            precision=self.options.precision,
+            num_threads=self.options.num_threads,
+            max_num_seqs=self.levels[-1],
+            max_model_len=-(-tokens // 256) * 256,
+            kv_gib=self.options.kv_gib,
+        )
+
+    def points(self, turn: Turn) -> Iterator[tuple[Workload, Level]]:
+        """Prompts follow from round, workload and concurrency: the same for every server, and never seen twice by one."""
+        for index, load in enumerate(self.workloads):
+            for level in self.levels:
+                if level < self.skipped.get((turn.model, turn.peer.name, load.name), sys.maxsize):
+                    yield load, load.level(level, 10_000 * turn.round + 1_000 * index + level)
+
+    def without_paths(self, text: str) -> str:
+        """Results are read on other machines: where things lie on this one is nobody's business there."""
+        folders = {str(self.options.models_dir.absolute()): "MODELS"}
+        for peer in PEERS:
+            if path := self.executables.get(peer.name):
+                folders[str(peer.environment(Path(path)))] = peer.name.upper()
+        folders |= {str(ROOT): "REPOSITORY", tempfile.gettempdir(): "TMP", str(Path.home()): "HOME"}
+        for folder, name in folders.items():
+            text = text.replace(folder, name)
+        return text
+
+    def settings(self) -> dict[str, Any]:
+        told = ("models", "precision", "num_threads", "kv_gib", "start_limit", "point_limit")
+        workloads = [load._asdict() for load in self.workloads]
+        chosen = {"workloads": workloads, "concurrency": self.levels, "rounds": self.rounds}
+        return {name: getattr(self.options, name) for name in told} | chosen
+
+
+def _drive(plan: Plan, turn: Turn, results: Results, console: Console) -> None:
+    """One server from start to stop; whatever befalls it is noted and no more than that."""
+    console.print(f"\n{turn.model}, round {turn.round + 1} of {plan.rounds}: {turn.peer.name}", style="bold")
+    setup = plan.setup(turn)
+    drive = Drive(turn.peer.name, turn.model, turn.round)
+    try:
+        command = turn.peer.command(plan.executables[turn.peer.name], setup)
+    except NotImplementedError as error:
+        console.print(f"left out: {error}", markup=False)
+        return
+    drive.command = plan.without_paths(str(command))
+    asking = PeerAsking(turn.peer.model_name(setup), fields=turn.peer.fields)
+    results.drives.append(drive)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        try:
+            first = asking.body(Job("time year people", 1))
+            with running(command, setup.port, log, first, plan.options.start_limit) as server:
+                drive.ready_s = server.ready_s
+                console.print(f"first token {server.ready_s:.1f} s after its start")
+                try:
+                    for load, level in plan.points(turn):
+                        _measure(plan, turn, drive, server, asking, load, level)
+                finally:
+                    drive.peak_rss_bytes = server.peak_rss_bytes
+        except PeerError as error:
+            drive.failures.append(str(error))
+    drive.failures = [plan.without_paths(failure) for failure in drive.failures]
+    for failure in drive.failures:
+        console.print(failure, style="red", markup=False)
+
+
+def _measure(
+    plan: Plan, turn: Turn, drive: Drive, server: ServerProcess, asking: Asking, load: Workload, level: Level
+) -> None:
+    """One point. Raises PeerError if the server is dead after it, KeyboardInterrupt if the person had enough."""
+    limit_s = plan.options.point_limit
+    warm_up = load.jobs(2, -1 - int(level.value)) if level.value == plan.levels[0] else []
+    sweep = asyncio.run(_sweep(server.port, asking, warm_up, level, limit_s))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a closing event loop takes its handlers with it
+    for point in sweep.points:
+        drive.points.append({"workload": load.name, "concurrency": level.concurrency} | asdict(point))
+        drive.failures += [f"{level.load}: {count} x {error}" for error, count in point.errors.items()]
+    if not server.is_alive():
+        raise PeerError(f"{level.load}: it died.\n{server.log_tail()}")
+    if sweep.is_interrupted:
+        plan.skipped[turn.model, turn.peer.name, load.name] = int(level.value)
+        drive.failures.append(f"{level.load}: not done within {limit_s:g} s; what was answered by then is counted.")
+
+
+async def _sweep(port: int, asking: Asking, warm_up: Sequence[Job], level: Level, limit_s: float) -> Sweep:
+    loop, stopped = asyncio.get_running_loop(), False
+    client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}"), limit_s), Sweep()
+    task = asyncio.ensure_future(sweep.run(client, asking, warm_up, [level]))
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    loop.call_later(limit_s, task.cancel)
+    try:
+        await task
+    except ClientError as error:
+        raise PeerError(f"{level.load}: {error}") from None
+    finally:
+        client.close()
+    if stopped:
+        raise KeyboardInterrupt
+    return sweep
+
+
+def _describe(peer: Peer, executable: str) -> dict[str, Any]:
+    size = installed_bytes(peer.environment(Path(executable)))
+    return {"here": True, "version": version(peer, executable), "installed_bytes": size}
+
+
+def _prepare(options: argparse.Namespace, console: Console) -> int:
+    from loadtest.peers.models import prepare
+    from server.model_source import find_model
+
+    source = Path(find_model(None).path)
+    for model in options.models:
+        prepare(SHAPES[model], source, options.models_dir, lambda text: console.print(text, markup=False))
+    return 0

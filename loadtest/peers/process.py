@@ -1,0 +1,163 @@
+"""One server of a comparison as a process: started, awaited, watched and stopped, with everything it starts itself.
+
+A server leads a session of its own, so its descendants are found by that session's number in /proc however they were
+forked, their memory is summed, and none outlives a run. Used from the main thread; a small thread samples the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_POLL_S = 0.1
+_SAMPLE_S = 0.5
+_STOP_LIMIT_S = 20.0
+_LOG_LINES = 15
+
+
+class PeerError(Exception):
+    """A server could not be started or has died; the message ends with the last lines of its log."""
+
+
+class Command(NamedTuple):
+    """What starts a server: variables are added to those of the comparison itself."""
+
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return shlex.join([*(f"{key}={value}" for key, value in self.environ.items()), *self.argv])
+
+
+class ServerProcess:
+    """A running server. `ready_s` is the time from its start to the end of its first one-token answer."""
+
+    def __init__(self, command: Command, port: int, log: Path) -> None:
+        self.command = command
+        self.port = port
+        self.log = log
+        self.ready_s = 0.0
+        self.peak_rss_bytes = 0
+        self._stopping = threading.Event()
+        with log.open("wb") as file:
+            self._started = time.perf_counter()
+            self._process = subprocess.Popen(  # noqa: S603 - the person's own command
+                command.argv,
+                env=os.environ | command.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+
+    def wait_ready(self, body: Mapping[str, object], limit_s: float) -> None:
+        """Ask for one token until one comes. Raises PeerError."""
+        while not _answers(self.port, body, self._started + limit_s - time.perf_counter()):
+            if not self.is_alive():
+                raise PeerError(f"it ended with status {self._process.returncode} while starting.\n{self.log_tail()}")
+            if time.perf_counter() - self._started > limit_s:
+                raise PeerError(f"it was not ready within {limit_s:g} s.\n{self.log_tail()}")
+            time.sleep(_POLL_S)
+        self.ready_s = time.perf_counter() - self._started
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(line[:300] for line in lines[-_LOG_LINES:])
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL for whatever of its session is left. A second Ctrl-C waits until that is done."""
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._stop()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _stop(self) -> None:
+        if self.is_alive():
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_LIMIT_S)
+        for pid in [self._process.pid, *session_members(self._process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._stopping.set()
+        self._sampler.join()
+
+    def _sample(self) -> None:
+        while not self._stopping.wait(_SAMPLE_S):
+            resident = sum(rss_bytes(pid) for pid in session_members(self._process.pid))
+            self.peak_rss_bytes = max(self.peak_rss_bytes, resident)
+
+
+@contextlib.contextmanager
+def running(
+    command: Command, port: int, log: Path, first_body: Mapping[str, object], limit_s: float
+) -> Iterator[ServerProcess]:
+    """A server from its first answer to its end. Raises PeerError; stops the server whatever is raised inside."""
+    try:
+        server = ServerProcess(command, port, log)
+    except OSError as error:
+        raise PeerError(f"`{command.argv[0]}` cannot be run: {error.strerror}.") from None
+    try:
+        server.wait_ready(first_body, limit_s)
+        yield server
+    finally:
+        server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def session_members(session: int) -> list[int]:
+    """Living processes of a session, from /proc; none where there is no /proc."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of_session = stat.read_text().rpartition(") ")[2].split(" ", 4)[:4]
+        except OSError:  # it has just ended
+            continue
+        if int(of_session) == session and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory; pages that two processes share count twice."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def _answers(port: int, body: Mapping[str, object], limit_s: float) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=max(limit_s, 1.0))
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+    return answer.status == 200

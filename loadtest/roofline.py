@@ -1,0 +1,126 @@
+"""The machine's own limits, measured in the run that they stand beside: bytes read a second, and multiplications.
+
+roofline.c is compiled by the machine's `cc` into a folder that is gone afterwards; ctypes lets go of the interpreter
+lock, so Python threads are the cores. Without a compiler torch is asked in a process of its own, which says
+what its library reaches rather than what the processor can. Either way the figures name who made them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Barrier
+
+_READ_BYTES = 256 << 20  # a core's, far beyond its caches
+_TILE_BYTES = 1 << 16  # at least what roofline.c multiplies
+_TIMES = 20_000  # tile products a measurement: some milliseconds, so that one of the repeats is undisturbed
+_REPEATS = 30
+
+_TORCH = """
+import json, sys, time, torch
+torch.set_num_threads(int(sys.argv[1]))
+def best(run, work):
+    run()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
+    return work / min(times)
+buffer = torch.ones(1 << 28, dtype=torch.int32)
+a = torch.ones(1024, 1024, dtype=torch.bfloat16)
+print(json.dumps([best(buffer.max, buffer.nbytes), best(lambda: a @ a, 2 * 1024**3)]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Limits of `num_threads` cores together; None where the processor has no such instruction or nothing measured."""
+
+    source: str
+    num_threads: int
+    read_bytes_per_s: float | None
+    bf16_flops: float | None
+    int8_ops: float | None
+
+
+def measure(num_threads: int) -> Roofline:
+    """Some seconds. Never raises for what a machine lacks."""
+    if compiler := shutil.which("cc"):
+        with tempfile.TemporaryDirectory() as folder:
+            if library := _compile(compiler, Path(folder)):
+                return _measure_c(library, num_threads)
+    return _measure_torch(num_threads)
+
+
+def _compile(compiler: str, folder: Path) -> ctypes.CDLL | None:
+    target = folder / "roofline.so"
+    source = Path(__file__).with_suffix(".c")
+    command = [compiler, "-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", str(source), "-o", str(target)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:  # noqa: S603 - found by which
+        return None
+    library = ctypes.CDLL(str(target))
+    library.roof_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.roof_bf16.argtypes = library.roof_int8.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    for function in (library.roof_read, library.roof_bf16, library.roof_int8):
+        function.restype = ctypes.c_int64
+    return library
+
+
+def _measure_c(library: ctypes.CDLL, num_threads: int) -> Roofline:
+    def read() -> Callable[[], int]:
+        buffer = _ones(_READ_BYTES)
+        return lambda: int(library.roof_read(ctypes.addressof(buffer), len(buffer)))
+
+    def multiply(function: Callable[[int, int], int]) -> Callable[[], Callable[[], int]]:
+        tiles = _ones(_TILE_BYTES)
+        return lambda: lambda: int(function(ctypes.addressof(tiles), _TIMES))
+
+    return Roofline(
+        "roofline.c",
+        num_threads,
+        _rate(read, num_threads),
+        _rate(multiply(library.roof_bf16), num_threads),
+        _rate(multiply(library.roof_int8), num_threads),
+    )
+
+
+def _ones(num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Written once: pages that nobody has touched would all be the same one."""
+    buffer = (ctypes.c_char * num_bytes)()
+    ctypes.memset(buffer, 1, num_bytes)
+    return buffer
+
+
+def _rate(make: Callable[[], Callable[[], int]], num_threads: int) -> float | None:
+    """Work a second of all threads at once, the best of some repeats: neighbours only ever take away."""
+    barrier = Barrier(num_threads)
+
+    def work() -> list[tuple[int, float]]:
+        run = make()
+        measured = []
+        for _ in range(_REPEATS):
+            barrier.wait()
+            started = time.perf_counter()
+            done = run()
+            measured.append((done, time.perf_counter() - started))
+        return measured
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        threads = [future.result() for future in [pool.submit(work) for _ in range(num_threads)]]
+    rates = [sum(done for done, _ in repeat) / max(took for _, took in repeat) for repeat in zip(*threads, strict=True)]
+    return max(rates) or None
+
+
+def _measure_torch(num_threads: int) -> Roofline:
+    command = [sys.executable, "-c", _TORCH, str(num_threads)]
+    result = subprocess.run(command, capture_output=True, check=False)  # noqa: S603 - our own
+    read, bf16 = json.loads(result.stdout) if result.returncode == 0 else (None, None)
+    return Roofline("torch, for want of a C compiler", num_threads, read, bf16, None)
