@@ -17,7 +17,7 @@ from server.app import create_app
 from server.app_config import AppConfig
 from server.daemon import run
 from server.model_source import find_model
-from server.serve import bind
+from server.serve import bind, hide_from_collector
 from server.tokenizer import load_tokenizer
 
 
@@ -34,6 +34,7 @@ def main(step_ms: float) -> int:
     app = create_app(engine, tokenizer, AppConfig(model="fake", served_model_names=("fake",)))
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
+        hide_from_collector()
         return run(app, listener, shutdown_timeout_s=1.0, on_ready=lambda: print(port, flush=True))
 
 

@@ -30,7 +30,7 @@ class Answer:
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._alive = {(request.request_id, choice) for request in requests for choice in range(request.params.n)}
         self._events: list[PromptEvent] = []
-        self._filled = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # who waits for the next event
 
     def __enter__(self) -> None:
         pass
@@ -47,8 +47,9 @@ class Answer:
 
     async def take(self) -> list[PromptEvent]:
         """Wait until something has happened and return all of it, in order."""
-        await self._filled.wait()
-        self._filled.clear()
+        if not self._events:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         events, self._events = self._events, []
         return events
 
@@ -57,7 +58,8 @@ class Answer:
         if event.finish_reason is not None:
             self._alive.discard((event.request_id, event.choice))
         self._events.append(PromptEvent(self._prompts[event.request_id], event))
-        self._filled.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def stop(self, event: TokenEvent) -> None:
         """A stop string was found in this event's choice; its other choices go on."""

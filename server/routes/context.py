@@ -61,7 +61,7 @@ class Context:
         return await asyncio.to_thread(encode_all)
 
 
-def _context(request: Request) -> Context:
+async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own
     context = request.app.state.context
     assert isinstance(context, Context)
     return context

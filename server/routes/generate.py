@@ -5,19 +5,17 @@ Leaving early aborts: a stream through its response's scope, a plain answer by w
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import Request as HttpRequest
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from engine.core.errors import QuireError
 from engine.core.types import Request, SamplingParams
 from server.choice import TextRules
+from server.disconnect import unless_disconnected
 from server.errors import to_api_error
 from server.generation import Generation
 from server.middleware import GENERATION
@@ -28,8 +26,6 @@ from server.routes.context import Context
 from server.sse import DONE, EventStream, frame
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 def engine_requests(
@@ -60,26 +56,11 @@ async def respond(
     if body.stream:
         return EventStream(_frames(generation, body, form), answer)
     with answer:
-        deltas = await unless_disconnected(http, generation.all_deltas())
+        deltas = await unless_disconnected(http.receive, generation.all_deltas())
         return Response(form.answer(deltas, generation.usage), media_type="application/json")
 
 
-async def unless_disconnected(http: HttpRequest, work: Coroutine[None, None, Result]) -> Result:
-    """The result of `work`, or ClientDisconnect as soon as nobody waits for it. The body must have been read."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(http.receive())  # all that can follow the body is the disconnect
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _frames(generation: Generation, body: SamplingBody, form: Form) -> AsyncIterator[bytes]:
+async def _frames(generation: Generation, body: SamplingBody, form: Form) -> AsyncGenerator[bytes, None]:
     """The stream: chunks as they come, an error as its own event, and always the end mark."""
     options = body.stream_usage
     usage: dict[str, Usage | None] = {"usage": None} if options.include_usage else {}
