@@ -12,7 +12,7 @@ from engine.core.types import SamplingParams
 from server.choice import Delta
 from server.errors import shorten, unsupported
 from server.protocol.base import Integer, RequestBody, ResponseBody
-from server.protocol.form import Envelope
+from server.protocol.form import ChunkMould, Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
@@ -173,6 +173,7 @@ class ChatForm:
         self._body = body
         self._envelope = envelope
         self._chunk_fields = envelope.fields("chat.completion.chunk")
+        self._mould = ChunkMould(ChatCompletion(**self._chunk_fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         choices = [
@@ -185,12 +186,12 @@ class ChatForm:
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         choice = self._choice(index, delta, {"delta": ChatDelta(content=delta.text)})
+        if delta.prompt is None:
+            return [self._mould.cast(choice, **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
-        if delta.prompt is None:
-            return [chunk.json_bytes()]
         role = ChatChoice(index=index, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None)
-        return [ChatCompletion(**self._chunk_fields, choices=[role], **usage).json_bytes(), chunk.json_bytes()]
+        return [self._mould.cast(role, **usage), chunk.json_bytes()]
 
     def closing(self, usage: Usage) -> bytes:
         return ChatCompletion(**self._chunk_fields, choices=[], usage=usage).json_bytes()

@@ -11,7 +11,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from server.choice import Delta
 from server.protocol.base import Integer, ResponseBody
-from server.protocol.form import Envelope
+from server.protocol.form import ChunkMould, Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
 from server.protocol.sampling import SamplingBody
@@ -102,13 +102,14 @@ class CompletionForm:
         self._body = body
         self._envelope = envelope
         self._fields = envelope.fields("text_completion")
+        self._mould = ChunkMould(Completion(**self._fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
         return Completion(**self._fields, choices=choices, usage=usage).json_bytes()
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        return [Completion(**self._fields, choices=[self._choice(index, delta)], **usage).json_bytes()]
+        return [self._mould.cast(self._choice(index, delta), **usage)]
 
     def closing(self, usage: Usage) -> bytes:
         return Completion(**self._fields, choices=[], usage=usage).json_bytes()

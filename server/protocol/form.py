@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from server.choice import Delta
+from server.protocol.base import ResponseBody
 from server.protocol.usage import Usage
 from server.text import Tokenizer
 from server.version import VERSION
@@ -34,6 +35,25 @@ class Envelope:
             "model": self.model,
             "system_fingerprint": f"quire-{VERSION}",
         }
+
+
+class ChunkMould:
+    """A chunk's JSON around its choice, made once an answer: a token then costs its choice alone, a third of the whole."""
+
+    __slots__ = ("_head",)
+
+    def __init__(self, empty: ResponseBody) -> None:
+        """`empty` is a chunk whose last field is `choices`, without any."""
+        document = empty.json_bytes()
+        assert document.endswith(b'"choices":[]}')
+        self._head = document[:-2]
+
+    def cast(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
+        """A whole chunk. `usage` is given, perhaps as None, where the client asked for it."""
+        tail = b"]}"
+        for value in usage.values():
+            tail = b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
+        return self._head + choice.json_bytes() + tail
 
 
 class Form(Protocol):
