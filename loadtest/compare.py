@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from loadtest.client import Client, ClientError, Target
 from loadtest.comparison import ROOT, Drive, Results, describe_host
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
 from loadtest.peers.shapes import SHAPES
-from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, Peer, Setup, installed_bytes, version
+from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
 from loadtest.plots import require_matplotlib
 from loadtest.roofline import measure
 from loadtest.workload import Job, Length, synthetic
@@ -91,13 +92,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--only", nargs="+", metavar="NAME", choices=[peer.name for peer in PEERS], help="leave out others"
     )
+    more = "more flags for a server: --flags quire='--block-size 32'"
+    who.add_argument("--flags", action="append", type=_flags, default=[], metavar="NAME=FLAGS", help=more)
     what = parser.add_argument_group("the work")
+    told = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
     what.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where --prepare writes models")
     what.add_argument("--prepare", action="store_true", help="write the models that are not there yet, and end")
     what.add_argument("--models", nargs="+", choices=_MODELS, default=[_MODELS[0]], help="default %(default)s")
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
     what.add_argument("--concurrency", nargs="+", type=int, metavar="N", help="default 1 2 8 32 128")
-    what.add_argument("--precision", choices=("bf16", "8bit"), default="bf16", help="of weights; default %(default)s")
+    what.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help=told)
     what.add_argument("--rounds", type=int, metavar="N", help="times that each server is driven; default 2")
     what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")
     what.add_argument("--num-threads", type=int, metavar="N", default=os.cpu_count(), help="default: one a core")
@@ -107,6 +111,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--start-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
     what.add_argument("--point-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
     what.add_argument("--out", type=Path, metavar="DIR", help="results.json, table.md and a plot for each model")
+
+
+def _flags(text: str) -> tuple[str, list[str]]:
+    name, equals, flags = text.partition("=")
+    if not equals or name not in {peer.name for peer in PEERS}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FLAGS of one of the servers")
+    return name, shlex.split(flags)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -122,9 +133,9 @@ def run(options: argparse.Namespace) -> int:
     console.print("measuring the machine", style="dim")
     results = Results(describe_host(), plan.settings(), asdict(measure(options.num_threads)))
     for peer in PEERS:
-        executable = plan.executables.get(peer.name)
-        results.peers[peer.name] = _describe(peer, executable) if executable else {"here": False}
-        console.print(f"{peer.name}: {results.peers[peer.name].get('version', 'not here')}", markup=False)
+        if peer.name in plan.wanted:
+            results.peers[peer.name] = known = _describe(peer, plan.executables.get(peer.name))
+            console.print(f"{peer.name}: {known.get('version', 'not here')}", markup=False)
     try:
         for turn in plan.turns():
             _drive(plan, turn, results, console)
@@ -154,6 +165,7 @@ class Plan:
     """What is compared, in which order. `skipped` grows: a point that took too long is not tried again, nor a larger."""
 
     options: argparse.Namespace
+    wanted: Sequence[str]
     executables: dict[str, str]
     workloads: list[Workload]
     levels: list[int]
@@ -179,7 +191,9 @@ class Plan:
                     f"--models-dir {options.models_dir} has no {model}; write it with --prepare --models {model}."
                 )
         workloads = [load for load in WORKLOADS if load.name in names]
-        return cls(options, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2))
+        return cls(
+            options, wanted, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2)
+        )
 
     def turns(self) -> Iterator[Turn]:
         for model in self.options.models:
@@ -205,6 +219,9 @@ class Plan:
                 if level < self.skipped.get((turn.model, turn.peer.name, load.name), sys.maxsize):
                     yield load, load.level(level, 10_000 * turn.round + 1_000 * index + level)
 
+    def more_flags(self, name: str) -> list[str]:
+        return [word for peer, words in self.options.flags if peer == name for word in words]
+
     def without_paths(self, text: str) -> str:
         """Results are read on other machines: where things lie on this one is nobody's business there."""
         folders = {str(self.options.models_dir.absolute()): "MODELS"}
@@ -212,8 +229,8 @@ class Plan:
             if path := self.executables.get(peer.name):
                 folders[str(peer.environment(Path(path)))] = peer.name.upper()
         folders |= {str(ROOT): "REPOSITORY", tempfile.gettempdir(): "TMP", str(Path.home()): "HOME"}
-        for folder, name in folders.items():
-            text = text.replace(folder, name)
+        for folder in sorted(folders, key=len, reverse=True):
+            text = text.replace(folder, folders[folder])
         return text
 
     def settings(self) -> dict[str, Any]:
@@ -233,6 +250,7 @@ def _drive(plan: Plan, turn: Turn, results: Results, console: Console) -> None:
     except NotImplementedError as error:
         console.print(f"left out: {error}", markup=False)
         return
+    command = command._replace(argv=[*command.argv, *plan.more_flags(turn.peer.name)])
     drive.command = plan.without_paths(str(command))
     asking = PeerAsking(turn.peer.model_name(setup), fields=turn.peer.fields)
     results.drives.append(drive)
@@ -264,7 +282,9 @@ def _measure(
     sweep = asyncio.run(_sweep(server.port, asking, warm_up, level, limit_s))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a closing event loop takes its handlers with it
     for point in sweep.points:
-        drive.points.append({"workload": load.name, "concurrency": level.concurrency} | asdict(point))
+        each = point.prompt_tokens / max(point.num_requests - point.num_failed, 1)
+        of = {"workload": load.name, "concurrency": level.concurrency, "prompt_tokens_each": each}
+        drive.points.append(of | asdict(point))
         drive.failures += [f"{level.load}: {count} x {error}" for error, count in point.errors.items()]
     if not server.is_alive():
         raise PeerError(f"{level.load}: it died.\n{server.log_tail()}")
@@ -297,7 +317,9 @@ async def _sweep(port: int, asking: Asking, warm_up: Sequence[Job], level: Level
     return sweep
 
 
-def _describe(peer: Peer, executable: str) -> dict[str, Any]:
+def _describe(peer: Peer, executable: str | None) -> dict[str, Any]:
+    if executable is None:
+        return {"here": False}
     size = installed_bytes(peer.environment(Path(executable)))
     return {"here": True, "version": version(peer, executable), "installed_bytes": size}
 

@@ -28,31 +28,34 @@ ROOT = Path(__file__).parents[1]
 
 
 class Figure(NamedTuple):
-    """A column: where a point holds it, and whether more is better."""
+    """A number of a point: one of its keys, or one in a distribution of seconds, told in milliseconds."""
 
     title: str
-    keys: tuple[str, ...]
-    scale: float
-    more_is_better: bool
+    key: str
+    quantile: str = ""
+
+    @property
+    def more_is_better(self) -> bool:
+        return not self.quantile
 
     def of(self, point: Mapping[str, Any]) -> float:
-        value: Any = point
-        for key in self.keys:
-            value = value[key]
-        return math.nan if value is None else float(value) * self.scale
+        value = point[self.key][self.quantile] if self.quantile else point[self.key]
+        return math.nan if value is None else float(value) * (1e3 if self.quantile else 1)
 
 
-OUTPUT = Figure("out tok/s", ("output_tokens_per_s",), 1, more_is_better=True)
-TTFT = Figure("TTFT p50 ms", ("ttft_s", "p50"), 1e3, more_is_better=False)
-TTFT_TAIL = Figure("TTFT p99 ms", ("ttft_s", "p99"), 1e3, more_is_better=False)
+OUTPUT = Figure("out tok/s", "output_tokens_per_s")
+TTFT = Figure("TTFT p50 ms", "ttft_s", "p50")
+ITL = Figure("ITL p50 ms", "itl_s", "p50")
 FIGURES = (
     OUTPUT,
-    Figure("all tok/s", ("total_tokens_per_s",), 1, more_is_better=True),
+    Figure("all tok/s", "total_tokens_per_s"),
     TTFT,
-    TTFT_TAIL,
-    Figure("ITL p50 ms", ("itl_s", "p50"), 1e3, more_is_better=False),
-    Figure("ITL p99 ms", ("itl_s", "p99"), 1e3, more_is_better=False),
+    Figure("TTFT p99 ms", "ttft_s", "p99"),
+    ITL,
+    Figure("ITL p99 ms", "itl_s", "p99"),
 )
+PROMPT = Figure("prompt tokens of a request", "prompt_tokens_each")  # measured, and no column
+_LONG_PROMPT = 1000  # tokens: shorter ones are bound by more than products
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ class Results:
                         if (point["workload"], point["concurrency"]) == (load["name"], level) and point["output_tokens"]
                     ]
                     if points:
-                        row[peer] = {figure: statistics.median(map(figure.of, points)) for figure in FIGURES}
+                        row[peer] = {figure: statistics.median(map(figure.of, points)) for figure in (*FIGURES, PROMPT)}
                 if row:
                     yield load["name"], level, row
 
@@ -149,6 +152,7 @@ class Results:
             ready = " / ".join(f"{drive.ready_s:.1f} s" for drive in drives)
             rss = max(drive.peak_rss_bytes for drive in drives)
             yield f"| {peer} | {known['version']} | {ready} | {_size(rss)} | {_size(known['installed_bytes'])} |"
+        yield from self._against_roofline(model)
         yield from self._against_best(model)
         for workload in dict.fromkeys(name for name, _, _ in self.rows(model)):
             yield f"\n{self._told(workload)}\n"
@@ -177,6 +181,25 @@ class Results:
                 cells.append(f"{lead:.2f} {peer}")
             yield f"| {name} | {level} | {' | '.join(cells)} |"
 
+    def _against_roofline(self, model: str) -> Iterable[str]:
+        """One request alone: generating reads every weight for every token, prompts are bound by multiplications."""
+        shape, eight = SHAPES[model], self.settings["precision"] != "bf16"
+        reads, products = self.roofline["read_bytes_per_s"], self.roofline["int8_ops" if eight else "bf16_flops"]
+        lines = []
+        for name, level, row in self.rows(model):
+            for peer, figures in row.items() if level == 1 else ():
+                if reads and figures[ITL] > 0:
+                    generating = 1e3 / figures[ITL] * (shape.layer_weights + shape.head_weights) * (1 if eight else 2)
+                    lines.append(f"| {name} | {peer} | reading weights while generating | {generating / reads:.0%} |")
+                if products and figures[PROMPT] >= _LONG_PROMPT:
+                    computing = 1e3 * figures[PROMPT] / figures[TTFT] * 2 * shape.layer_weights
+                    lines.append(f"| {name} | {peer} | multiplying in prompts | {computing / products:.0%} |")
+        if lines:
+            yield "\nOne request alone, against the roofline\n"
+            yield "| workload | server | bound by | reached |"
+            yield "|---|---|---|---|"
+            yield from lines
+
     def _told(self, workload: str) -> str:
         load = next(load for load in self.settings["workloads"] if load["name"] == workload)
         shared = f"{load['prefix']} shared words, then " if load["prefix"] else ""
@@ -198,11 +221,6 @@ def lead_over_best(row: Row, figure: Figure) -> tuple[str, float]:
 
 def ratio(value: float, of: float | None) -> str:
     return f"{value / of:.2f}" if of else "-"
-
-
-def roofline_tokens_per_s(model: str, read_bytes_per_s: float) -> float:
-    """The most that one stream can have in sixteen bits: every weight is read once for every token."""
-    return read_bytes_per_s / (2 * SHAPES[model].linear_weights)
 
 
 def describe_host() -> dict[str, Any]:

@@ -115,7 +115,8 @@ def draw_comparison(
             shares = [(level, values[figures[0]] / of[figures[0]]) for level, values, of in points if of]
             column[-1].plot([level for level, _ in shares], [share for _, share in shares], **style)
         for axis, key in zip(column, figures, strict=False):
-            axis.set(ylabel=key.title, **({"ylim": (0, None)} if key.more_is_better else {"yscale": "log"}))
+            is_log = not key.more_is_better and all(row[name][key] > 0 for _, row in of_workload for name in row)
+            axis.set(ylabel=key.title, **({"yscale": "log"} if is_log else {"ylim": (0, None)}))
         column[0].set(title=workload, xscale="log")
         column[-1].set(ylabel=f"{figures[0].title} / {base}'s", ylim=(0, None), xlabel="requests at once")
         levels = sorted({level for level, _ in of_workload})

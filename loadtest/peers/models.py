@@ -53,7 +53,7 @@ _FILE_TYPES = {
 def prepare(shape: Shape, source: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Write what is missing of one model under `folder`; `source` is the embedded GGUF file."""
     metadata = read_header(source).metadata
-    tensors = _Stored(shape, source) if shape.arch == "llama" else _Random(shape)
+    tensors = _Stored(shape, source) if shape.is_embedded else _Random(shape)
     writers: dict[str, Callable[[Path], None]] = {
         "hf": lambda path: _write_hf(shape, tensors, metadata, path),
         "w8a8": lambda path: _write_w8a8(shape, tensors, metadata, path),

@@ -93,10 +93,14 @@ class ServerProcess:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_LIMIT_S)
-        for pid in [self._process.pid, *session_members(self._process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.is_alive():
+            self._process.kill()
         self._process.wait()
+        while members := session_members(self._process.pid):
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_S / 10)  # it takes the kernel a moment
         self._stopping.set()
         self._sampler.join()
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a decoder of the Llama lineage is made of. `bias`: Q, K and V have one, as in Qwen2."""
+    """What a decoder of the Llama lineage is made of. `bias`: Q, K and V have one, as in Qwen2.
+
+    `is_embedded`: the weights are those of the model that comes with Quire; otherwise they are random.
+    """
 
     name: str
     arch: str
@@ -21,27 +24,28 @@ class Shape:
     rope_base: float
     norm_eps: float
     bias: bool
+    is_embedded: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token in sixteen bits."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+    def layer_weights(self) -> int:
+        """What every token multiplies, of a prompt or generated."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn)
 
     @property
-    def linear_weights(self) -> int:
-        """Weights that every generated token multiplies, the tied head among them."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
+    def head_weights(self) -> int:
+        """What a generated token multiplies besides: the head, which is the embedding too."""
+        return self.vocab * self.hidden
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("smollm2-135m", "llama", 30, 576, 9, 3, 1536, 49152, 8192, 100000.0, 1e-5, bias=False),
+        Shape("smollm2-135m", "llama", 30, 576, 9, 3, 1536, 49152, 8192, 100000.0, 1e-5, bias=False, is_embedded=True),
         Shape("qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 4864, 151936, 32768, 1e6, 1e-6, bias=True),
         Shape("qwen2.5-1.5b", "qwen2", 28, 1536, 12, 2, 8960, 151936, 32768, 1e6, 1e-6, bias=True),
     )

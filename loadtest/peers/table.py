@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 
 from loadtest.peers.process import Command
 
-GIB = 1 << 30
+PRECISIONS = {
+    "bf16": "sixteen bits everywhere",
+    "int8": "eight-bit weights: Quire and vLLM from int8 safetensors, the others from Q8_0",
+    "q8_0": "the same, with Quire too from the Q8_0 GGUF",
+}
 
 
 class Setup(NamedTuple):
@@ -24,7 +28,7 @@ class Setup(NamedTuple):
 
     model: Path  # the folder that --prepare wrote
     port: int
-    precision: str  # "bf16" or "8bit"
+    precision: str  # one of PRECISIONS
     num_threads: int
     max_num_seqs: int
     max_model_len: int
@@ -50,9 +54,13 @@ def _python_prefix(python: Path) -> Path:
 
 
 def _quire(python: str, setup: Setup) -> Command:
-    quantized = [] if setup.precision == "bf16" else ["--quantization", "int8"]
+    model, quantized = {
+        "bf16": ("hf", []),
+        "int8": ("hf", ["--quantization", "int8"]),
+        "q8_0": ("q8_0.gguf", []),
+    }[setup.precision]
     argv = [
-        *(python, "-m", "server", "serve", str(setup.model / "hf")),
+        *(python, "-m", "server", "serve", str(setup.model / model)),
         *("--port", str(setup.port)),
         *("--served-model-name", setup.model.name),
         *("--dtype", "bfloat16"),
