@@ -1,0 +1,104 @@
+"""The models a comparison writes are one model: the same numbers in every format, read by readers that are not ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.gguf_header import read_header
+from engine.runtime.weights.gguf import GGUFCheckpoint
+from loadtest.peers.models import bfloat16_bits, int8_rows, prepare
+from loadtest.peers.shapes import SHAPES, Shape
+from server.model_source import find_model
+
+VOCAB = 49152 + 8  # the embedded tokenizer's, and some of the fillers that a larger shape needs
+TINY = {
+    "llama": Shape("tiny-llama", "llama", 2, 32, 4, 2, 64, VOCAB, 128, 100000.0, 1e-5, bias=False),
+    "qwen2": Shape("tiny-qwen2", "qwen2", 2, 32, 4, 2, 64, VOCAB, 128, 1e6, 1e-6, bias=True),
+}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Shape, Path]:
+    shape, folder = TINY[request.param], tmp_path_factory.mktemp("models")
+    prepare(shape, Path(find_model(None).path), folder, lambda _: None)
+    return shape, folder / shape.name
+
+
+def test_transformers_reads_the_folder_whole(prepared: tuple[Shape, Path]) -> None:
+    shape, folder = prepared
+    model, told = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="bfloat16", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert model.config.rope_parameters["rope_theta"] == shape.rope_base
+    assert model(torch.tensor([[1, 2, VOCAB - 1]])).logits.isfinite().all()
+
+
+def test_the_gguf_holds_the_same_model(prepared: tuple[Shape, Path]) -> None:
+    """Quire's reader of GGUF brings rows into transformers' order by its own rule; the writer must have undone it."""
+    _, folder = prepared
+    wanted = load_file(folder / "hf" / "model.safetensors")
+    for name, tolerance in (("bf16.gguf", 0.0), ("f16.gguf", 1e-6), ("q8_0.gguf", 1e-3)):
+        stored = {tensor.name: tensor for tensor in GGUFCheckpoint(folder / name).tensors()}
+        assert stored.keys() == wanted.keys()
+        for key, tensor in stored.items():
+            read = torch.empty(tensor.shape)
+            tensor.copy_to(read)
+            torch.testing.assert_close(read, wanted[key].float(), rtol=0, atol=tolerance)
+
+
+def test_eight_bit_rows_are_the_same_model(prepared: tuple[Shape, Path]) -> None:
+    _, folder = prepared
+    wanted = load_file(folder / "hf" / "model.safetensors")
+    stored = load_file(folder / "w8a8" / "model.safetensors")
+    assert {key.removesuffix("_scale") for key in stored} == wanted.keys()
+    quantized = [key for key in stored if key + "_scale" in stored]
+    assert len(quantized) == 2 * 7
+    for key in quantized:
+        assert stored[key].dtype == torch.int8
+        read = stored[key].float() * stored[key + "_scale"]
+        assert ((read - wanted[key].float()).abs() <= stored[key + "_scale"] / 2 * 1.001).all()
+
+
+def test_a_prompt_is_the_same_tokens_and_every_token_has_a_text(prepared: tuple[Shape, Path]) -> None:
+    _, folder = prepared
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    words = "time year people"
+    assert len(tokenizer(words)["input_ids"]) == 3
+    assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
+    assert tokenizer.decode([VOCAB - 1]) == f" fill{VOCAB - 1}"
+    assert len(tokenizer) == VOCAB
+
+
+def test_what_is_there_is_not_written_again(prepared: tuple[Shape, Path]) -> None:
+    shape, folder = prepared
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    prepare(shape, Path(find_model(None).path), folder.parent, lambda _: None)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_bfloat16_is_rounded_as_torch_rounds() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values[:4] = torch.tensor([1.00390625, 1.01171875, 0.0, -3e38])  # ties, and the ends
+    assert (bfloat16_bits(values.numpy()) == values.bfloat16().view(torch.uint16).numpy()).all()
+
+
+def test_a_row_of_zeros_has_a_scale() -> None:
+    bits, scales = int8_rows(np.zeros((2, 4), np.float32))
+    assert not bits.any()
+    assert (scales > 0).all()
+
+
+def test_the_embedded_model_has_its_shape() -> None:
+    shape = next(shape for shape in SHAPES.values() if shape.is_embedded)
+    stored = {tensor.name: tensor.shape for tensor in read_header(Path(find_model(None).path)).tensors}
+    assert stored["token_embd.weight"] == (shape.vocab, shape.hidden)
+    assert stored["blk.0.attn_k.weight"] == (shape.kv_heads * shape.head_dim, shape.hidden)
+    assert stored["blk.0.ffn_up.weight"] == (shape.ffn, shape.hidden)
+    assert f"blk.{shape.layers - 1}.ffn_up.weight" in stored
+    assert f"blk.{shape.layers}.ffn_up.weight" not in stored
