@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.core.errors import MemoryBudgetError
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec
 from engine.runtime.host_memory import available_memory
+from engine.runtime.native.decoder import PagedStep
 
 _MIB = 1 << 20
 _HOW_TO_GROW = "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
@@ -46,6 +47,13 @@ class KVCache:
                 f"A KV pool of {num_blocks} blocks needs {needed} MiB, which {device.type} memory does not have; "
                 "lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len."
             ) from error
+
+        self._paged_step = backend.paged_step(self._keys, self._values)
+
+    @property
+    def paged_step(self) -> PagedStep | None:
+        """The whole pool, for a model that attends in the native library."""
+        return self._paged_step
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer over the prepared batch."""

@@ -95,7 +95,9 @@ class ModelRunner:
             self._kv_cache.copy_blocks(plan.copies)
         batch = self._batches.build(plan, self._last_ids)
         self._backend.prepare(batch)
-        hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
+        is_scored = any(piece.prompt_logprobs >= 0 for piece in plan.slices)
+        rows = None if is_scored else batch.sample_rows
+        hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
         scores = [
             self._score(index, piece, first_row, hidden)
             for index, (piece, first_row) in enumerate(zip(plan.slices, _first_rows(batch), strict=True))
@@ -103,7 +105,7 @@ class ModelRunner:
         ]
         sampled = None
         if plan.num_samples:
-            logits = self._model.logits(hidden.index_select(0, batch.sample_rows))
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if is_scored else hidden)
             sampled = self._sampler.sample(plan, logits, self._last_ids)
         return self._send(plan, sampled, scores)
 

@@ -16,6 +16,8 @@ from engine.runtime.attention.base import AttentionSpec
 class DenseAttention:
     """Causal attention over everything it has been shown, call by call."""
 
+    paged_step = None
+
     def __init__(self, specs: Sequence[AttentionSpec]) -> None:
         self._specs = specs
         self._keys: dict[int, Tensor] = {}

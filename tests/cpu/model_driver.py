@@ -110,14 +110,14 @@ class TinyModel:
         if poison is not None:
             self._embedding[poison] = torch.nan
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
         x = self._embedding[ids]
         wave = torch.sin(positions[:, None] * torch.linspace(0.05, 1.5, 32))
         for layer, weight in enumerate(self._weights):
             q, k, v = ((x + wave) @ weight).split([32, 16, 16], dim=-1)
             out = attention(layer, q.view(-1, 4, 8), k.view(-1, 2, 8), v.view(-1, 2, 8))
             x = torch.nn.functional.layer_norm(x + 2 * out.reshape(-1, 32), (32,))
-        return x
+        return x if rows is None else x[rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self._embedding.nan_to_num(0.0).T

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.runtime.native.decoder import PagedStep
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -63,6 +65,10 @@ class AttentionBackend(Protocol):
         """Copy whole blocks (source, destination) inside one layer's K or V tensor."""
         ...
 
+    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep | None:
+        """The pool of all layers and the step's metadata as the native library reads them, if this backend is its own."""
+        ...
+
     def prepare(self, batch: Batch) -> None:
         """Build what all layers of this step share."""
         ...
@@ -74,6 +80,11 @@ class AttentionBackend(Protocol):
 
 class LayerAttention(Protocol):
     """What a model sees: attention of one layer over the step's batch. runtime/kv_cache.py binds it to the pool."""
+
+    @property
+    def paged_step(self) -> PagedStep | None:
+        """For a model that runs in the native library and attends there by itself; None where that cannot be."""
+        ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim], rotated; returns [T, num_heads, head_dim]."""
@@ -93,8 +104,8 @@ class CausalLM(Protocol):
         """Whether products run in the native library, on its threads: torch's would only be in their way."""
         ...
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
-        """ids, positions [T] -> the final, normed hidden states [T, hidden]."""
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        """ids, positions [T] -> the final, normed hidden states of `rows` [R] int64, or of all: [R, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import copy_blocks, head_major_shape
+from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
 
 
@@ -46,6 +47,10 @@ class CpuNativeAttention:
         """Copy whole blocks at once."""
         copy_blocks(kv, pairs)
 
+    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
+        """All layers at once, for a forward pass that is one call."""
+        return PagedStep(list(map(_pool, keys, values)), self._store, self._attend)
+
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
         self._batch = batch  # which also keeps the memory below alive
@@ -63,15 +68,10 @@ class CpuNativeAttention:
         assert self._batch is not None, "prepare comes before attend"
         assert q.dtype == k.dtype == v.dtype == k_pool.dtype == v_pool.dtype, "one type for queries, keys and values"
         q, k, v = _rows(q), _rows(k), _rows(v)
-        heads, _, block_size, dim = k_pool.shape
+        heads, _, _, dim = k_pool.shape
         assert k.shape[1:] == v.shape[1:] == (heads, dim)
         assert q.shape[1:] == (spec.num_heads, dim)
-        assert k_pool.is_contiguous()
-        assert v_pool.is_contiguous()
-        pool = Pool(
-            k_pool.data_ptr(), v_pool.data_ptr(), k_pool.stride(0), k_pool.stride(1), heads, dim, block_size,
-            DTYPES[q.dtype],
-        )  # fmt: skip
+        pool = _pool(k_pool, v_pool)
         store = self._store
         store.pool = pool
         store.new_k, store.k_stride = k.data_ptr(), k.stride(0)
@@ -88,6 +88,14 @@ class CpuNativeAttention:
         args.window, args.scale, args.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
         self._library.attend(args)
         return out
+
+
+def _pool(k: Tensor, v: Tensor) -> Pool:
+    """One layer's, described."""
+    heads, _, block_size, dim = k.shape
+    assert k.is_contiguous()
+    assert v.is_contiguous()
+    return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, DTYPES[k.dtype])
 
 
 def _rows(x: Tensor) -> Tensor:

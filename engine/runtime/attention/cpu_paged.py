@@ -48,6 +48,9 @@ class CpuPagedAttention:
         """Copy whole blocks at once."""
         copy_blocks(kv, pairs)
 
+    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Not the library's."""
+
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; a layout is made when the first layer with a given window asks."""
         self._batch, self._layouts = batch, {}

@@ -55,6 +55,9 @@ class ReferenceAttention:
         for source, destination in pairs:
             kv[destination] = kv[source]
 
+    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Not the library's."""
+
     def prepare(self, batch: Batch) -> None:
         """Nothing is shared between layers but the batch itself."""
         self._batch = batch

@@ -13,10 +13,12 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
-from engine.runtime.models.config import ModelConfig, NormPlacement
+from engine.runtime.models.config import Activation, ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, Norm, RMSNorm, identity
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import Rotary
+from engine.runtime.native.decoder import LayerParts, NativeDecoder
+from engine.runtime.native.library import DTYPES, DecoderArgs, native
 
 # Before attention, after it, before the MLP, after it: what checkpoints call these norms, where a layer has them.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -29,6 +31,10 @@ _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, st
         "post_feedforward_layernorm",
     ),
 }
+
+# As decoder.h has them.
+_ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.GELU: 2}
+_QK_NORM_CODES = {QKNorm.NONE: 0, QKNorm.HEAD: 1, QKNorm.FULL: 2}
 
 
 class DecoderLayer:
@@ -43,6 +49,8 @@ class DecoderLayer:
         "_mlp",
         "_norms",
         "_scale",
+        "_weights",
+        "_window",
     )
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
@@ -55,6 +63,8 @@ class DecoderLayer:
             for name in names
         ]
         self._norms = {name: norm for name, norm in zip(names, norms, strict=True) if name and norm}
+        self._weights = [None if norm is None else norm.weight for norm in norms]
+        self._window = config.layers[index].window
         places: list[Norm] = [norm or identity for norm in norms]
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
 
@@ -76,6 +86,14 @@ class DecoderLayer:
         self._mlp.finish()
         for norm in self._norms.values():
             norm.finish()
+
+    def parts(self, rotary: int | None) -> LayerParts | None:
+        """For the native library, or None if it does not hold every matrix."""
+        matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
+        linears = [linear.args for linear in matrices if linear.args is not None]
+        if len(linears) < len(matrices):
+            return None
+        return LayerParts(linears, self._weights, self._attention.head_norms, self._window, rotary)
 
 
 class Decoder:
@@ -107,6 +125,7 @@ class Decoder:
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
+        self._native: NativeDecoder | None = None
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     @property
@@ -114,15 +133,17 @@ class Decoder:
         """Whether the native library does the products."""
         return self._head.is_native
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
-        """ids, positions [T] -> final, normed hidden states [T, hidden]."""
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
+        if self._native is not None and attention.paged_step is not None:
+            return self._native.forward(ids, positions, attention.paged_step, rows)
         x = F.embedding(ids, self._embedding)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         for layer, rope in zip(self._layers, self._rope_of, strict=True):
             layer(x, angles[rope], attention)
-        return self._norm(x)
+        return self._norm(x if rows is None else x.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
@@ -153,3 +174,30 @@ class Decoder:
             layer.finish()
         self._norm.finish()
         self._head.pack()
+        self._native = self._describe()
+
+    def _describe(self) -> NativeDecoder | None:
+        """The same model for the native library, where that is here and holds every matrix."""
+        library, config = native(), self._config
+        ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
+        described = [layer.parts(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
+        layers = [parts for parts in described if parts is not None]
+        if library is None or self._embedding.device.type != "cpu" or len(layers) < len(described):
+            return None
+        description = DecoderArgs(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=DTYPES[self.dtype],
+            activation=_ACTIVATION_CODES[config.activation],
+            qk_norm=_QK_NORM_CODES[config.qk_norm],
+            eps=config.norm_eps,
+            embedding_scale=self._embedding_multiplier,
+            residual_scale=config.residual_multiplier,
+            attention_scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
+        )
+        rotaries = [rotary.frequencies for rotary in self._rotaries]
+        return NativeDecoder(library, description, layers, rotaries, embedding=self._embedding, norm=self._norm.weight)

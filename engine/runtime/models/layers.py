@@ -165,6 +165,11 @@ class Attention:
         if self._norm is not None:
             self._norm.finish()
 
+    @property
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of the norms of queries and keys."""
+        return (None, None) if self._norm is None else (self._norm.q.weight, self._norm.k.weight)
+
 
 def _gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
     width = gate_up.shape[1] // 2

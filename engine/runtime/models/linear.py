@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.native.library import native
+from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import PackedLinear
 
 Kernel = Callable[[Tensor], Tensor]
@@ -58,6 +58,11 @@ class Linear:
         else:
             return
         self.weight = self.weight.new_empty(0)
+
+    @property
+    def args(self) -> LinearArgs | None:
+        """The packed matrix as the native library knows it, where it multiplies it."""
+        return self._kernel.args if isinstance(self._kernel, PackedLinear) else None
 
     @property
     def is_native(self) -> bool:

@@ -237,6 +237,11 @@ class Rotary:
         self._magnitude = magnitude
         self._dtype = dtype
 
+    @property
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Of each pair of dimensions [dim / 2], and the magnitude."""
+        return self._inverse[: len(self._inverse) // 2], self._magnitude
+
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos and signed sin, each [T, dim] in the model's dtype."""
         angles = positions.float()[:, None] * self._inverse

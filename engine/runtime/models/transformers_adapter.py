@@ -79,12 +79,13 @@ class TransformersModel:
             raise _refusal(source, "its tokens reach each other outside of attention")
         return vocab_size, ears.specs(self._body.config.get_text_config().num_hidden_layers)
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention) -> Tensor:
-        """ids, positions [T] -> final, normed hidden states [T, hidden]."""
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
         output = self._body(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, quire_attention=attention
         )
-        return output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
@@ -120,6 +121,11 @@ class _Overhear:
         if layer in self._specs:
             raise _refusal(self._source, f"layer {layer} attends more than once")
         self._specs[layer] = spec
+
+    @property
+    def paged_step(self) -> None:
+        """There is no pool."""
+        return
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)

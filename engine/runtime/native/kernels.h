@@ -9,6 +9,6 @@
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
-        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, silu_mul, sample,             \
+        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, act_mul, embed, sample,       \
         gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm,                                       \
     };

@@ -108,7 +108,7 @@ class NormArgs(Structure):
     _fields_ = _fields(
         residual__delta__weight__out=c_void_p,
         rows__width__residual_stride__delta_stride__out_stride=c_int64,
-        dtype__weight_dtype=c_int32,
+        dtype__weight_dtype__stream_dtype=c_int32,
         alpha__eps=c_float,
     )
 
@@ -119,15 +119,55 @@ class RopeArgs(Structure):
     _fields_ = _fields(
         qk__cos__signed_sin__q_weight__k_weight=c_void_p,
         tokens__stride__num_heads__num_kv_heads__head_dim__rope_dim=c_int64,
-        dtype__weight_dtype=c_int32,
+        dtype__weight_dtype__angle_dtype=c_int32,
         eps=c_float,
     )
 
 
-class SiluArgs(Structure):
-    """out = silu(gate) * up."""
+class ActArgs(Structure):
+    """out = activation(gate) * up; activation 0 is SiLU."""
 
-    _fields_ = _fields(gate_up__out=c_void_p, rows__width__in_stride__out_stride=c_int64, dtype=c_int32)
+    _fields_ = _fields(gate_up__out=c_void_p, rows__width__in_stride__out_stride=c_int64, dtype__activation=c_int32)
+
+
+class NormWeight(Structure):
+    """A norm's weight, or none."""
+
+    _fields_ = _fields(weight=c_void_p, dtype=c_int32)
+
+
+class RotaryArgs(Structure):
+    """Frequencies of one rotary embedding."""
+
+    _fields_ = _fields(inverse=c_void_p, dim=c_int64, magnitude=c_float)
+
+
+class LayerArgs(Structure):
+    """One layer of a decoder and its pool."""
+
+    _fields_ = [
+        *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
+        *_fields(before_attention__after_attention__before_mlp__after_mlp__q__k=NormWeight),
+        ("pool", Pool),
+        *_fields(window__rotary=c_int64),
+    ]
+
+
+class DecoderArgs(Structure):
+    """A whole decoder."""
+
+    _fields_ = [
+        *_fields(layers__rotaries__embedding=c_void_p, norm=NormWeight),
+        *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
+        *_fields(dtype__activation__qk_norm=c_int32),
+        *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap=c_float),
+    ]
+
+
+class ForwardArgs(Structure):
+    """A step of a decoder."""
+
+    _fields_ = _fields(decoder__store__attend__ids__positions__rows__hidden=c_void_p, num_tokens__num_rows=c_int64)
 
 
 # How one row is drawn: top_p, temperature, lowest_score, top_k, seed, position. Packed, not a Structure: there is one for
@@ -165,7 +205,8 @@ class Library:
         self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
-        self.silu_mul = _entry(functions.quire_silu_mul, SiluArgs)
+        self.act_mul = _entry(functions.quire_act_mul, ActArgs)
+        self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.sample = _entry(functions.quire_sample, SampleArgs)
         self.best_isa = Isa(functions.quire_best_isa())
         self.isa = Isa.PORTABLE

@@ -1,8 +1,8 @@
 /* The small operations between matrix products. Sums and products in float32, one rounding at each result. */
 
-/* A weight may be of the tensor's type or float32. */
-INLINE struct view weight_view(const void *weight, int32_t weight_dtype, enum dtype dtype) {
-    return (struct view){(void *)weight, 0, weight_dtype == DT_F32 ? DT_F32 : dtype};
+/* A tensor that goes with others of `dtype` and is of that type too, or float32. */
+INLINE struct view view_of(const void *base, int32_t own, enum dtype dtype, size_t at) {
+    return (struct view){(void *)base, at, own == DT_F32 ? DT_F32 : dtype};
 }
 
 INLINE void norm_row(struct view in, struct view out, struct view weight, int64_t width, float eps) {
@@ -16,14 +16,26 @@ INLINE void norm_row(struct view in, struct view out, struct view weight, int64_
 }
 
 INLINE void add_rms_norm_as(const struct norm_args *a, int64_t begin, int64_t end, enum dtype dtype) {
-    struct view weight = weight_view(a->weight, a->weight_dtype, dtype);
+    enum dtype stream = a->stream_dtype == DT_F32 ? DT_F32 : dtype;
+    struct view weight = view_of(a->weight, a->weight_dtype, dtype, 0);
     for (int64_t row = begin; row < end; row++) {
-        struct view residual = {a->residual, (size_t)(row * a->residual_stride), dtype};
-        struct view delta = {(void *)a->delta, (size_t)(row * a->delta_stride), dtype};
+        struct view residual = {a->residual, (size_t)(row * a->residual_stride), stream};
+        struct view delta = {(void *)a->delta, (size_t)(row * a->delta_stride), stream};
         struct view out = {a->out, (size_t)(row * a->out_stride), dtype};
         for (int64_t i = 0; a->delta && i < a->width; i += W)
             put(residual, i, a->width, get(residual, i, a->width) + a->alpha * get(delta, i, a->width));
-        norm_row(residual, out, weight, a->width, a->eps);
+        if (a->weight)
+            norm_row(residual, out, weight, a->width, a->eps);
+        else
+            for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(residual, i, a->width));
+    }
+}
+
+INLINE void embed_as(const struct embed_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    for (int64_t row = begin; row < end; row++) {
+        struct view from = {(void *)a->table, (size_t)(a->ids[row] * a->width), dtype};
+        struct view out = {a->out, (size_t)(row * a->width), DT_F32};
+        for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(from, i, a->width) * a->scale);
     }
 }
 
@@ -31,14 +43,14 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
     int64_t half = a->rope_dim / 2;
     for (int64_t token = begin; token < end; token++) {
         size_t angle = (size_t)(token * a->rope_dim);
-        struct view cos_low = {(void *)a->cos, angle, dtype}, cos_high = {(void *)a->cos, angle + (size_t)half, dtype};
-        struct view sin_low = {(void *)a->signed_sin, angle, dtype};
-        struct view sin_high = {(void *)a->signed_sin, angle + (size_t)half, dtype};
+        struct view cos_low = view_of(a->cos, a->angle_dtype, dtype, angle), cos_high = cos_low;
+        struct view sin_low = view_of(a->signed_sin, a->angle_dtype, dtype, angle), sin_high = sin_low;
+        cos_high.at += (size_t)half, sin_high.at += (size_t)half;
         for (int64_t head = 0; head < a->num_heads + a->num_kv_heads; head++) {
             struct view low = {a->qk, (size_t)(token * a->stride + head * a->head_dim), dtype};
             struct view high = {a->qk, low.at + (size_t)half, dtype};
             const void *weight = head < a->num_heads ? a->q_weight : a->k_weight;
-            if (weight) norm_row(low, low, weight_view(weight, a->weight_dtype, dtype), a->head_dim, a->eps);
+            if (weight) norm_row(low, low, view_of(weight, a->weight_dtype, dtype, 0), a->head_dim, a->eps);
             for (int64_t i = 0; i < half; i += W) {
                 vf x = get(low, i, half), y = get(high, i, half);
                 put(low, i, half, x * get(cos_low, i, half) + y * get(sin_low, i, half));
@@ -48,15 +60,24 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
     }
 }
 
-INLINE void silu_mul_as(const struct silu_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+INLINE vf erf_lanes(vf x) {
+    UNROLL for (int i = 0; i < W; i++) x[i] = erff(x[i]);
+    return x;
+}
+
+INLINE vf activate(vf x, enum activation activation) {
+    if (activation == ACT_SILU) return x / (1.f + exp_f(-x));
+    if (activation == ACT_GELU_TANH) return 0.5f * x * (1.f + tanh_f(0.797884561f * (x + 0.044715f * x * x * x)));
+    return 0.5f * x * (1.f + erf_lanes(x * 0.707106781f));
+}
+
+INLINE void act_mul_as(const struct act_args *a, int64_t begin, int64_t end, enum dtype dtype) {
     for (int64_t row = begin; row < end; row++) {
         struct view gate = {(void *)a->gate_up, (size_t)(row * a->in_stride), dtype};
         struct view up = {(void *)a->gate_up, gate.at + (size_t)a->width, dtype};
         struct view out = {a->out, (size_t)(row * a->out_stride), dtype};
-        for (int64_t i = 0; i < a->width; i += W) {
-            vf x = get(gate, i, a->width);
-            put(out, i, a->width, x / (1.f + exp_f(-x)) * get(up, i, a->width));
-        }
+        for (int64_t i = 0; i < a->width; i += W)
+            put(out, i, a->width, activate(get(gate, i, a->width), (enum activation)a->activation) * get(up, i, a->width));
     }
 }
 
@@ -73,4 +94,5 @@ INLINE void silu_mul_as(const struct silu_args *a, int64_t begin, int64_t end, e
 
 FOR_EACH_TYPE(add_rms_norm, norm_args)
 FOR_EACH_TYPE(rope, rope_args)
-FOR_EACH_TYPE(silu_mul, silu_args)
+FOR_EACH_TYPE(act_mul, act_args)
+FOR_EACH_TYPE(embed, embed_args)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from engine.runtime.native.library import (
     DTYPES,
+    ActArgs,
     GemmArgs,
     Library,
     LinearArgs,
     NormArgs,
     RopeArgs,
-    SiluArgs,
     WeightFormat,
     native,
 )
@@ -39,6 +39,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         return F.rms_norm(x, weight.shape, weight, eps).to(residual.dtype)
     out = torch.empty(residual.shape, dtype=residual.dtype)
     args = NormArgs(eps=eps, alpha=alpha, dtype=DTYPES[residual.dtype], weight_dtype=DTYPES[weight.dtype])
+    args.stream_dtype = args.dtype
     args.rows, args.width = residual.shape
     args.residual, args.residual_stride = residual.data_ptr(), residual.stride(0)
     if delta is not None:
@@ -57,8 +58,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if library is None:
         return F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
     out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
-    args = SiluArgs(gate_up.data_ptr(), out.data_ptr(), *out.shape, gate_up.stride(0), width, DTYPES[gate_up.dtype])
-    library.silu_mul(args)
+    args = ActArgs(gate_up.data_ptr(), out.data_ptr(), *out.shape, gate_up.stride(0), width, DTYPES[gate_up.dtype])
+    library.act_mul(args)
     return out
 
 
@@ -89,6 +90,7 @@ def rotate_heads(
     assert cos.is_contiguous()
     assert signed_sin.is_contiguous()
     args = RopeArgs(qk.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), dtype=DTYPES[qk.dtype], eps=eps)
+    args.angle_dtype = args.dtype
     args.tokens, args.stride, args.head_dim, args.rope_dim = qk.shape[0], qk.stride(0), dim, rope_dim
     args.num_heads, args.num_kv_heads = num_heads, qk.shape[1] - num_heads
     if norms is not None:

@@ -5,8 +5,6 @@
 #include "quant_format.h"
 #include "quire_cpu.h"
 
-#define EXPORT __attribute__((visibility("default")))
-
 static const struct kernels *active = &kernels_portable;
 
 /* The kernels called `name` if this machine can run them, else NULL. */
@@ -71,7 +69,8 @@ enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a seco
 static void run_store(const void *args, int64_t begin, int64_t end) { store_tokens(args, begin, end); }
 static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
 static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
-static void run_silu(const void *args, int64_t begin, int64_t end) { active->silu_mul(args, begin, end); }
+static void run_act(const void *args, int64_t begin, int64_t end) { active->act_mul(args, begin, end); }
+static void run_embed(const void *args, int64_t begin, int64_t end) { active->embed(args, begin, end); }
 static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
 
 EXPORT int32_t quire_store(const struct store_args *a) {
@@ -89,8 +88,13 @@ EXPORT int32_t quire_rope(const struct rope_args *a) {
     return QUIRE_OK;
 }
 
-EXPORT int32_t quire_silu_mul(const struct silu_args *a) {
-    run_ranges(run_silu, a, a->rows, 2 * a->width, WORTH_SHARING);
+EXPORT int32_t quire_embed(const struct embed_args *a) {
+    run_ranges(run_embed, a, a->rows, a->width, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
+EXPORT int32_t quire_act_mul(const struct act_args *a) {
+    run_ranges(run_act, a, a->rows, 2 * a->width, WORTH_SHARING);
     return QUIRE_OK;
 }
 

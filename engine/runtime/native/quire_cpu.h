@@ -118,10 +118,11 @@ struct gemm_share {
 struct norm_args {
     void *residual;     /* [rows, width], += alpha * delta unless delta is NULL */
     const void *delta;  /* [rows, width] */
-    const void *weight; /* [width] */
+    const void *weight; /* [width]; NULL: out = residual, no norm */
     void *out;          /* [rows, width] */
     int64_t rows, width, residual_stride, delta_stride, out_stride;
-    int32_t dtype, weight_dtype;
+    int32_t dtype, weight_dtype; /* dtype: of out */
+    int32_t stream_dtype;        /* of residual and delta: as `dtype`, or float32 */
     float alpha, eps;
 };
 
@@ -131,15 +132,28 @@ struct rope_args {
     const void *cos, *signed_sin; /* [tokens, rope_dim] */
     const void *q_weight, *k_weight;
     int64_t tokens, stride, num_heads, num_kv_heads, head_dim, rope_dim;
-    int32_t dtype, weight_dtype;
+    int32_t dtype, weight_dtype, angle_dtype; /* the others: as `dtype`, or float32 */
     float eps;
 };
 
-struct silu_args {
-    const void *gate_up; /* [rows, 2 * width] */
+enum activation { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_GELU = 2 };
+
+/* out = activation(gate) * up */
+struct act_args {
+    const void *gate_up; /* [rows, 2 * width], gates first */
     void *out;           /* [rows, width] */
     int64_t rows, width, in_stride, out_stride;
+    int32_t dtype, activation;
+};
+
+/* out = scale * table[ids], in float32 */
+struct embed_args {
+    const void *table;  /* [vocab, width] */
+    const int64_t *ids; /* [rows] */
+    float *out;         /* [rows, width] */
+    int64_t rows, width;
     int32_t dtype;
+    float scale;
 };
 
 /* How one row is drawn. */
@@ -167,7 +181,8 @@ struct kernels {
     void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
     void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
-    void (*silu_mul)(const struct silu_args *, int64_t begin, int64_t end);
+    void (*act_mul)(const struct act_args *, int64_t begin, int64_t end);
+    void (*embed)(const struct embed_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
     /* A product: rows of x are first packed in groups, as the weight's format wants to meet them. */
     int64_t (*gemm_num_groups)(const struct gemm_args *);
@@ -185,6 +200,16 @@ extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 typedef void (*team_work)(void *context);
 void team_run(team_work work, void *context, int num_threads);
 int team_size(void);
+
+/* quire_cpu.c: the entry points that decoder.c calls as well. Each returns a status. */
+#define EXPORT __attribute__((visibility("default")))
+EXPORT int32_t quire_gemm(const struct gemm_args *);
+EXPORT int32_t quire_store(const struct store_args *);
+EXPORT int32_t quire_attend(const struct attend_args *);
+EXPORT int32_t quire_add_rms_norm(const struct norm_args *);
+EXPORT int32_t quire_rope(const struct rope_args *);
+EXPORT int32_t quire_act_mul(const struct act_args *);
+EXPORT int32_t quire_embed(const struct embed_args *);
 
 void quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 void quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);

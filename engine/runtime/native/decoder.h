@@ -1,0 +1,52 @@
+/* The forward pass of a decoder of the Llama lineage as one call: what models/decoder.py does in Python, layer by layer.
+ * The residual stream, and what is added to it, stay in float32; what matrices multiply is of the model's type. */
+#ifndef QUIRE_DECODER_H
+#define QUIRE_DECODER_H
+
+#include "quire_cpu.h"
+
+enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 };
+
+/* An RMSNorm's weight; `weight` NULL: no norm here. */
+struct norm {
+    const void *weight;
+    int32_t dtype;
+};
+
+/* One rotary embedding: the frequency of each pair of dimensions, radians a position. */
+struct rotary {
+    const float *inverse; /* [dim / 2] */
+    int64_t dim;
+    float magnitude;
+};
+
+struct layer {
+    struct linear qkv, o, gate_up, down;
+    struct norm before_attention, after_attention, before_mlp, after_mlp, q, k;
+    struct pool pool;
+    int64_t window; /* 0: none */
+    int64_t rotary; /* which, -1: none */
+};
+
+struct decoder {
+    const struct layer *layers;
+    const struct rotary *rotaries;
+    const void *embedding; /* [vocab, hidden] */
+    struct norm norm;
+    int64_t num_layers, num_rotaries, hidden, intermediate, num_heads, num_kv_heads, head_dim;
+    int32_t dtype, activation, qk_norm;
+    float eps, embedding_scale, residual_scale, attention_scale, softcap;
+};
+
+/* One step: a flat batch in, the normed hidden states of some of its rows out. */
+struct forward_args {
+    const struct decoder *decoder;
+    const struct store_args *store;   /* slots of the tokens; pool, k and v are filled in for each layer */
+    const struct attend_args *attend; /* slices, contexts and tables; the rest likewise */
+    const int64_t *ids, *positions;   /* [num_tokens] */
+    const int64_t *rows;              /* [num_rows]; NULL: all */
+    void *hidden;                     /* [num_rows, hidden] */
+    int64_t num_tokens, num_rows;
+};
+
+#endif

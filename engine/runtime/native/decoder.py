@@ -1,0 +1,105 @@
+"""A decoder handed to the C library: the whole forward pass of a step is one call, and no Python runs in between.
+
+What is built here are descriptions: addresses of tensors that the decoder and the pool go on owning. models/decoder.py
+says the same operations one by one, in torch; that is the definition, and what runs wherever this cannot. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.runtime.native.library import (
+    DTYPES,
+    AttendArgs,
+    DecoderArgs,
+    ForwardArgs,
+    LayerArgs,
+    Library,
+    LinearArgs,
+    NormWeight,
+    Pool,
+    RotaryArgs,
+    StoreArgs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What the library needs of the pool and of the step at hand to attend by itself."""
+
+    pools: Sequence[Pool]  # one a layer
+    store: StoreArgs
+    attend: AttendArgs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """One layer's weights; a norm is None where the family has none."""
+
+    linears: Sequence[LinearArgs]  # qkv, o, gate_up, down
+    norms: Sequence[Tensor | None]  # before attention, after it, before the MLP, after it
+    qk_norms: tuple[Tensor | None, Tensor | None]
+    window: int | None
+    rotary: int | None
+
+
+class NativeDecoder:
+    """A model's description, and its forward pass."""
+
+    def __init__(
+        self,
+        library: Library,
+        description: DecoderArgs,
+        layers: Sequence[LayerParts],
+        rotaries: Sequence[tuple[Tensor, float]],
+        *,
+        embedding: Tensor,
+        norm: Tensor,
+    ) -> None:
+        """`description` has its plain numbers set; rotaries are (inverse frequencies [dim / 2], magnitude)."""
+        self._library, self._decoder = library, description
+        self._tensors = (embedding, norm, [inverse for inverse, _ in rotaries], layers)  # kept alive: C has addresses
+        self._layers = (LayerArgs * len(layers))(*map(_layer, layers))
+        self._rotaries = (RotaryArgs * len(rotaries))(
+            *(RotaryArgs(inverse.data_ptr(), 2 * len(inverse), magnitude) for inverse, magnitude in rotaries)
+        )
+        self._embedding = embedding
+        self._bound: PagedStep | None = None
+        description.layers, description.num_layers = addressof(self._layers), len(layers)
+        description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
+        description.embedding, description.norm = embedding.data_ptr(), _norm(norm)
+
+    def forward(self, ids: Tensor, positions: Tensor, step: PagedStep, rows: Tensor | None) -> Tensor:
+        """ids, positions [T] int64 -> normed hidden states of `rows` [R] int64, or of all, [R, hidden]."""
+        if self._bound is not step:
+            self._bind(step)
+        num_rows = len(ids) if rows is None else len(rows)
+        hidden = torch.empty(num_rows, self._embedding.shape[1], dtype=self._embedding.dtype)
+        args = ForwardArgs(
+            addressof(self._decoder), addressof(step.store), addressof(step.attend), ids.data_ptr(),
+            positions.data_ptr(), None if rows is None else rows.data_ptr(), hidden.data_ptr(), len(ids), num_rows,
+        )  # fmt: skip
+        self._library.forward(args)
+        return hidden
+
+    def _bind(self, step: PagedStep) -> None:
+        for layer, pool in zip(self._layers, step.pools, strict=True):
+            layer.pool = pool
+        self._bound = step
+
+
+def _layer(parts: LayerParts) -> LayerArgs:
+    qkv, o, gate_up, down = parts.linears
+    return LayerArgs(
+        qkv, o, gate_up, down, *map(_norm, parts.norms), *map(_norm, parts.qk_norms),
+        window=parts.window or 0, rotary=-1 if parts.rotary is None else parts.rotary,
+    )  # fmt: skip
+
+
+def _norm(weight: Tensor | None) -> NormWeight:
+    return NormWeight() if weight is None else NormWeight(weight.data_ptr(), DTYPES[weight.dtype])
