@@ -17,6 +17,7 @@ from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
+from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
@@ -116,12 +117,15 @@ def _load_kernels(setting: str, report: Report) -> None:
 
 
 def _share_threads(asked: int | None, model: CausalLM) -> None:
-    """Give the cores to one team: torch's threads, which wait by spinning, would hold up the native library's."""
+    """Give the cores to one team: torch's threads, which wait by spinning, would hold up the native library's.
+
+    As many as were asked for, else one a core, but no more than a container's limit keeps running.
+    """
     library = native()
-    if asked is not None:
-        torch.set_num_threads(asked)
-        if library is not None:
-            library.use_threads(asked)
+    num_threads = asked or min(library.num_threads if library else torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(num_threads)
+    if library is not None:
+        library.use_threads(num_threads)
     if library is not None and model.is_native:
         torch.set_num_threads(1)
 

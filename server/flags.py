@@ -24,6 +24,7 @@ from engine.core.errors import ConfigError
 from server.config import ENV_PREFIX, Settings
 
 GROUPS: tuple[type[BaseModel], ...] = tuple(base for base in Settings.__bases__ if base is not BaseSettings)
+_SHORTER = {"num_threads": "--threads"}  # second spellings, on the command line alone
 _EPILOG = (
     f"Every setting can also come from a variable (--max-num-seqs is {ENV_PREFIX}MAX_NUM_SEQS) or from the file given "
     "by --config (max-num-seqs: 64). A flag wins over a variable, a variable over the file."
@@ -62,7 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
                 metavar = str(extra["metavar"])
                 section.add_argument(flag(name), nargs="+", action="extend", metavar=metavar, help=text)
             else:
-                section.add_argument(flag(name), metavar=str(extra["metavar"]), help=text)
+                names = [flag(name), _SHORTER[name]] if name in _SHORTER else [flag(name)]
+                section.add_argument(*names, metavar=str(extra["metavar"]), help=text)
     return parser
 
 

@@ -133,6 +133,7 @@ def test_an_empty_variable_and_an_empty_file_say_nothing(tmp_path: Path, monkeyp
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
         (["--log-format", "json"], "log_format", LogFormat.JSON),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
+        (["--threads", "3"], "num_threads", 3),
     ],
 )
 def test_flags_are_understood(argv: list[str], name: str, value: object) -> None:
