@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from yaml.error import MarkedYAMLError
 
-from engine.core.config import CPU_KERNELS, DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, EngineConfig
+from engine.core.config import CPU_KERNELS, DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, QUANTIZATIONS, EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.policies import POLICIES
 from server.app_config import AppConfig
@@ -88,6 +88,11 @@ class ModelSettings(BaseModel):
         _ENGINE.model_impl, _choices(*MODEL_IMPLS), "whose model code runs; auto prefers Quire's"
     )
     dtype: str = _setting(_ENGINE.dtype, _choices(*DTYPES), "number format of weights, activations and KV cache")
+    quantization: str = _setting(
+        _ENGINE.quantization,
+        _choices(*QUANTIZATIONS),
+        "weights on a CPU: gguf as their file has them (auto, unless --dtype names another format), or int8",
+    )
     max_model_len: int | None = _setting(
         _ENGINE.max_model_len,
         "TOKENS",

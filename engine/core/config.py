@@ -13,6 +13,7 @@ from engine.core.policies import POLICIES
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("auto", "none", "gguf", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
 MODEL_IMPLS = ("auto", "quire", "transformers")
@@ -33,6 +34,7 @@ class EngineConfig:
     load_format: str = "auto"
     model_impl: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"
     device: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -55,6 +57,7 @@ class EngineConfig:
         for name, allowed in (
             ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
+            ("quantization", QUANTIZATIONS),
             ("device", DEVICES),
             ("model_impl", MODEL_IMPLS),
             ("cpu_kernels", CPU_KERNELS),

@@ -132,7 +132,7 @@ def save_tiny(case: Case, folder: Path) -> torch.nn.Module:
 
 
 def load(folder: Path, **settings: Any) -> Decoder:
-    settings = {"model": str(folder), "model_impl": "quire"} | settings
+    settings = {"model": str(folder), "model_impl": "quire", "dtype": "float32"} | settings
     model = load_model(EngineConfig(**settings), torch.device("cpu"), torch.float32, lambda progress: None)
     assert isinstance(model, Decoder)
     return model

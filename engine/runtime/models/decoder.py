@@ -6,7 +6,8 @@ Made empty on its device, filled through `tensors` by a loader, then `finish`ed;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -19,6 +20,7 @@ from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import LayerParts, NativeDecoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
+from engine.runtime.weights.checkpoint import Keep
 
 # Before attention, after it, before the MLP, after it: what checkpoints call these norms, where a layer has them.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -81,6 +83,11 @@ class DecoderLayer:
         for name, tensor in self._mlp.tensors():
             yield f"mlp.{name}", tensor
 
+    def keepers(self) -> Iterator[tuple[str, Keep]]:
+        for part, matrices in (("self_attn", self._attention.matrices()), ("mlp", self._mlp.matrices())):
+            for matrix in matrices:
+                yield from ((f"{part}.{name}", keep) for name, keep in matrix.keepers())
+
     def finish(self) -> None:
         self._attention.finish()
         self._mlp.finish()
@@ -99,8 +106,10 @@ class DecoderLayer:
 class Decoder:
     """A CausalLM. `served_len` is the longest sequence it will see, which some rope scalings must know."""
 
-    def __init__(self, config: ModelConfig, *, served_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        make = Maker(dtype, device)
+    def __init__(
+        self, config: ModelConfig, *, served_len: int, dtype: torch.dtype, device: torch.device, is_int8: bool = False
+    ) -> None:
+        make = Maker(dtype, device, is_int8)
         self.attention_specs: Sequence[AttentionSpec] = [
             AttentionSpec(
                 num_heads=config.num_heads,
@@ -121,7 +130,8 @@ class Decoder:
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [DecoderLayer(index, config, make) for index in range(len(config.layers))]
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset)
-        self._head = Linear(self._embedding if config.tied_head else make.empty(config.vocab_size, config.hidden_size))
+        head = self._embedding if config.tied_head else make.empty(config.vocab_size, config.hidden_size)
+        self._head = Linear(head, is_int8=is_int8)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
@@ -162,6 +172,14 @@ class Decoder:
             named["lm_head.weight"] = self._head.weight
         for index, layer in enumerate(self._layers):
             named.update((f"model.layers.{index}.{name}", tensor) for name, tensor in layer.tensors())
+        return named
+
+    def keepers(self) -> dict[str, Keep]:
+        """Where matrices go that stay quantised, under their checkpoint names; `tensors` has them as well."""
+        head = "model.embed_tokens.weight" if self._config.tied_head else "lm_head.weight"
+        named: dict[str, Keep] = {head: partial(self._head.keep, 0)}
+        for index, layer in enumerate(self._layers):
+            named.update((f"model.layers.{index}.{name}", keep) for name, keep in layer.keepers())
         return named
 
     def finish(self) -> None:

@@ -7,8 +7,9 @@ costs about 5 us on a CPU and there are thirty layers: the number of calls is ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from engine.runtime.models.config import Activation, ModelConfig, QKNorm
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import rotate
 from engine.runtime.native.ops import add_rms_norm, silu_mul
+from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]
 Norm = Callable[[Tensor], Tensor]
@@ -31,12 +33,37 @@ class Maker(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
+    is_int8: bool = False  # whether linears are to be
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        return Linear(self.empty(outputs, inputs), self.empty(outputs) if bias else None)
+        return Linear(self.empty(outputs, inputs), self.empty(outputs) if bias else None, is_int8=self.is_int8)
+
+
+class Matrix(NamedTuple):
+    """A linear, and the names under which checkpoints hold its parts: one, or as many as `rows` says, top to bottom."""
+
+    linear: Linear
+    names: Sequence[str]
+    rows: Sequence[int] = ()
+
+    def tensors(self) -> Named:
+        """The parts, as views to be filled."""
+        for name, first_row, num_rows in self._parts():
+            yield f"{name}.weight", self.linear.weight.narrow(0, first_row, num_rows)
+            if self.linear.bias is not None:
+                yield f"{name}.bias", self.linear.bias.narrow(0, first_row, num_rows)
+
+    def keepers(self) -> Iterator[tuple[str, Keep]]:
+        """Where the parts go that stay as their file has them."""
+        for name, first_row, _ in self._parts():
+            yield f"{name}.weight", partial(self.linear.keep, first_row)
+
+    def _parts(self) -> Iterator[tuple[str, int, int]]:
+        rows = self.rows if len(self.names) > 1 else [len(self.linear.weight)]
+        yield from zip(self.names, accumulate(rows, initial=0), rows, strict=False)
 
 
 class RMSNorm:
@@ -148,16 +175,17 @@ class Attention:
         return self.o(out.flatten(1))
 
     def tensors(self) -> Named:
-        if self._merged:
-            yield from _named("qkv_proj", self.qkv)
-        else:
-            head_dim = self._shape[2]
-            rows = [self._num_heads * head_dim] + [(self._heads - self._num_heads) * head_dim] * 2
-            yield from _split(("q_proj", "k_proj", "v_proj"), self.qkv, rows)
-        yield from _named("o_proj", self.o)
+        for matrix in self.matrices():
+            yield from matrix.tensors()
         if self._norm is not None:
             yield "q_norm.weight", self._norm.q.weight
             yield "k_norm.weight", self._norm.k.weight
+
+    def matrices(self) -> Iterator[Matrix]:
+        head_dim = self._shape[2]
+        rows = [self._num_heads * head_dim] + [(self._heads - self._num_heads) * head_dim] * 2
+        yield Matrix(self.qkv, ("qkv_proj",) if self._merged else ("q_proj", "k_proj", "v_proj"), rows)
+        yield Matrix(self.o, ("o_proj",))
 
     def finish(self) -> None:
         self.qkv.pack()
@@ -200,27 +228,14 @@ class MLP:
         return self.down(self._act(self.gate_up(x)))
 
     def tensors(self) -> Named:
-        if self._merged:
-            yield from _named("gate_up_proj", self.gate_up)
-        else:
-            yield from _split(("gate_proj", "up_proj"), self.gate_up, [self._width] * 2)
-        yield from _named("down_proj", self.down)
+        for matrix in self.matrices():
+            yield from matrix.tensors()
+
+    def matrices(self) -> Iterator[Matrix]:
+        names = ("gate_up_proj",) if self._merged else ("gate_proj", "up_proj")
+        yield Matrix(self.gate_up, names, [self._width] * 2)
+        yield Matrix(self.down, ("down_proj",))
 
     def finish(self) -> None:
         self.gate_up.pack()
         self.down.pack()
-
-
-def _named(name: str, linear: Linear) -> Named:
-    yield f"{name}.weight", linear.weight
-    if linear.bias is not None:
-        yield f"{name}.bias", linear.bias
-
-
-def _split(names: tuple[str, ...], linear: Linear, rows: list[int]) -> Named:
-    """A merged matrix, as the checkpoint's separate ones."""
-    for name, part in zip(names, linear.weight.split(rows), strict=True):
-        yield f"{name}.weight", part
-    if linear.bias is not None:
-        for name, part in zip(names, linear.bias.split(rows), strict=True):
-            yield f"{name}.bias", part

@@ -3,6 +3,7 @@
 All linears go through `Linear`, so a cheaper way to hold or multiply a weight is built here and models never know. On
 a CPU the weight is packed once, for the first of these that the machine has:
 
+- the native library's product with quantised weights: rows of a GGUF file as they are, or int8, where it was asked for.
 - the native library's product. Each sum is taken in one order, so a row's result is the same bits whatever else is in
   the batch: a seeded request says the same alone and in a crowd.
 - oneDNN's layout, through operators private to torch, which are therefore tried on a small matrix first: 23 ms a step
@@ -21,18 +22,26 @@ from torch import Tensor
 
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import PackedLinear
+from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
+from engine.runtime.weights.checkpoint import StoredTensor
 
 Kernel = Callable[[Tensor], Tensor]
+_NATIVE = (PackedLinear, QuantisedLinear)
 
 
 class Linear:
-    """A weight [outputs, inputs] and perhaps a bias [outputs]; uninitialised until a checkpoint fills them."""
+    """A weight [outputs, inputs] and perhaps a bias [outputs]; uninitialised until a checkpoint fills them.
 
-    __slots__ = ("_kernel", "bias", "weight")
+    A part of the weight may be `keep`t as its file has it instead; what is then not written of `weight` takes no memory.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    __slots__ = ("_is_int8", "_kept", "_kernel", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> None:
         self.weight = weight
         self.bias = bias
+        self._is_int8 = is_int8
+        self._kept: dict[int, StoredTensor] = {}
         self._kernel: Kernel = self._plain
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,16 +50,27 @@ class Linear:
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The product in float32; where the native library makes it, its sums have not been rounded in between."""
-        if isinstance(self._kernel, PackedLinear):
+        if isinstance(self._kernel, _NATIVE):
             return self._kernel(x, torch.float32)
         return self(x).float()
+
+    def keep(self, first_row: int, stored: StoredTensor) -> None:
+        """Rows `first_row` and on are to stay quantised, as `stored` has them."""
+        self._kept[first_row] = stored
 
     def pack(self) -> None:
         """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did."""
         if self.weight.device.type != "cpu":
             return
         library = native()
-        if library and PackedLinear.fits(self.weight):
+        quantised = self._quantised()
+        if library and quantised:
+            self._kernel = QuantisedLinear.from_gguf(
+                library, quantised, self.weight.shape[1], self.weight.dtype, self.bias
+            )
+        elif library and self._is_int8:
+            self._kernel = QuantisedLinear.int8(library, self.weight, self.bias)
+        elif library and PackedLinear.fits(self.weight):
             self._kernel = PackedLinear(library, self.weight, self.bias)
         elif _prepacking_works(self.weight.dtype):
             packed, bias = torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias  # noqa: SLF001 - probed
@@ -62,12 +82,21 @@ class Linear:
     @property
     def args(self) -> LinearArgs | None:
         """The packed matrix as the native library knows it, where it multiplies it."""
-        return self._kernel.args if isinstance(self._kernel, PackedLinear) else None
+        return self._kernel.args if isinstance(self._kernel, _NATIVE) else None
 
     @property
     def is_native(self) -> bool:
         """Whether the native library multiplies it."""
-        return isinstance(self._kernel, PackedLinear)
+        return isinstance(self._kernel, _NATIVE)
+
+    def _quantised(self) -> list[QuantisedRows]:
+        """The kept parts, if they are the whole; else none, and they are written to `weight`, where the others are."""
+        kept, self._kept = sorted(self._kept.items()), {}
+        if sum(stored.shape[0] for _, stored in kept) == self.weight.shape[0]:
+            return [stored.quantised() for _, stored in kept if stored.quantised is not None]
+        for first_row, stored in kept:
+            stored.copy_to(self.weight[first_row : first_row + stored.shape[0]])
+        return []
 
     def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from engine.core.config import EngineConfig
-from engine.core.errors import MemoryBudgetError, ModelLoadError
+from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.source import resolve_model_path
+from engine.runtime.native.library import native
 from engine.runtime.weights.checkpoint import Checkpoint, Report, fill
 from engine.runtime.weights.dummy import fill_dummy
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint, read_json
@@ -26,9 +27,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, telling `report` how far it is."""
     path = resolve_model_path(config.model, config.revision)
+    use_decoder = _use_decoder(config, path)
+    quantization = _resolve_quantization(config, path, device, use_decoder)
     try:
-        if _use_decoder(config, path):
-            return _load_decoder(config, path, device, dtype, report)
+        if use_decoder:
+            return _load_decoder(config, path, device, dtype, quantization, report)
         # transformers' model code takes seconds to import, and most models do not need it
         from engine.runtime.models.transformers_adapter import load_adapter
 
@@ -51,6 +54,30 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return stored
 
 
+def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> str:
+    """`none`, `gguf` or `int8`; auto leaves a GGUF file's weights as they are unless another format was named.
+
+    Raises ConfigError for what cannot be done here.
+    """
+    asked, has_gguf = config.quantization, _is_gguf(path) and config.load_format != "dummy"
+    can_multiply = device.type == "cpu" and use_decoder and native() is not None
+    if asked == "auto":
+        return "gguf" if has_gguf and can_multiply and config.dtype == "auto" else "none"
+    if asked == "none":
+        return "none"
+    if asked == "gguf" and not has_gguf:
+        reason = "the weights do not come from a GGUF file; int8 quantises those of any"
+    elif device.type != "cpu":
+        reason = f"quantised weights are for a CPU, and the device is {device}"
+    elif not use_decoder:
+        reason = "transformers' code runs this model, which multiplies its weights itself"
+    elif not can_multiply:
+        reason = "the native kernels are missing or switched off; see --cpu-kernels, or install a C compiler"
+    else:
+        return asked
+    raise ConfigError(f"--quantization is {asked!r}, but {reason}.")
+
+
 def _use_decoder(config: EngineConfig, path: Path) -> bool:
     if config.model_impl != "auto":
         return config.model_impl == "quire"
@@ -58,7 +85,7 @@ def _use_decoder(config: EngineConfig, path: Path) -> bool:
 
 
 def _load_decoder(
-    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, report: Report
+    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, quantization: str, report: Report
 ) -> CausalLM:
     checkpoint = _open(path, config.load_format)
     if checkpoint.config.get("quantization_config"):
@@ -67,11 +94,12 @@ def _load_decoder(
         )
     model_config = read_config(checkpoint.config, checkpoint.source)
     served_len = config.max_model_len or model_config.max_positions
-    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device)
+    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, is_int8=quantization == "int8")
     if config.load_format == "dummy":
         fill_dummy(model.tensors(), config.seed, report)
     else:
-        fill(model.tensors(), checkpoint, report, tied_head=model_config.tied_head)
+        keepers = model.keepers() if quantization == "gguf" else {}
+        fill(model.tensors(), checkpoint, report, tied_head=model_config.tied_head, keepers=keepers)
     model.finish()
     return model
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from engine.runtime.native.library import DTYPES, Library, LinearArgs, QuantSource, WeightFormat
@@ -19,9 +18,9 @@ from engine.runtime.native.ops import PANEL, multiply
 
 
 class QuantisedRows(NamedTuple):
-    """Rows of a matrix as a GGUF file holds them, [rows, bytes of a row]."""
+    """Rows of a matrix as a GGUF file holds them, [rows, bytes of a row]; `kind` is the file's number for the type."""
 
-    kind: Kind
+    kind: int
     rows: np.ndarray
 
 
@@ -34,14 +33,14 @@ class _Needs(NamedTuple):
 
 
 _NEEDS = {
-    Kind.Q4_0: _Needs(4, False, False),
-    Kind.Q4_1: _Needs(4, False, True),
-    Kind.Q4_K: _Needs(4, False, True),
-    Kind.Q5_0: _Needs(8, False, False),
-    Kind.Q5_1: _Needs(8, True, True),
-    Kind.Q5_K: _Needs(8, True, True),
-    Kind.Q6_K: _Needs(8, True, False),
-    Kind.Q8_0: _Needs(8, False, False),
+    2: _Needs(4, False, False),  # Q4_0
+    3: _Needs(4, False, True),  # Q4_1
+    6: _Needs(8, False, False),  # Q5_0
+    7: _Needs(8, True, True),  # Q5_1
+    8: _Needs(8, False, False),  # Q8_0
+    12: _Needs(4, False, True),  # Q4_K
+    13: _Needs(8, True, True),  # Q5_K
+    14: _Needs(8, True, False),  # Q6_K
 }
 _FORMATS = {  # what each has, smallest first
     WeightFormat.Q4: _Needs(4, False, False),
@@ -52,12 +51,12 @@ _FORMATS = {  # what each has, smallest first
 }
 
 
-def is_served_quantised(kind: Kind) -> bool:
+def is_served_quantised(kind: int) -> bool:
     """Whether a GGUF type is multiplied as it is."""
     return kind in _NEEDS
 
 
-def format_for(kinds: Sequence[Kind]) -> WeightFormat:
+def format_for(kinds: Sequence[int]) -> WeightFormat:
     """The smallest format that holds all of these types without loss, for matrices that were merged from several."""
     needs = [_NEEDS[kind] for kind in kinds]
     wanted = _Needs(*map(max, *needs, needs[0]))
@@ -101,7 +100,7 @@ class QuantisedLinear:
         first_row = 0
         for part in parts:
             rows = np.ascontiguousarray(part.rows)
-            made._fill(rows.ctypes.data, rows.shape[1], len(rows), first_row, int(part.kind))
+            made._fill(rows.ctypes.data, rows.shape[1], len(rows), first_row, part.kind)
             first_row += len(rows)
         return made
 

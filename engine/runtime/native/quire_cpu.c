@@ -132,6 +132,7 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
 enum { MAX_BLOCK_GROUPS = 16 };
 
 EXPORT int32_t quire_gemm(const struct gemm_args *a) {
+    if (a->m == 0) return QUIRE_OK;
     struct gemm_job job = {a, malloc(active->gemm_rows_bytes(a)), active->gemm_num_groups(a), MAX_BLOCK_GROUPS, 1};
     if (!job.rows) return QUIRE_NO_MEMORY;
     int64_t num_panels = (a->w.n + PANEL - 1) / PANEL, enough = 8 * team_size();

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
+from engine.runtime.native.quantised import QuantisedRows
 
 Report = Callable[[Progress], None]
 
@@ -23,13 +24,20 @@ _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file. `copy_to` reads, converts and writes it into a tensor of the same shape, nothing kept."""
+    """One tensor of a file. `copy_to` reads, converts and writes it into a tensor of the same shape, nothing kept.
+
+    `quantised` reads the rows as they are, if they can be multiplied so.
+    """
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
     file: str
     copy_to: Callable[[Tensor], None]
+    quantised: Callable[[], QuantisedRows] | None = None
+
+
+Keep = Callable[[StoredTensor], None]
 
 
 class Checkpoint(Protocol):
@@ -43,8 +51,20 @@ class Checkpoint(Protocol):
         ...
 
 
-def fill(targets: Mapping[str, Tensor], checkpoint: Checkpoint, report: Report, *, tied_head: bool) -> None:
-    """Copy a checkpoint into a model's empty weights: each exactly once, none missing, none left over."""
+def fill(
+    targets: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    report: Report,
+    *,
+    tied_head: bool,
+    keepers: Mapping[str, Keep] | None = None,
+) -> None:
+    """Copy a checkpoint into a model's empty weights: each exactly once, none missing, none left over.
+
+    Quantised tensors that have a keeper go there as they are, in place of the copy; an embedding that is the head as
+    well is copied too.
+    """
+    keepers = keepers or {}
     stored = [tensor for tensor in checkpoint.tensors() if not tensor.name.endswith(_COMPUTED)]
     heads = [tensor for tensor in stored if tied_head and tensor.name == _HEAD]
     stored = [tensor for tensor in stored if tensor not in heads]
@@ -62,7 +82,11 @@ def fill(targets: Mapping[str, Tensor], checkpoint: Checkpoint, report: Report, 
                 f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, but the config asks for "
                 f"{list(target.shape)}."
             )
-        tensor.copy_to(target)
+        keep = keepers.get(tensor.name) if tensor.quantised is not None else None
+        if keep is not None:
+            keep(tensor)
+        if keep is None or (tied_head and tensor.name == _EMBEDDING):
+            tensor.copy_to(target)
         done += tensor.num_bytes
         report(Progress("weights", tensor.name, done, total, "bytes"))
     for head in heads:

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: memory-mapped, dequantised while they are copied, spoken of in Hugging Face's words.
+"""GGUF files as checkpoints: memory-mapped, spoken of in Hugging Face's words, dequantised if a tensor is copied out.
 
 Three things differ by architecture: how tensors are called, whether the rows of Q and K are stored in the order of
 interleaved rotation, and whether norms are stored as 1 + weight. The metadata becomes the config.json that
@@ -20,6 +20,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
+from engine.runtime.native.quantised import QuantisedRows, is_served_quantised
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_file import GGUFTensor, read_gguf
@@ -84,7 +85,10 @@ class GGUFCheckpoint:
         for name, tensor in self._stored.items():
             if name not in _ROPE_TENSORS:
                 copy_to = partial(self._copy, tensor)
-                yield StoredTensor(_hf_name(name, names), tensor.shape, tensor.rows.nbytes, self.source, copy_to)
+                quantised = partial(self._quantised, tensor) if is_served_quantised(tensor.kind) else None
+                yield StoredTensor(
+                    _hf_name(name, names), tensor.shape, tensor.rows.nbytes, self.source, copy_to, quantised
+                )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
         rows, matrix = self._ordered(tensor), target.view(-1, target.shape[-1])
@@ -94,6 +98,9 @@ class GGUFCheckpoint:
             part = dequantize(rows[start : start + step], tensor.kind)
             # The subtraction also makes the copy that torch wants: the map is read-only.
             matrix[start : start + step].copy_(torch.from_numpy(part - stored_offset))
+
+    def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
+        return QuantisedRows(int(tensor.kind), self._ordered(tensor))
 
     def _ordered(self, tensor: GGUFTensor) -> np.ndarray:
         """A tensor's rows, still quantised, in the order transformers has them."""
