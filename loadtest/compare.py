@@ -24,7 +24,7 @@ from rich.console import Console
 
 from loadtest.bench import Asking, Level, Sweep
 from loadtest.client import Client, ClientError, Target
-from loadtest.comparison import ROOT, Drive, Results, describe_host
+from loadtest.comparison import IDLE_LOAD, ROOT, Drive, Results, describe_host
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
 from loadtest.peers.shapes import SHAPES
 from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
@@ -131,7 +131,11 @@ def run(options: argparse.Namespace) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.print("measuring the machine", style="dim")
-    results = Results(describe_host(), plan.settings(), asdict(measure(options.num_threads)))
+    host = describe_host()
+    if host["load_average"] > IDLE_LOAD:
+        told = f"The load average is {host['load_average']:.1f}: the figures will be of this machine's other work too."
+        console.print(told, style="yellow")
+    results = Results(host, plan.settings(), asdict(measure(options.num_threads)))
     for peer in PEERS:
         if peer.name in plan.wanted:
             results.peers[peer.name] = known = _describe(peer, plan.executables.get(peer.name))

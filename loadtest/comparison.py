@@ -55,6 +55,7 @@ FIGURES = (
     Figure("ITL p99 ms", "itl_s", "p99"),
 )
 PROMPT = Figure("prompt tokens of a request", "prompt_tokens_each")  # measured, and no column
+IDLE_LOAD = 0.5
 _LONG_PROMPT = 1000  # tokens: shorter ones are bound by more than products
 
 
@@ -136,6 +137,8 @@ class Results:
         roof, settings = self.roofline, self.settings
         yield f"{self._machine()}. {settings['precision']} weights, {settings['num_threads']} threads, {settings['kv_gib']} GiB"
         yield f"of K/V, medians of {settings['rounds']} rounds. Roofline ({roof['source']}): {_roof(roof)}."
+        if self.host["load_average"] > IDLE_LOAD:
+            yield f"The machine was busy before (load average {self.host['load_average']:.1f}): neighbours are in the figures."
         absent = [name for name, peer in self.peers.items() if not peer["here"]]
         if absent:
             yield f"Not here: {', '.join(absent)}."
@@ -232,6 +235,7 @@ def describe_host() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

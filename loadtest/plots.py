@@ -117,12 +117,16 @@ def draw_comparison(
         for axis, key in zip(column, figures, strict=False):
             is_log = not key.more_is_better and all(row[name][key] > 0 for _, row in of_workload for name in row)
             axis.set(ylabel=key.title, **({"yscale": "log"} if is_log else {"ylim": (0, None)}))
+            if is_log:
+                axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+                axis.yaxis.set_major_formatter("{x:g}")
+                axis.yaxis.set_minor_formatter("")
         column[0].set(title=workload, xscale="log")
         column[-1].set(ylabel=f"{figures[0].title} / {base}'s", ylim=(0, None), xlabel="requests at once")
         levels = sorted({level for level, _ in of_workload})
         column[-1].set_xticks(levels, [str(level) for level in levels])
         column[-1].xaxis.set_minor_formatter("")
     axes[0][0].legend()
-    figure.suptitle(title)
+    figure.suptitle(title.replace(", ", "\n", 1), fontsize="medium", wrap=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)

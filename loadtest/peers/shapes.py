@@ -31,6 +31,11 @@ class Shape:
         return self.hidden // self.heads
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V in sixteen bits."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
     def layer_weights(self) -> int:
         """What every token multiplies, of a prompt or generated."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)

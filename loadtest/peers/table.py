@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from loadtest.peers.process import Command
+from loadtest.peers.shapes import SHAPES
 
+GIB = 1 << 30
 PRECISIONS = {
     "bf16": "sixteen bits everywhere",
     "int8": "eight-bit weights: Quire and vLLM from int8 safetensors, the others from Q8_0",
@@ -106,7 +108,6 @@ def _llama_server(executable: str, setup: Setup) -> Command:
         *("-t", str(setup.num_threads), "-tb", str(setup.num_threads)),
         *("-np", str(setup.max_num_seqs)),
         *("-c", str(setup.max_num_seqs * setup.max_model_len)),
-        *("-ctk", "bf16", "-ctv", "bf16"),
     ]
     return Command(argv, {})
 
@@ -124,12 +125,16 @@ def _openvino(python: str, setup: Setup) -> Command:
     return Command(argv, {})
 
 
+_CB_BLOCK = 32  # tokens; it takes most of the machine's memory unless told how many
+
+
 def _transformers(python: str, setup: Setup) -> Command:
     if setup.precision != "bf16":
         raise NotImplementedError("transformers serve has no 8-bit weights on a CPU")
+    num_blocks = setup.kv_gib * GIB // (SHAPES[setup.model.name].kv_bytes_per_token * _CB_BLOCK)
     argv = [
         *(python, str(Path(python).with_name("transformers")), "serve", str(setup.model / "hf")),
-        "--continuous-batching",
+        *("--continuous-batching", "--cb-block-size", str(_CB_BLOCK), "--cb-num-blocks", str(num_blocks)),
         *("--host", "127.0.0.1", "--port", str(setup.port)),
         *("--device", "cpu", "--dtype", "bfloat16"),
     ]

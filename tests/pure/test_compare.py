@@ -58,7 +58,7 @@ def results(*drives: Drive) -> Results:
         "workloads": [load],
         "concurrency": [1, 8],
     }
-    host = {"cpu": "A CPU", "cores": 2, "date": "2026-01-02T03:04:05", "commit": "abc"}
+    host = {"cpu": "A CPU", "cores": 2, "date": "2026-01-02T03:04:05", "commit": "abc", "load_average": 0.1}
     roofline = {"source": "here", "read_bytes_per_s": 40e9, "bf16_flops": 9e11, "int8_ops": None}
     known = {"here": True, "version": "1.2", "installed_bytes": 3_000_000}
     peers = {name: dict(known) for name in ("quire", "vllm")} | {"openvino": {"here": False}}
