@@ -18,7 +18,7 @@ from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool
+from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool, resolve_kv_dtype
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
@@ -49,7 +49,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     _check_model_len(config, model)
     _share_threads(config.num_threads, model)
 
-    bytes_per_block = block_bytes(model.attention_specs, config.block_size, model.dtype)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
+    bytes_per_block = block_bytes(model.attention_specs, config.block_size, kv_dtype)
     model_len = config.max_model_len or model.max_model_len
     useful_blocks = max_num_seqs * -(-model_len // config.block_size)
     if config.kv_cache_memory_bytes is not None:
@@ -71,7 +72,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         policy=config.scheduling_policy,
     )
     report(Progress("kv_pool", _describe(scheduler_config, bytes_per_block, model)))
-    runner = _make_runner(model, scheduler_config, backend_name, device)
+    runner = _make_runner(model, scheduler_config, backend_name, kv_dtype, device)
     report(Progress("warm_up", f"one step on {device.type}"))
     num_tokens = min(16, size.max_model_len, max_num_batched_tokens)
     runner.run(warm_up_plan(scheduler_config, num_seqs=1, num_tokens=num_tokens)).wait()
@@ -87,14 +88,16 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     )
 
 
-def _make_runner(model: CausalLM, config: SchedulerConfig, backend_name: str, device: torch.device) -> ModelRunner:
+def _make_runner(
+    model: CausalLM, config: SchedulerConfig, backend_name: str, kv_dtype: torch.dtype, device: torch.device
+) -> ModelRunner:
     backend = load_backend(backend_name, device)
     kv_cache = KVCache(
         model.attention_specs,
         backend,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        dtype=model.dtype,
+        dtype=kv_dtype,
         device=device,
     )
     return ModelRunner(model, backend, kv_cache, config, device)
@@ -162,7 +165,8 @@ def _measure_cuda_budget(
     )
     weights = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner = _make_runner(model, trial, config.attention_backend, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
+    runner = _make_runner(model, trial, config.attention_backend, kv_dtype, device)
     try:
         runner.run(warm_up_plan(trial, max_num_seqs, max_num_batched_tokens)).wait()
     except torch.OutOfMemoryError:
@@ -170,7 +174,7 @@ def _measure_cuda_budget(
             f"A step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences does not fit what {config.model} "
             f"leaves of the memory of {device}; lower --max-num-batched-tokens or --max-num-seqs."
         ) from None
-    pool = num_blocks * block_bytes(model.attention_specs, config.block_size, model.dtype)
+    pool = num_blocks * block_bytes(model.attention_specs, config.block_size, kv_dtype)
     step = torch.cuda.max_memory_allocated(device) - weights - pool
     runner.close()
     free, total = torch.cuda.mem_get_info(device)

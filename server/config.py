@@ -17,7 +17,16 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from yaml.error import MarkedYAMLError
 
-from engine.core.config import CPU_KERNELS, DEVICES, DTYPES, LOAD_FORMATS, MODEL_IMPLS, QUANTIZATIONS, EngineConfig
+from engine.core.config import (
+    CPU_KERNELS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    MODEL_IMPLS,
+    QUANTIZATIONS,
+    EngineConfig,
+)
 from engine.core.errors import ConfigError
 from engine.core.policies import POLICIES
 from server.app_config import AppConfig
@@ -120,6 +129,11 @@ class DeviceSettings(BaseModel):
     )
     kv_cache_memory_bytes: ByteSize | None = _setting(
         _ENGINE.kv_cache_memory_bytes, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured"
+    )
+    kv_cache_dtype: str = _setting(
+        _ENGINE.kv_cache_dtype,
+        _choices(*KV_CACHE_DTYPES),
+        "number format of the KV pool; auto is the model's, int8 holds nearly twice the tokens",
     )
     block_size: int = _setting(_ENGINE.block_size, "TOKENS", "tokens a KV block holds, a power of two")
     swap_space: float = _setting(_ENGINE.swap_space, "GIB", "host memory for preempted sequences; only 0 works so far")

@@ -14,6 +14,7 @@ from engine.core.policies import POLICIES
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "gguf", "int8")
+KV_CACHE_DTYPES = ("auto", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
 MODEL_IMPLS = ("auto", "quire", "transformers")
@@ -35,6 +36,7 @@ class EngineConfig:
     model_impl: str = "auto"
     dtype: str = "auto"
     quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
@@ -58,6 +60,7 @@ class EngineConfig:
             ("load_format", LOAD_FORMATS),
             ("dtype", DTYPES),
             ("quantization", QUANTIZATIONS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
             ("device", DEVICES),
             ("model_impl", MODEL_IMPLS),
             ("cpu_kernels", CPU_KERNELS),

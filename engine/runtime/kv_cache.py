@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.errors import MemoryBudgetError
+from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec
+from engine.runtime.attention.pool import SCALE_BYTES
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
 
@@ -34,9 +35,12 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate. Raises MemoryBudgetError if the device has not that much."""
+        """Allocate, in `dtype`; int8 goes with a scale for every row. Raises MemoryBudgetError if the device has not
+        that much."""
         self._specs, self._backend = specs, backend
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
+        if dtype == torch.int8:
+            shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
             # Left uninitialized: untouched pages of a CPU pool then cost nothing, and no backend reads what is unwritten.
             self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -67,7 +71,21 @@ class KVCache:
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
     """What one block costs over all layers: K and V of `block_size` positions."""
-    return sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs) * block_size * dtype.itemsize
+    scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
+    return block_size * sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs)
+
+
+def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
+    """What --kv-cache-dtype comes to. Raises ConfigError where a head's row has no room for its scale."""
+    if setting != "int8":
+        return model_dtype
+    odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
+    if odd is not None:
+        raise ConfigError(
+            f"--kv-cache-dtype is 'int8', which needs a head_dim that is a multiple of {SCALE_BYTES}, and the model's "
+            f"is {odd}; leave it out."
+        )
+    return torch.int8
 
 
 class PoolSize(NamedTuple):

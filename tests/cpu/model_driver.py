@@ -32,14 +32,16 @@ def settings(**changes: int | bool | str) -> SchedulerConfig:
     return SchedulerConfig(**values)  # type: ignore[arg-type]  # mixed value types, checked by the class itself
 
 
-def make_runner(model: CausalLM, config: SchedulerConfig, backend_name: str = "auto") -> ModelRunner:
+def make_runner(
+    model: CausalLM, config: SchedulerConfig, backend_name: str = "auto", kv_dtype: torch.dtype | None = None
+) -> ModelRunner:
     backend = load_backend(backend_name, CPU)
     pool = KVCache(
         model.attention_specs,
         backend,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        dtype=model.dtype,
+        dtype=kv_dtype or model.dtype,
         device=CPU,
     )
     return ModelRunner(model, backend, pool, config, CPU)

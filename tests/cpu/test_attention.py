@@ -9,6 +9,7 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Batch
+from engine.runtime.attention.pool import from_pool, to_pool
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import BACKENDS, load_backend
 from engine.runtime.native.library import native
@@ -38,13 +39,22 @@ STEPS = {
 }
 
 
+def empty_pools(
+    backend: AttentionBackend, spec: AttentionSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """K and V full of NaN; int8 numbers are full of what they like, and their scales are NaN."""
+    *shape, width = backend.kv_shape(spec, num_blocks, block_size)
+    if dtype == torch.int8:
+        return [torch.full((*shape, width + 4), -1, dtype=dtype) for _ in range(2)]
+    return [torch.full((*shape, width), torch.nan, dtype=dtype) for _ in range(2)]
+
+
 class Pools:
     """A pool filled with NaN, where every sequence's history lies in scattered or adjacent blocks."""
 
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> None:
-        self.backend, self.spec, self.block_size, self.dtype = backend, spec, block_size, dtype
-        shape = backend.kv_shape(spec, NUM_BLOCKS, block_size)
-        self.k, self.v = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        self.backend, self.spec, self.block_size = backend, spec, block_size
+        self.k, self.v = empty_pools(backend, spec, NUM_BLOCKS, block_size, dtype)
 
     def run(self, queries: list[torch.Tensor], keys: list, values: list, steps: list, tables: list) -> torch.Tensor:
         """One step: the last `num` of each sequence's keys and values are new, the rest were stored before."""
@@ -136,6 +146,49 @@ def test_block_sizes_and_half_precision(name: str, block_size: int, dtype: torch
     expected = [dense_attention(spec, queries[s][i:], keys[s], values[s], i) for s, (i, _) in enumerate(steps)]
     tolerance = 2e-2 if dtype is torch.bfloat16 else 3e-3
     torch.testing.assert_close(out, torch.cat(expected), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [STEPS["many_decodes"], STEPS["mixed"]], ids=["many_decodes", "mixed"])
+@pytest.mark.parametrize("spec", [SPECS["gqa"], SPECS["mha"], SPECS["all"]], ids=["gqa", "mha", "all"])
+@pytest.mark.parametrize("name", HERE)
+def test_an_int8_pool(name: str, spec: AttentionSpec, steps: list, dtype: torch.dtype) -> None:
+    """Tight to the definition over keys and values rounded likewise, and near to it over the keys and values given."""
+    torch.manual_seed(3)
+    pools = Pools(load_backend(name, CPU), spec, 16, torch.int8)
+    tables = make_tables(steps, 16, is_scattered=True)
+    keys, values = (
+        [torch.randn(start + num, spec.num_kv_heads, spec.head_dim).to(dtype) for start, num in steps] for _ in range(2)
+    )
+    queries = [torch.randn(start + num, spec.num_heads, spec.head_dim).to(dtype) for start, num in steps]
+    chosen = [s for s, (start, _) in enumerate(steps) if start]
+    pools.run([queries[s][: steps[s][0]] for s in chosen], [keys[s] for s in chosen], [values[s] for s in chosen],
+              [(0, steps[s][0]) for s in chosen], [tables[s] for s in chosen])  # fmt: skip
+    out = pools.run([q[start:] for q, (start, _) in zip(queries, steps, strict=True)], keys, values, steps, tables)
+    rounded_keys, rounded_values = (
+        [from_pool(to_pool(x, torch.int8), torch.float32) for x in xs] for xs in (keys, values)
+    )
+    for k, v, tolerance in (
+        (rounded_keys, rounded_values, 2e-5 if dtype is torch.float32 else 2e-2),
+        (keys, values, 6e-2),
+    ):
+        expected = [dense_attention(spec, queries[s][i:], k[s], v[s], i) for s, (i, _) in enumerate(steps)]
+        torch.testing.assert_close(out, torch.cat(expected), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_an_int8_pool_are_within_half_a_step(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = (torch.randn(50, 3, 16) * 10.0 ** torch.randint(-4, 4, (50, 3, 1))).to(dtype)
+    rows[7, 1] = 0
+    steps = rows.float().abs().amax(-1, keepdim=True) / 127
+    error = (from_pool(to_pool(rows, torch.int8), torch.float32) - rows.float()).abs()
+    assert (error <= steps * 0.5001).all()
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        rows[9, 0, 3] = broken
+        read = from_pool(to_pool(rows, torch.int8), dtype)
+        assert read[9, 0].isnan().all()
+        assert read[9, 1:].isfinite().all()
 
 
 def test_the_definition_itself_equals_an_explicit_loop() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_attention import make_batch, make_tables
+from test_attention import empty_pools, make_batch, make_tables
 
 from engine.core.config import EngineConfig
 from engine.core.scheduler import Scheduler
@@ -21,7 +21,7 @@ from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear
 from server.model_source import find_model
 from server.tokenizer import load_tokenizer
-from tests.cpu.model_driver import request, serve, settings
+from tests.cpu.model_driver import make_runner, request, serve, settings
 
 LENGTH = 700  # positions: nearly three spans
 CURIOUS = (0, 1, 15, 16, 127, 128, 129, 255, 256, 257, 500, 511, 512, 699)
@@ -40,14 +40,15 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 200])
-def test_attention_of_a_position_is_one_result(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+def test_attention_of_a_position_is_one_result(is_int8: bool, window: int | None, dtype: torch.dtype) -> None:
     """As a row of a whole prompt, of a chunk, as a decode step alone or in a crowd, on one thread or several."""
     torch.manual_seed(3)
     spec = AttentionSpec(6, 2, 64, 0.125, window=window, softcap=3.0, sinks=torch.linspace(-1, 1, 6))
     q, k, v = (torch.randn(LENGTH, heads, 64).to(dtype) for heads in (6, 2, 2))
     backend = CpuNativeAttention()
     table, *others = make_tables([(LENGTH, 0), (300, 1), (5, 1), (40, 9)], 16, is_scattered=True)
-    pools = [torch.zeros(backend.kv_shape(spec, 96, 16), dtype=dtype) for _ in range(2)]
+    pools = empty_pools(backend, spec, 96, 16, torch.int8 if is_int8 else dtype)
 
     def attend(start: int, stop: int, crowd: bool = False) -> torch.Tensor:
         steps, tables = [(start, stop - start)], [table]
@@ -94,7 +95,10 @@ def model() -> CausalLM:
     return load_model(EngineConfig(model=path), torch.device("cpu"), torch.bfloat16, lambda progress: None)
 
 
-def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(model: CausalLM) -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=["", "int8"])
+def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(
+    model: CausalLM, kv_dtype: torch.dtype
+) -> None:
     tokenizer = load_tokenizer(str(Path(find_model(None).path)))
     texts = [
         "Once upon a time",
@@ -110,7 +114,7 @@ def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(mod
     ]
     alone = {}
     for one in asked:
-        alone |= serve(model, settings(), [one]).ids
+        alone |= serve(model, settings(), [one], runner=make_runner(model, settings(), kv_dtype=kv_dtype)).ids
     assert len(alone) == 12
     regimes = {
         "busy": settings(max_num_seqs=12),
@@ -119,6 +123,7 @@ def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(mod
         "uncached": settings(enable_prefix_caching=False),
     }
     for depth, (name, config) in enumerate(regimes.items()):
-        scheduler = Scheduler(config)
-        assert serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler).ids == alone, name
+        scheduler, runner = Scheduler(config), make_runner(model, config, kv_dtype=kv_dtype)
+        served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler, runner=runner)
+        assert served.ids == alone, name
         assert (scheduler.stats.preemptions > 0) == (name == "preempting")

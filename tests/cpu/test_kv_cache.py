@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.core.errors import MemoryBudgetError
+from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import kv_cache
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache, PoolSize, block_bytes, default_cpu_budget, fit_pool
+from engine.runtime.kv_cache import KVCache, PoolSize, block_bytes, default_cpu_budget, fit_pool, resolve_kv_dtype
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,25 @@ def test_layers_may_differ() -> None:
     assert block_bytes(specs, 4, torch.float32) == 2 * 4 * 4 * (2 * 8 + 1 * 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
-def test_the_tensors_weigh_what_the_formula_says(name: str) -> None:
+def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) -> None:
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
-    pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU)
+    pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
     weight = sum(tensor.nbytes for tensor in (*pool._keys, *pool._values))
-    assert weight == 3 * block_bytes(specs, 4, torch.bfloat16)
+    assert weight == 3 * block_bytes(specs, 4, dtype)
+
+
+def test_int8_costs_a_byte_a_number_and_a_scale_a_row() -> None:
+    assert block_bytes([AttentionSpec(9, 3, 64, 1.0)] * 30, 16, torch.int8) == 30 * 2 * 3 * 16 * (64 + 4)
+
+
+def test_the_kv_dtype_that_is_asked_for() -> None:
+    specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 2, 10, 1.0)]
+    assert resolve_kv_dtype("auto", torch.bfloat16, specs) is torch.bfloat16
+    assert resolve_kv_dtype("int8", torch.bfloat16, specs[:1]) is torch.int8
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'int8', .* multiple of 4, and the model's is 10"):
+        resolve_kv_dtype("int8", torch.bfloat16, specs)
 
 
 def test_the_budget_is_used_up() -> None:

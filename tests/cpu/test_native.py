@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from test_attention import make_batch, make_tables
+from test_attention import empty_pools, make_batch, make_tables
 from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention import cpu_native
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.cpu_native import CpuNativeAttention
+from engine.runtime.attention.pool import from_pool, to_pool
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.native import ops
 from engine.runtime.native.library import Isa, Library, native
@@ -52,13 +53,19 @@ def _flat(shape: tuple) -> tuple:
 
 
 def check_attention(
-    spec: AttentionSpec, steps: list, dtype: torch.dtype, block_size: int = 16, error: float = 0
+    spec: AttentionSpec,
+    steps: list,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    error: float = 0,
+    *,
+    is_int8: bool = False,
 ) -> None:
     """Fill a pool of NaN through scattered tables, history first, and compare the last step with the definition."""
     torch.manual_seed(11)
     backend = CpuNativeAttention()
     tables = make_tables(steps, block_size, is_scattered=True)
-    pools = [torch.full(backend.kv_shape(spec, 96, block_size), torch.nan, dtype=dtype) for _ in range(2)]
+    pools = empty_pools(backend, spec, 96, block_size, torch.int8 if is_int8 else dtype)
     totals = [start + num for start, num in steps]
     queries = [torch.randn(total, spec.num_heads, spec.head_dim).to(dtype) for total in totals]
     keys, values = ([torch.randn(n, spec.num_kv_heads, spec.head_dim).to(dtype) for n in totals] for _ in range(2))
@@ -73,9 +80,12 @@ def check_attention(
 
     if any(start for start, _ in steps):
         run([(0, start) for start, _ in steps])
+    out = run(steps)
+    if is_int8:
+        keys, values = ([from_pool(to_pool(x, torch.int8), torch.float32) for x in xs] for xs in (keys, values))
     expected = [dense_attention(spec, queries[s][i:], keys[s], values[s], i) for s, (i, _) in enumerate(steps)]
     error = error or ATTENTION_ERROR[dtype]
-    torch.testing.assert_close(run(steps), torch.cat(expected), atol=error, rtol=ONE_ROUNDING[dtype])
+    torch.testing.assert_close(out, torch.cat(expected), atol=error, rtol=ONE_ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -102,6 +112,44 @@ def test_window_softcap_and_sinks_together(library: Library, dtype: torch.dtype)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     for window in (1, 17, 128, 150):
         check_attention(AttentionSpec(4, 2, 32, 0.4, window=window, softcap=1.5, sinks=sinks), RAGGED, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_int8_pool(library: Library, dtype: torch.dtype) -> None:
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    for head_dim in (8, 40, 128):
+        check_attention(AttentionSpec(6, 2, head_dim, head_dim**-0.5), RAGGED, dtype, is_int8=True)
+    for block_size in (1, 2, 32):
+        steps = [(19, 1), (5, 3), (0, 9), (33, 1)] if block_size < 8 else RAGGED
+        check_attention(AttentionSpec(4, 2, 24, 0.2), steps, dtype, block_size, is_int8=True)
+    for window in (17, 150):
+        spec = AttentionSpec(4, 2, 32, 0.4, window=window, softcap=1.5, sinks=sinks)
+        check_attention(spec, RAGGED, dtype, is_int8=True)
+    library.use_threads(3)
+    check_attention(AttentionSpec(6, 2, 32, 0.2), [(1201, 1), (3, 1), (90, 2)], dtype, is_int8=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_int8_rows_are_those_of_torch(library: Library, dtype: torch.dtype) -> None:
+    """Numbers and scales to the bit; NaN and infinity are found again."""
+    torch.manual_seed(0)
+    spec, backend = AttentionSpec(1, 1, 40, 1.0), CpuNativeAttention()
+    rows = (torch.randn(64, 1, 40) * 10.0 ** torch.randint(-4, 4, (64, 1, 1))).to(dtype)
+    rows[5], rows[6, 0, 39], rows[7, 0, 0] = 0, torch.nan, -torch.inf
+    k, v = empty_pools(backend, spec, 1, 64, torch.int8)
+    backend.prepare(make_batch([(0, 64)], [[0]], 64))
+    backend.attend(spec, rows, rows, rows, k, v)
+    expected = to_pool(rows, torch.int8)[:, 0]
+    for pool, shape, order in ((k, (20, 64, 2), (1, 0, 2)), (v, (32, 40, 2), (0, 2, 1))):
+        flat = pool.flatten()
+        stored = flat[: 64 * 40].view(shape).permute(order).reshape(64, 40)
+        scales = flat[64 * 40 :].view(torch.float32)
+        assert scales[6:8].isnan().all()
+        scales[6:8] = 0
+        expected[6:8] = 0
+        assert torch.equal(scales, expected[:, 40:].view(torch.float32)[:, 0])
+        stored[6:8] = 0
+        assert torch.equal(stored, expected[:, :40])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

@@ -54,6 +54,26 @@ def test_every_backend_serves(backend: str) -> None:
     assert_greedy(serve(MODEL, config, requests, runner=make_runner(MODEL, config, backend)), PROMPTS)
 
 
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_int8_kv_says_the_same_however_it_is_scheduled(backend: str) -> None:
+    """Chunks, preemption, prefix hits and forks move and copy scales and numbers together."""
+    asked = [request(f"r{i}", prompt, max_tokens=14, temperature=0.7 * (i % 2), n=1 + i % 3)
+             for i, prompt in enumerate([*PROMPTS[2:], [*SHARED, 1], [*SHARED, 1, 2, 3, 4]])]  # fmt: skip
+    alone: dict[tuple[str, int], list[int]] = {}
+    for one in asked:
+        alone |= serve(MODEL, settings(), [one], runner=make_runner(MODEL, settings(), backend, torch.int8)).ids
+    num_preemptions, num_hits = 0, 0
+    for depth, regime in enumerate(({}, {"max_num_batched_tokens": 9}, {"num_blocks": 22}, {"block_size": 16})):
+        config = settings(**regime)
+        scheduler, runner = Scheduler(config), make_runner(MODEL, config, backend, torch.int8)
+        served = serve(MODEL, config, asked, depth=depth % 2, apart=2, scheduler=scheduler, runner=runner)
+        num_preemptions += scheduler.stats.preemptions
+        num_hits += scheduler.stats.prefix_hit_tokens
+        assert served.ids == alone, regime
+    assert num_preemptions > 0
+    assert num_hits > 0
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_prefix_hits(depth: int) -> None:
     prompts = [SHARED + tail for tail in ([1, 2], [1, 2, 3, 4, 5], [9], [9, 9, 9])]

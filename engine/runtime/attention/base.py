@@ -58,7 +58,10 @@ class AttentionBackend(Protocol):
     graph_safe: bool  # may be captured in a CUDA graph once prepared
 
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of one layer's K (and of its V) tensor in this backend's layout."""
+        """Shape of one layer's K (and of its V) tensor in this backend's layout, head_dim last.
+
+        With int8 K/V the tensors are int8 and their last dimension is longer, as pool.py says.
+        """
         ...
 
     def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import copy_blocks, head_major_shape
+from engine.runtime.attention.pool import SCALE_BYTES, copy_blocks, head_major_shape
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
 
@@ -66,12 +66,14 @@ class CpuNativeAttention:
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
         assert self._batch is not None, "prepare comes before attend"
-        assert q.dtype == k.dtype == v.dtype == k_pool.dtype == v_pool.dtype, "one type for queries, keys and values"
+        assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
+        assert k_pool.dtype == v_pool.dtype
+        assert k_pool.dtype in (q.dtype, torch.int8)
         q, k, v = _rows(q), _rows(k), _rows(v)
-        heads, _, _, dim = k_pool.shape
-        assert k.shape[1:] == v.shape[1:] == (heads, dim)
-        assert q.shape[1:] == (spec.num_heads, dim)
         pool = _pool(k_pool, v_pool)
+        pool.dtype = DTYPES[q.dtype]
+        assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, pool.head_dim)
+        assert q.shape[1:] == (spec.num_heads, pool.head_dim)
         store = self._store
         store.pool = pool
         store.new_k, store.k_stride = k.data_ptr(), k.stride(0)
@@ -91,11 +93,13 @@ class CpuNativeAttention:
 
 
 def _pool(k: Tensor, v: Tensor) -> Pool:
-    """One layer's, described."""
-    heads, _, block_size, dim = k.shape
+    """One layer's, described, but for the type of its queries."""
+    heads, _, block_size, width = k.shape
     assert k.is_contiguous()
     assert v.is_contiguous()
-    return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, DTYPES[k.dtype])
+    is_int8 = k.dtype == torch.int8
+    dim = width - SCALE_BYTES * is_int8
+    return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, is_int8=is_int8)
 
 
 def _rows(x: Tensor) -> Tensor:

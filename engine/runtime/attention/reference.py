@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import from_pool, to_pool
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -66,15 +67,15 @@ class ReferenceAttention:
         """Store, then attend slice by slice."""
         batch = self._batch
         assert batch is not None, "prepare comes before attend"
-        k_pool.flatten(0, 1)[batch.slots] = k
-        v_pool.flatten(0, 1)[batch.slots] = v
+        for pool, rows in ((k_pool, k), (v_pool, v)):
+            pool.flatten(0, 1)[batch.slots] = to_pool(rows, pool.dtype)
         pieces, row = [], 0
         for num_queries, context, table in zip(
             batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
         ):
             num_blocks = -(-context // k_pool.shape[1])
             blocks = torch.tensor(table[:num_blocks], device=q.device)
-            keys, values = (pool[blocks].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
+            keys, values = (from_pool(pool[blocks].flatten(0, 1)[:context], q.dtype) for pool in (k_pool, v_pool))
             queries = q[row : row + num_queries]
             pieces.append(dense_attention(spec, queries, keys, values, context - num_queries))
             row += num_queries

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.attention.pool import from_pool
 
 
 class SliceView(NamedTuple):
@@ -69,7 +70,7 @@ def _mask(num_queries: int, num_keys: int, start: int, window: int | None, devic
 def attend_slice(spec: AttentionSpec, view: SliceView, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     """q [T, H, D], the whole batch's -> [num_queries, H, D], this slice's."""
     queries = q[view.row : view.row + view.num_queries]
-    keys, values = _read(k_pool, view), _read(v_pool, view)
+    keys, values = (from_pool(_read(pool, view), q.dtype) for pool in (k_pool, v_pool))
     if spec.softcap is not None or spec.sinks is not None:
         return _plain(spec, view, queries, keys, values)
     group = spec.num_heads // spec.num_kv_heads

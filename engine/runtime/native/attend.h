@@ -1,110 +1,49 @@
-/* Attention of one task (attend_task): query rows against a range of keys, read in place.
+/* Attention of one task (attend_task): query rows against a range of keys.
  *
  * All query heads that share a kv head are rows of one small matrix, so a key or value is loaded once for the group.
  * Keys come in chunks; within a chunk: scores = rows . K, running softmax, sums = sums * fade + weights . V.
- * A tile that is not whole (the context's end, or blocks shorter than a tile) is first copied with zeros behind it, so
- * what a pool holds beyond a sequence's end is never computed with. */
+ * Everything behind the scores is to the base 2: a weight is 2^(score * bits - peak). */
 
 struct scratch {
     float *rows;   /* [R][head_dim] queries as the kernel wants them: float32, or pairs of bfloat16 */
     float *scores; /* [R][CHUNK] scores, then weights */
-    float *sums;   /* [R][head_dim] */
-    float *peak, *mass, *fade; /* [R] */
-    float *joined;             /* [R][head_dim + 2] sums, peak and mass of all spans so far */
-    uint32_t *tiles;           /* copies of K and V tiles, for a whole chunk */
+    float *sums, *peak, *mass, *fade; /* [R][head_dim], [R], [R], [R] of the span at hand */
+    float *joined_sums, *joined_peak, *joined_mass; /* of all spans so far */
+    struct copies copies;
 };
 
 INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->pool.num_kv_heads; }
 
 static size_t attend_scratch(const struct attend_args *a) {
     size_t dim = (size_t)a->pool.head_dim, rows = ROWS + (size_t)group_of(a);
-    return (rows * (3 * dim + CHUNK + 5) + 2 * CHUNK * dim + 6 * TILE) * sizeof(float);
+    return (rows * (3 * dim + CHUNK + 5) + (2 * CHUNK + TILE / 2) * dim + 2 * CHUNK) * sizeof(float);
 }
 
 static struct scratch carve(const struct attend_args *a, float *at) {
     size_t dim = (size_t)a->pool.head_dim, rows = ROWS + (size_t)group_of(a);
     struct scratch s;
-    s.rows = at, at += rows * dim;
     s.scores = at, at += rows * CHUNK;
+    s.copies.tiles = (uint32_t *)at, at += 2 * CHUNK * dim;
+    s.copies.raw = (char *)at, at += TILE / 2 * dim;
+    s.copies.scales = at, at += 2 * CHUNK;
+    s.rows = at, at += rows * dim;
     s.sums = at, at += rows * dim;
-    s.tiles = (uint32_t *)at, at += 2 * CHUNK * dim;
+    s.joined_sums = at, at += rows * dim;
     s.peak = at, at += rows;
     s.mass = at, at += rows;
     s.fade = at, at += rows;
-    s.joined = at;
+    s.joined_peak = at, at += rows;
+    s.joined_mass = at;
     return s;
 }
 
-INLINE const char *block_at(const struct attend_args *a, const void *base, const struct attend_task *task, int64_t key,
-                            size_t size) {
-    int64_t block = a->block_tables[task->slice * a->table_stride + key / a->pool.block_size];
-    return (const char *)base + size * (size_t)(task->head * a->pool.head_stride + block * a->pool.block_stride);
-}
-
-/* Copy keys [key, end) of a tile, value by value, into a whole tile of K and one of V. */
-static void copy_tile(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
-                      uint32_t *k_tile, uint32_t *v_tile) {
-    size_t dim = (size_t)a->pool.head_dim, bs = (size_t)a->pool.block_size;
-    size_t size = a->pool.dtype == DT_F32 ? 4 : 2, pair = 4 / size, v_pair = pair < bs ? pair : bs;
-    memset(k_tile, 0, TILE * dim * size);
-    memset(v_tile, 0, TILE * dim * size);
-    for (size_t i = 0; i < (size_t)(end - key); i++) {
-        size_t o = (size_t)(key + (int64_t)i) % bs;
-        const char *k = block_at(a, a->pool.k, task, key + (int64_t)i, size);
-        const char *v = block_at(a, a->pool.v, task, key + (int64_t)i, size);
-        v += (o / v_pair * dim * v_pair + o % v_pair) * size;
-        for (size_t l = 0; l < dim / pair; l++) memcpy(k_tile + l * TILE + i, k + (l * bs + o) * 4, 4);
-        char *to = (char *)v_tile + (i / pair * dim * pair + i % pair) * size;
-        if (size == 4)
-            memcpy(to, v, dim * 4);
-        else
-            for (size_t d = 0; d < dim; d++) memcpy(to + d * 4, v + d * v_pair * 2, 2);
-    }
-}
-
-struct chunk {
-    const uint32_t *k[CHUNK / TILE], *v[CHUNK / TILE];
-    size_t num_tiles, num_direct, lane_stride; /* tiles from num_direct on are copies, TILE lanes apart */
-};
-
-static struct chunk locate(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
-                           uint32_t *copies) {
-    struct chunk c = {.num_tiles = (size_t)(end - key + TILE - 1) / TILE};
-    size_t dim = (size_t)a->pool.head_dim, bs = (size_t)a->pool.block_size;
-    size_t size = a->pool.dtype == DT_F32 ? 4 : 2, pair = 4 / size, tile_lanes = TILE * dim / pair;
-    c.lane_stride = bs < TILE ? TILE : bs;
-    c.num_direct = bs < TILE ? c.num_tiles : (size_t)(end - key) / TILE;
-    for (size_t t = 0; t < c.num_tiles; t++, key += TILE) {
-        if (bs >= TILE && t < c.num_direct) {
-            size_t o = (size_t)key % bs;
-            c.k[t] = (const uint32_t *)block_at(a, a->pool.k, task, key, size) + o;
-            c.v[t] = (const uint32_t *)block_at(a, a->pool.v, task, key, size) + o / pair * dim;
-        } else {
-            uint32_t *k_tile = copies + t * 2 * tile_lanes, *v_tile = k_tile + tile_lanes;
-            copy_tile(a, task, key, end < key + TILE ? end : key + TILE, k_tile, v_tile);
-            c.k[t] = k_tile, c.v[t] = v_tile;
-        }
-    }
-    return c;
-}
-
-/* Ask for what lies whole in [key, end) of K, or of V, ahead of its use: blocks are scattered, so the machine cannot
- * guess where the next one is. Prompt tiles do without, their arithmetic hides the way. */
-INLINE void prefetch(const struct attend_args *a, const struct attend_task *task, const void *base, int is_key,
-                     int64_t key, int64_t end, size_t size) {
-    size_t dim = (size_t)a->pool.head_dim, bs = (size_t)a->pool.block_size, pair = 4 / size;
-    if (bs < TILE || task->num_queries > 1) return;
-    for (; key + TILE <= end; key += TILE) {
-        const uint32_t *tile = (const uint32_t *)block_at(a, base, task, key, size);
-        tile += (size_t)key % bs / (is_key ? 1 : pair) * (is_key ? 1 : dim);
-        for (size_t l = 0; l < dim / pair; l++) __builtin_prefetch(tile + l * (is_key ? bs : TILE), 0, 2);
-    }
-}
+/* What a score is multiplied by to be an exponent of 2. With a softcap, scores are capped first, in units of the cap. */
+INLINE float bits_of(const struct attend_args *a) { return (a->softcap > 0 ? a->softcap : a->scale) * 1.44269504f; }
 
 /* Load the task's query rows: row = query * group + head of the group. */
-INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum dtype dtype,
-                      enum kind kind) {
+INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
     int64_t dim = a->pool.head_dim, group = group_of(a);
+    enum dtype dtype = (enum dtype)a->pool.dtype;
     int64_t first = a->query_starts[task->slice] + task->first_query;
     for (int64_t r = 0; r < task->num_queries * group; r++) {
         struct view q = {(void *)a->q, (size_t)((first + r / group) * a->q_stride), dtype};
@@ -117,39 +56,47 @@ INLINE void load_rows(const struct attend_args *a, const struct attend_task *tas
     }
 }
 
-/* One row of scores becomes weights; peak, mass and fade of the row move on. Visible are columns [low, high). */
-INLINE void soften(const struct attend_args *a, struct scratch *s, size_t r, size_t columns, int64_t low, int64_t high,
-                   enum kind kind) {
-    float *row = s->scores + r * CHUNK;
-    vf scale = splat(a->scale), peak = splat(s->peak[r]), mass = splat(0);
-    vi index;
-    for (int i = 0; i < W; i++) index[i] = i;
+/* Scores that want more than a factor: those of an int8 pool, capped ones, hidden ones. Visible are [low, high). */
+INLINE vf adjust(const struct attend_args *a, const float *scales, vf x, size_t c, int64_t low, int64_t high) {
+    if (scales) x *= load_f(scales + c);
+    if (a->softcap > 0) x = tanh_f(x * (a->scale / a->softcap));
+    if ((int64_t)c >= low && (int64_t)(c + W) <= high) return x;
+    vi at;
+    for (int i = 0; i < W; i++) at[i] = (int32_t)c + i;
+    return select_f((at >= (int32_t)low) & (at < (int32_t)high), x, splat(-INFINITY));
+}
+
+/* One row of scores becomes weights; peak, mass and fade of the row move on. */
+INLINE void soften(const struct attend_args *a, struct scratch *s, const struct chunk *chunk, size_t r, size_t columns,
+                   int64_t low, int64_t high, enum kind kind) {
+    float *row = s->scores + r * CHUNK, bits = bits_of(a);
+    vf peak = splat(-INFINITY), mass = splat(0);
+    int is_plain = !chunk->k_scales && !(a->softcap > 0);
     for (size_t c = 0; c < columns; c += W) {
-        vf x = load_f(row + c) * scale;
-        if (a->softcap > 0) x = a->softcap * tanh_f(x / a->softcap);
-        if ((int64_t)c < low || (int64_t)(c + W) > high) {
-            vi at = index + (int32_t)c;
-            x = select_f((at >= (int32_t)low) & (at < (int32_t)high), x, splat(-INFINITY));
+        vf x = load_f(row + c);
+        if (!is_plain || (int64_t)c < low || (int64_t)(c + W) > high) {
+            x = adjust(a, chunk->k_scales, x, c, low, high);
+            store_f(row + c, x);
         }
         peak = max_f(x, peak);
-        store_f(row + c, x);
     }
-    float top = peak_f(peak);
-    for (size_t c = 0; c < columns; c += W) {
-        vf p = exp_f(load_f(row + c) - top);
-        mass += p;
-        store_f(row + c, p);
-    }
+    float highest = peak_f(peak) * bits, top = highest > s->peak[r] ? highest : s->peak[r];
+    for (size_t c = 0; c < columns; c += 2 * W) {
+        vf p = exp2_f(load_f(row + c) * bits - top, kind == KIND_F32);
+        vf q = exp2_f(load_f(row + c + W) * bits - top, kind == KIND_F32);
+        mass += p + q;
+        if (chunk->v_scales) p *= load_f(chunk->v_scales + c), q *= load_f(chunk->v_scales + c + W);
 #ifdef BF16_DOT
-    if (kind == KIND_BF16_DOT)
-        for (size_t c = 0; c < columns; c += 2 * W) { /* in place: two vectors shrink to one */
-            __m512bh both = _mm512_cvtne2ps_pbh((__m512)load_f(row + c + W), (__m512)load_f(row + c));
+        if (kind == KIND_BF16_DOT) { /* in place: two vectors shrink to one */
+            __m512bh both = _mm512_cvtne2ps_pbh((__m512)q, (__m512)p);
             memcpy((uint16_t *)row + c, &both, sizeof both);
+            continue;
         }
-#else
-    (void)kind;
 #endif
-    s->fade[r] = expf(s->peak[r] - top);
+        store_f(row + c, p);
+        store_f(row + c + W, q);
+    }
+    s->fade[r] = exp2_f(splat(s->peak[r] - top), 1)[0];
     s->mass[r] = s->mass[r] * s->fade[r] + sum_f(mass);
     s->peak[r] = top;
 }
@@ -200,40 +147,39 @@ INLINE void weigh_rows(enum kind kind, int R, const struct scratch *s, size_t r,
 
 /* The result of one row: sums / mass, a sink counted in. */
 INLINE void finish_row(const struct attend_args *a, const struct attend_task *task, int64_t r, const float *sums,
-                       float peak, float mass, enum dtype dtype) {
+                       float peak, float mass) {
     int64_t dim = a->pool.head_dim, group = group_of(a), head = task->head * group + r % group;
     int64_t token = a->query_starts[task->slice] + task->first_query + r / group;
     float factor = 1.f / mass;
     if (a->sinks) {
-        float top = fmaxf(peak, a->sinks[head]), share = expf(peak - top);
-        factor = share / (mass * share + expf(a->sinks[head] - top));
+        float sink = a->sinks[head] * 1.44269504f, top = fmaxf(peak, sink), share = exp2f(peak - top);
+        factor = share / (mass * share + exp2f(sink - top));
     }
-    struct view from = {(void *)sums, 0, DT_F32}, out = {a->out, (size_t)((token * a->num_heads + head) * dim), dtype};
+    struct view from = {(void *)sums, 0, DT_F32};
+    struct view out = {a->out, (size_t)((token * a->num_heads + head) * dim), (enum dtype)a->pool.dtype};
     for (int64_t d = 0; d < dim; d += W) put(out, d, dim, get(from, d, dim) * factor);
 }
 
 /* Scores, softmax and weighted sums of the task's rows over keys [begin, stop) of one span, from nothing. */
 INLINE void attend_span(const struct attend_args *a, const struct attend_task *task, struct scratch *s, int64_t begin,
-                        int64_t stop, enum dtype dtype) {
-    enum kind kind = kind_of(dtype);
+                        int64_t stop, enum kind kind) {
     int64_t group = group_of(a), context = a->context_lens[task->slice];
     size_t dim = (size_t)a->pool.head_dim, rows = (size_t)(task->num_queries * group);
     int64_t first = context - (a->query_starts[task->slice + 1] - a->query_starts[task->slice]) + task->first_query;
-    size_t size = dtype == DT_F32 ? 4 : 2;
     memset(s->sums, 0, rows * dim * sizeof(float));
     for (size_t r = 0; r < rows; r++) s->peak[r] = -1e30f, s->mass[r] = 0;
     for (int64_t key = begin; key < stop; key += CHUNK) {
         int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
-        struct chunk c = locate(a, task, key, end, s->tiles);
+        prefetch(a, task, a->pool.v, 0, key, end);
+        struct chunk c = locate(a, task, key, end, &s->copies, kind);
         size_t t = 0, columns = c.num_tiles * TILE, lanes = dim / pair_of(kind);
-        prefetch(a, task, a->pool.v, 0, key, end, size);
         for (; t + STEP_TILES <= c.num_direct; t += STEP_TILES)
             tile_dot_rows(kind, STEP_TILES, rows, s->rows, dim, c.k + t, c.lane_stride, lanes, s->scores + t * TILE,
                           CHUNK);
         for (; t < c.num_tiles; t++)
             tile_dot_rows(kind, 1, rows, s->rows, dim, c.k + t, t < c.num_direct ? c.lane_stride : TILE, lanes,
                           s->scores + t * TILE, CHUNK);
-        prefetch(a, task, a->pool.k, 1, end, end + CHUNK < task->key_end ? end + CHUNK : task->key_end, size);
+        prefetch(a, task, a->pool.k, 1, end, end + CHUNK < task->key_end ? end + CHUNK : task->key_end);
         if (columns % (2 * W)) { /* pairs of vectors below: the odd one gets a hidden neighbour */
             for (size_t r = 0; r < rows; r++) store_f(s->scores + r * CHUNK + columns, splat(0));
             columns += W;
@@ -242,7 +188,7 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
             int64_t position = first + (int64_t)r / group;
             int64_t low = a->window ? position - a->window + 1 - key : 0;
             int64_t high = (position + 1 < end ? position + 1 : end) - key;
-            soften(a, s, r, columns, low, high, kind);
+            soften(a, s, &c, r, columns, low, high, kind);
         }
         size_t r = 0;
         for (; r + STEP_ROWS <= rows; r += STEP_ROWS) weigh_rows(kind, STEP_ROWS, s, r, &c, dim);
@@ -255,57 +201,68 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
     }
 }
 
-/* Join one row's record of a later span to that of all before it. Never inlined: one piece of code, one rounding. */
-__attribute__((noinline)) static void join(float *into, const float *later, int64_t dim) {
-    float top = fmaxf(into[dim], later[dim]);
-    float keep = expf(into[dim] - top), add = expf(later[dim] - top);
-    for (int64_t d = 0; d < dim; d++) into[d] = into[d] * keep + later[d] * add;
-    into[dim] = top, into[dim + 1] = into[dim + 1] * keep + later[dim + 1] * add;
+/* Join a later span's sums, peak and mass of one row to those of all spans before it. Never inlined: one piece of code,
+ * one rounding. */
+__attribute__((noinline)) static void join(float *sums, float *peak, float *mass, const float *later, float later_peak,
+                                           float later_mass, int64_t dim) {
+    float top = fmaxf(*peak, later_peak);
+    float keep = exp2_f(splat(*peak - top), 1)[0], add = exp2_f(splat(later_peak - top), 1)[0];
+    struct view to = {sums, 0, DT_F32}, from = {(void *)later, 0, DT_F32};
+    for (int64_t d = 0; d < dim; d += W) put(to, d, dim, get(to, d, dim) * keep + get(from, d, dim) * add);
+    *peak = top, *mass = *mass * keep + later_mass * add;
 }
 
-INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s,
-                      enum dtype dtype) {
-    int64_t dim = a->pool.head_dim, rows = task->num_queries * group_of(a), record = dim + 2;
-    load_rows(a, task, s, dtype, kind_of(dtype));
-    float *to = task->partial ? task->partial : s->joined;
+/* All spans of a task, first to last: joined and written out, or each left as a record for attend_merge. */
+INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
+    int64_t dim = a->pool.head_dim, rows = task->num_queries * group_of(a);
+    load_rows(a, task, s, kind);
+    struct scratch joined = *s;
+    joined.sums = s->joined_sums, joined.peak = s->joined_peak, joined.mass = s->joined_mass;
+    float *record = task->partial;
     for (int64_t begin = task->key_begin, stop; begin < task->key_end; begin = stop) {
         stop = (begin / SPAN + 1) * SPAN < task->key_end ? (begin / SPAN + 1) * SPAN : task->key_end;
-        attend_span(a, task, s, begin, stop, dtype);
-        int is_joined = !task->partial && begin > task->key_begin;
-        for (int64_t r = 0; r < rows; r++) {
-            float *sums = s->sums + r * dim, *row = to + r * record, own[is_joined ? record : 1];
-            float *at = is_joined ? own : row;
-            memcpy(at, sums, (size_t)dim * sizeof(float));
-            at[dim] = s->peak[r], at[dim + 1] = s->mass[r];
-            if (is_joined) join(row, own, dim);
+        if (record) joined.sums = record;
+        if (record || begin == task->key_begin) {
+            attend_span(a, task, &joined, begin, stop, kind);
+        } else {
+            attend_span(a, task, s, begin, stop, kind);
+            for (int64_t r = 0; r < rows; r++)
+                join(joined.sums + r * dim, joined.peak + r, joined.mass + r, s->sums + r * dim, s->peak[r], s->mass[r],
+                     dim);
         }
-        if (task->partial) to += rows * record;
+        if (record) {
+            memcpy(record + rows * dim, joined.peak, (size_t)rows * sizeof(float));
+            memcpy(record + rows * (dim + 1), joined.mass, (size_t)rows * sizeof(float));
+            record += rows * (dim + 2);
+        }
     }
-    if (task->partial) return;
-    for (int64_t r = 0; r < rows; r++) {
-        const float *row = s->joined + r * record;
-        finish_row(a, task, r, row, row[dim], row[dim + 1], dtype);
-    }
+    for (int64_t r = 0; !task->partial && r < rows; r++)
+        finish_row(a, task, r, joined.sums + r * dim, joined.peak[r], joined.mass[r]);
 }
 
+/* How scores are multiplied: numbers of an int8 pool are widened to what the queries' type is multiplied in. */
 static void attend(const struct attend_args *a, const struct attend_task *task, void *memory) {
     struct scratch s = carve(a, memory);
-    if (a->pool.dtype == DT_F32)
-        attend_as(a, task, &s, DT_F32);
-    else if (a->pool.dtype == DT_BF16)
-        attend_as(a, task, &s, DT_BF16);
+    enum kind kind = kind_of((enum dtype)a->pool.dtype);
+    if (a->pool.is_int8 && kind != KIND_BF16_DOT) kind = KIND_F32;
+    if (kind == KIND_F32)
+        attend_as(a, task, &s, KIND_F32);
+    else if (kind == KIND_F16)
+        attend_as(a, task, &s, KIND_F16);
     else
-        attend_as(a, task, &s, DT_F16);
+        attend_as(a, task, &s, kind_of(DT_BF16));
 }
 
 /* Join the spans of all parts, which cover the keys of one set of rows from first to last. */
 static void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
-    int64_t dim = a->pool.head_dim, rows = parts->num_queries * group_of(a), record = dim + 2;
+    int64_t dim = a->pool.head_dim, rows = parts->num_queries * group_of(a), record = rows * (dim + 2);
     for (int64_t r = 0; r < rows; r++) {
-        float *into = parts[0].partial + r * record;
+        float *into = parts[0].partial, *peak = into + rows * dim + r, *mass = peak + rows;
         for (int64_t p = 0; p < num_parts; p++)
-            for (int64_t span = 0; span < spans_of(&parts[p]); span++)
-                if (p + span > 0) join(into, parts[p].partial + (span * rows + r) * record, dim);
-        finish_row(a, parts, r, into, into[dim], into[dim + 1], (enum dtype)a->pool.dtype);
+            for (int64_t span = 0; span < spans_of(&parts[p]); span++) {
+                const float *from = parts[p].partial + span * record, *own = from + rows * dim + r;
+                if (p + span > 0) join(into + r * dim, peak, mass, from + r * dim, own[0], own[rows], dim);
+            }
+        finish_row(a, parts, r, into + r * dim, *peak, *mass);
     }
 }

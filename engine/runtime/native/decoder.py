@@ -90,6 +90,7 @@ class NativeDecoder:
     def _bind(self, step: PagedStep) -> None:
         for layer, pool in zip(self._layers, step.pools, strict=True):
             layer.pool = pool
+            layer.pool.dtype = self._decoder.dtype  # whatever the pool holds
         self._bound = step
 
 

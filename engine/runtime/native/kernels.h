@@ -1,6 +1,9 @@
 /* All kernels for one instruction set; isa_*.c sets the compiler's target and names the table. */
 #include "vec.h"
 
+#include "kv_store.h"
+#include "kv_tiles.h"
+
 #include "attend.h"
 #include "quant.h"
 #include "gemm.h"
@@ -9,6 +12,6 @@
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
-        #isa, attend_scratch, attend, attend_merge, add_rms_norm, rope, act_mul, embed, sample,       \
-        gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm,                                       \
+        #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, rope, act_mul, embed,   \
+        sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm,                               \
     };

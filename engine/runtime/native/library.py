@@ -43,7 +43,7 @@ class Pool(Structure):
     """One layer's K and V."""
 
     _fields_ = _fields(
-        k__v=c_void_p, head_stride__block_stride__num_kv_heads__head_dim__block_size=c_int64, dtype=c_int32
+        k__v=c_void_p, head_stride__block_stride__num_kv_heads__head_dim__block_size=c_int64, dtype__is_int8=c_int32
     )
 
 

@@ -67,6 +67,7 @@ static void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *
 enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a second thread costs more than it saves */
 
 static void run_store(const void *args, int64_t begin, int64_t end) { store_tokens(args, begin, end); }
+static void run_store_int8(const void *args, int64_t begin, int64_t end) { active->store_int8(args, begin, end); }
 static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
 static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
 static void run_act(const void *args, int64_t begin, int64_t end) { active->act_mul(args, begin, end); }
@@ -74,7 +75,7 @@ static void run_embed(const void *args, int64_t begin, int64_t end) { active->em
 static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
 
 EXPORT int32_t quire_store(const struct store_args *a) {
-    run_ranges(run_store, a, a->num_tokens, 2 * a->pool.num_kv_heads * a->pool.head_dim, WORTH_SHARING);
+    run_ranges(a->pool.is_int8 ? run_store_int8 : run_store, a, a->num_tokens, 2 * a->pool.num_kv_heads * a->pool.head_dim, WORTH_SHARING);
     return QUIRE_OK;
 }
 
@@ -193,7 +194,7 @@ struct attend_job {
 
 static void take_tasks(void *context) {
     struct attend_job *job = context;
-    void *scratch = malloc(job->scratch_bytes);
+    void *scratch = aligned_alloc(64, (job->scratch_bytes + 63) / 64 * 64);
     if (!scratch) {
         atomic_store(&job->out_of_memory, 1);
         return;

@@ -27,12 +27,14 @@ enum {
     ROWS = 64,   /* query rows (queries x heads of a group) that share one pass over the keys */
 };
 
-/* One layer's K and V pool. Strides count elements. */
+/* One layer's K and V pool. Strides count elements. In an int8 pool a block of one head is followed by a float32 scale
+ * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there. */
 struct pool {
     void *k, *v;
     int64_t head_stride, block_stride;
     int64_t num_kv_heads, head_dim, block_size;
-    int32_t dtype;
+    int32_t dtype;   /* of queries, new keys and values, and results */
+    int32_t is_int8; /* what the pool holds: int8 with scales, or else `dtype` */
 };
 
 /* New keys and values, [num_tokens, num_kv_heads, head_dim] with a free stride between tokens. */
@@ -176,6 +178,7 @@ struct sample_args {
 /* What one instruction set offers. Ranges are [begin, end) of rows, tokens or tiles. */
 struct kernels {
     const char *name;
+    void (*store_int8)(const struct store_args *, int64_t begin, int64_t end);
     size_t (*attend_scratch)(const struct attend_args *); /* bytes a thread needs */
     void (*attend)(const struct attend_args *, const struct attend_task *, void *scratch);
     void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);

@@ -30,18 +30,37 @@ INLINE vf load_f(const void *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f(void *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vu select_u(vi mask, vu yes, vu no) { return ((vu)mask & yes) | (~(vu)mask & no); }
 INLINE vf select_f(vi mask, vf yes, vf no) { return (vf)select_u(mask, (vu)yes, (vu)no); }
-INLINE vf max_f(vf a, vf b) { return select_f(a > b, a, b); }
 
+/* a > b ? a : b, so b where either is NaN. The one instruction for it is not found by compilers. */
+INLINE vf max_f(vf a, vf b) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(X86_INTRINSICS) && VECTOR_BYTES == 32
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_f(a > b, a, b);
+#endif
+}
+
+typedef float v4 __attribute__((vector_size(16)));
+
+/* The sum of quarters, then of what they hold: always in this order. */
 INLINE float sum_f(vf v) {
-    float total = 0;
-    UNROLL for (int i = 0; i < W; i++) total += v[i];
-    return total;
+    v4 parts[W / 4], total;
+    memcpy(parts, &v, sizeof v);
+    total = parts[0];
+    UNROLL for (int i = 1; i < W / 4; i++) total += parts[i];
+    return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
 INLINE float peak_f(vf v) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float best = v[0];
     UNROLL for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
     return best;
+#endif
 }
 
 /* float16 bits in the low half of each lane -> float32. */
@@ -127,6 +146,26 @@ INLINE vf exp_f(vf x) {
     p = 1.f + f * p;
     p = 1.f + f * p;
     return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+
+/* 2^x for x <= 0 (or a rounding above), exactly 1 at 0 and 0 below -126.5, NaN for NaN: to a unit in the last place if
+ * `is_exact`, else to 3e-6, far within what a bfloat16 or float16 can tell. */
+INLINE vf exp2_f(vf x, int is_exact) {
+    x = max_f(splat(-127.f), x);
+    vf t = x + (12582912.f + 127.f); /* the nearest integer, in the low bits of a float; an exponent, with its bias */
+    vf f = x - (t - (12582912.f + 127.f)), p;
+    if (is_exact) {
+        p = 1.339887e-3f + f * 1.535336e-4f;
+        p = 9.618437e-3f + f * p;
+        p = 5.550332e-2f + f * p;
+        p = 0.24022648f + f * p;
+        p = 0.6931472f + f * p;
+    } else {
+        p = 5.5906426e-2f + f * 9.582852e-3f;
+        p = 0.24024099f + f * p;
+        p = 0.6931242f + f * p;
+    }
+    return (1.f + f * p) * (vf)((vu)t << 23);
 }
 
 INLINE vf tanh_f(vf x) {

@@ -1,0 +1,173 @@
+/* Where the keys and values of a chunk are: tiles of TILE keys, in the pool or in copies.
+ *
+ * A tile is read in place if it lies whole in one block. Else (the context's end, or blocks shorter than a tile) its
+ * keys are first copied with zeros behind them, so what a pool holds beyond a sequence's end is never computed with.
+ * An int8 pool holds numbers from -127 to 127 and a float32 scale a row; its tiles are always widened into copies, to
+ * bfloat16 or float32, which hold these numbers exactly. The scales are not multiplied in: K's belong to a column of
+ * scores and V's to a column of weights, and there they cost one product a column. */
+
+/* How a pool's numbers lie inside a block of one head. */
+struct layout {
+    size_t dim, block_size, size, pair, lane; /* size, lane: bytes of a number, and of the `pair` that lie together */
+};
+
+INLINE struct layout layout_of(const struct pool *p) {
+    size_t size = p->is_int8 ? 1 : p->dtype == DT_F32 ? 4 : 2, pair = size == 4 ? 1 : 2;
+    return (struct layout){(size_t)p->head_dim, (size_t)p->block_size, size, pair, pair * size};
+}
+
+/* Neighbouring keys of a block lie together in V, as many as a pair, if the block has so many. */
+INLINE size_t v_pair_of(struct layout l) { return l.pair < l.block_size ? l.pair : l.block_size; }
+
+struct chunk {
+    const uint32_t *k[CHUNK / TILE], *v[CHUNK / TILE];
+    size_t num_tiles, num_direct, lane_stride; /* tiles from num_direct on are copies, TILE lanes apart */
+    const float *k_scales, *v_scales;          /* [CHUNK], 0 from the last key on; NULL unless the pool is int8 */
+};
+
+/* Where tiles that cannot be read in place are copied to. */
+struct copies {
+    uint32_t *tiles; /* K and V of a whole chunk */
+    char *raw;       /* a tile of K and one of V as an int8 pool has them */
+    float *scales;   /* [2][CHUNK] */
+};
+
+INLINE const char *block_at(const struct attend_args *a, const void *base, const struct attend_task *task, int64_t key,
+                            size_t size) {
+    int64_t block = a->block_tables[task->slice * a->table_stride + key / a->pool.block_size];
+    return (const char *)base + size * (size_t)(task->head * a->pool.head_stride + block * a->pool.block_stride);
+}
+
+/* Copy keys [key, end) of a tile, value by value, into a whole tile of K and one of V. */
+static void copy_tile(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
+                      char *k_tile, char *v_tile) {
+    struct layout l = layout_of(&a->pool);
+    size_t v_pair = v_pair_of(l);
+    memset(k_tile, 0, TILE * l.dim * l.size);
+    memset(v_tile, 0, TILE * l.dim * l.size);
+    for (size_t i = 0; i < (size_t)(end - key); i++) {
+        size_t o = (size_t)(key + (int64_t)i) % l.block_size;
+        const char *k = block_at(a, a->pool.k, task, key + (int64_t)i, l.size) + o * l.lane;
+        const char *v = block_at(a, a->pool.v, task, key + (int64_t)i, l.size);
+        v += (o / v_pair * l.dim * v_pair + o % v_pair) * l.size;
+        char *k_to = k_tile + i * l.lane, *v_to = v_tile + (i / l.pair * l.dim * l.pair + i % l.pair) * l.size;
+        if (l.size == 1) {
+            for (size_t d = 0; d < l.dim / 2; d++) memcpy(k_to + d * TILE * 2, k + d * l.block_size * 2, 2);
+            for (size_t d = 0; d < l.dim; d++) v_to[d * 2] = v[d * v_pair];
+            continue;
+        }
+        for (size_t d = 0; d < l.dim / l.pair; d++) memcpy(k_to + d * TILE * 4, k + d * l.block_size * 4, 4);
+        if (l.size == 4)
+            memcpy(v_to, v, l.dim * 4);
+        else
+            for (size_t d = 0; d < l.dim; d++) memcpy(v_to + d * 4, v + d * v_pair * 2, 2);
+    }
+}
+
+/* Widen 16 pairs of int8: to pairs of bfloat16, or to float32, the first of each pair to `low`, the other to `high`. */
+INLINE void widen_pairs(const char *from, enum kind kind, uint32_t *low, uint32_t *high) {
+#ifdef BF16_DOT
+    if (kind == KIND_BF16_DOT) {
+        __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+        __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + TILE))));
+        __m512bh pairs = _mm512_cvtne2ps_pbh(second, first);
+        memcpy(low, &pairs, sizeof pairs);
+        return;
+    }
+#endif
+    (void)kind;
+    for (size_t i = 0; i < TILE; i += W) {
+        vh both;
+        memcpy(&both, from + 2 * i, sizeof both);
+        vi wide = __builtin_convertvector(both, vi);
+        store_f(low + i, __builtin_convertvector(wide << 24 >> 24, vf));
+        store_f(high + i, __builtin_convertvector(wide << 16 >> 24, vf));
+    }
+}
+
+/* The same for fewer, the last of a row of V where head_dim is no multiple of TILE. */
+static void widen_few(const char *from, size_t num, enum kind kind, uint32_t *low, uint32_t *high) {
+    char own[2 * TILE] = {0};
+    uint32_t wide_low[TILE], wide_high[TILE];
+    widen_pairs(memcpy(own, from, num * 2), kind, wide_low, wide_high);
+    memcpy(low, wide_low, num * 4);
+    if (kind != KIND_BF16_DOT) memcpy(high, wide_high, num * 4);
+}
+
+/* Widen a whole int8 tile: K with lanes `k_stride` bytes apart, V with keys in pairs. */
+INLINE void widen_tile(const char *k, size_t k_stride, const char *v, size_t dim, enum kind kind, uint32_t *k_tile,
+                       uint32_t *v_tile) {
+    size_t step = kind == KIND_BF16_DOT ? 1 : 2; /* tile rows that a pair becomes */
+    for (size_t l = 0; l < dim / 2; l++) {
+        uint32_t *to = k_tile + l * step * TILE;
+        widen_pairs(k + l * k_stride, kind, to, to + TILE);
+    }
+    for (size_t j = 0; j < TILE / 2; j++, v += 2 * dim) {
+        uint32_t *to = v_tile + j * step * dim;
+        size_t d = 0;
+        for (; d + TILE <= dim; d += TILE) widen_pairs(v + 2 * d, kind, to + d, to + dim + d);
+        if (d < dim) widen_few(v + 2 * d, dim - d, kind, to + d, to + dim + d);
+    }
+}
+
+/* Scales of keys [key, end), which lie behind a block's numbers. Those behind them in the chunk are zero. */
+static void copy_scales(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
+                        int64_t end, float *to) {
+    struct layout l = layout_of(&a->pool);
+    memset(to, 0, CHUNK * sizeof(float));
+    for (int64_t num; key < end; key += num, to += num) {
+        int64_t o = key % a->pool.block_size, rest = a->pool.block_size - o;
+        num = rest < end - key ? rest : end - key;
+        memcpy(to, block_at(a, base, task, key, 1) + l.block_size * l.dim + o * 4, (size_t)num * 4);
+    }
+}
+
+/* The tiles of keys [key, end), read in place where they can be. */
+INLINE struct chunk locate(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
+                           const struct copies *copies, enum kind kind) {
+    struct layout l = layout_of(&a->pool);
+    struct chunk c = {.num_tiles = (size_t)(end - key + TILE - 1) / TILE};
+    size_t tile_bytes = TILE * l.dim * l.size, tile_lanes = TILE * l.dim / pair_of(kind);
+    int is_int8 = a->pool.is_int8, is_split = l.block_size < TILE;
+    c.lane_stride = is_split || is_int8 ? TILE : l.block_size;
+    c.num_direct = is_split || is_int8 ? c.num_tiles : (size_t)(end - key) / TILE;
+    if (is_int8) {
+        copy_scales(a, task, a->pool.k, key, end, copies->scales);
+        copy_scales(a, task, a->pool.v, key, end, copies->scales + CHUNK);
+        c.k_scales = copies->scales, c.v_scales = copies->scales + CHUNK;
+    }
+    for (size_t t = 0; t < c.num_tiles; t++, key += TILE) {
+        uint32_t *k_tile = copies->tiles + t * 2 * tile_lanes, *v_tile = k_tile + tile_lanes;
+        size_t o = (size_t)key % l.block_size, k_stride = l.block_size * l.lane;
+        const char *k = NULL, *v = NULL;
+        if (!is_split && (is_int8 || t < c.num_direct)) { /* int8 is finite, whatever it is, and the scales are zero */
+            k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
+            v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
+        } else {
+            char *to = is_int8 ? copies->raw : (char *)k_tile;
+            copy_tile(a, task, key, end < key + TILE ? end : key + TILE, to, to + tile_bytes);
+            k = to, v = to + tile_bytes, k_stride = TILE * l.lane;
+        }
+        if (is_int8) widen_tile(k, k_stride, v, l.dim, kind, k_tile, v_tile);
+        c.k[t] = is_int8 ? k_tile : (const uint32_t *)k;
+        c.v[t] = is_int8 ? v_tile : (const uint32_t *)v;
+    }
+    return c;
+}
+
+/* Ask for what lies whole in [key, end) of K, or of V, ahead of its use: blocks are scattered, so the machine cannot
+ * guess where the next one is. Prompt tiles do without, their arithmetic hides the way. */
+INLINE void prefetch(const struct attend_args *a, const struct attend_task *task, const void *base, int is_key,
+                     int64_t key, int64_t end) {
+    struct layout l = layout_of(&a->pool);
+    if (l.block_size < TILE || task->num_queries > 1) return;
+    size_t run = is_key && l.block_size > TILE ? TILE * l.lane : TILE * l.dim * l.size; /* bytes that lie together */
+    size_t num_runs = TILE * l.dim * l.size / run;
+    for (; key + TILE <= end; key += TILE) {
+        size_t o = (size_t)key % l.block_size;
+        const char *block = block_at(a, base, task, key, l.size), *tile = block + o * (is_key ? l.lane : l.dim * l.size);
+        for (size_t r = 0; r < num_runs; r++)
+            for (size_t i = 0; i < run; i += 64) __builtin_prefetch(tile + r * l.block_size * l.lane + i, 0, 2);
+        if (a->pool.is_int8) __builtin_prefetch(block + l.block_size * l.dim + o * 4, 0, 2);
+    }
+}
