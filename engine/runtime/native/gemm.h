@@ -89,15 +89,28 @@ static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *pa
 #undef DOT_CASE
 }
 
+/* Where one row's results of a panel go. */
+INLINE char *gemm_target(const struct gemm_args *a, int64_t row, int64_t panel) {
+    return (char *)a->y + (size_t)(row * a->y_stride + panel * PANEL) * (a->y_dtype == DT_F32 ? 4 : 2);
+}
+
+/* Ask for the lines that the results will be written to: rows lie pages apart. */
+INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t num_rows, int64_t panel) {
+    for (int64_t r = first_row; r < first_row + num_rows; r++) {
+        char *y = gemm_target(a, r, panel);
+        __builtin_prefetch(y, 1);
+        __builtin_prefetch(y + 64, 1);
+    }
+}
+
 /* Sums of some rows and one panel, plus bias, rounded into y. */
-static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
-                        int64_t panel) {
+INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
+                           int64_t panel, enum dtype y_dtype) {
     int64_t n = panel * PANEL, num_columns = a->w.n - n < PANEL ? a->w.n - n : PANEL;
-    enum dtype dtype = (enum dtype)a->w.dtype, y_dtype = a->y_dtype == DT_F32 ? DT_F32 : dtype;
-    struct view bias = {(void *)a->w.bias, (size_t)n, dtype};
+    struct view bias = {(void *)a->w.bias, (size_t)n, (enum dtype)a->w.dtype};
     for (int64_t r = 0; r < num_rows; r++) {
-        struct view from = {(void *)sums, (size_t)(r * PANEL), DT_F32};
-        struct view y = {a->y, (size_t)((first_row + r) * a->y_stride + n), y_dtype};
+        struct view from = {(void *)(sums + r * PANEL), 0, DT_F32};
+        struct view y = {gemm_target(a, first_row + r, panel), 0, y_dtype};
         for (int64_t i = 0; i < num_columns; i += W) {
             vf sum = get(from, i, num_columns);
             put(y, i, num_columns, a->w.bias ? sum + get(bias, i, num_columns) : sum);
@@ -105,11 +118,22 @@ static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t fi
     }
 }
 
+static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
+                        int64_t panel) {
+    if (a->y_dtype == DT_F32)
+        gemm_finish_as(a, sums, first_row, num_rows, panel, DT_F32);
+    else if (a->w.dtype == DT_BF16)
+        gemm_finish_as(a, sums, first_row, num_rows, panel, DT_BF16);
+    else
+        gemm_finish_as(a, sums, first_row, num_rows, panel, DT_F16);
+}
+
 static void gemm_quantised(const struct gemm_args *a, const void *packed_rows, const struct gemm_share *share) {
     float sums[GROUP * PANEL];
     for (int64_t p = share->panel_begin; p < share->panel_end; p++)
         for (int64_t g = share->group_begin; g < share->group_end; g++) {
             int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
+            gemm_prepare(a, first, num_rows, p);
             quant_panel(&a->w, (void *)packed_rows, first, num_rows, p, sums);
             gemm_finish(a, sums, first, num_rows, p);
         }
@@ -126,7 +150,7 @@ static void gemm(const struct gemm_args *a, const void *packed_rows, const struc
     size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / 4 + 1) * 4; /* slices of about one size */
     size_t lines = (LINES_AHEAD - 1) / (size_t)num_groups + 1;
     float sums[BLOCK_GROUPS * GROUP * PANEL];
-    int64_t block_start = group_start(a, share->group_begin), block_end = group_start(a, share->group_end);
+    int64_t block_start = group_start(a, share->group_begin);
     for (int64_t p = share->panel_begin; p < share->panel_end; p++) {
         const uint32_t *panel = (const uint32_t *)a->w.packed + (size_t)p * lanes * PANEL;
         for (size_t at = 0, num; at < lanes; at += num) {
@@ -135,13 +159,15 @@ static void gemm(const struct gemm_args *a, const void *packed_rows, const struc
             const char *ahead = (const char *)(slice + num * PANEL);
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
                 int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
+                int is_last = at + num == lanes;
+                if (is_last) gemm_prepare(a, first, num_rows, p);
                 size_t skip = (size_t)first * lanes + at * (size_t)num_rows;
                 panel_dot_group(kind, num_rows, slice, (const char *)packed_rows + skip * row_lane_bytes(kind), num,
                                 sums + (first - block_start) * PANEL, at == 0, ahead,
                                 (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0);
                 ahead += num / 4 * lines * 64;
+                if (is_last) gemm_finish(a, sums + (first - block_start) * PANEL, first, num_rows, p);
             }
         }
-        gemm_finish(a, sums, block_start, block_end - block_start, p);
     }
 }
