@@ -20,7 +20,7 @@ INLINE enum kind kind_of_weight(const struct gemm_args *a) {
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
 
 static int64_t gemm_num_groups(const struct gemm_args *a) {
-    int64_t most = is_quantised(a->w.format) ? quant_rows(a->w.format) : GROUP;
+    int64_t most = is_quantised(a->w.format) ? QROWS : GROUP;
     return (a->m + most - 1) / most;
 }
 

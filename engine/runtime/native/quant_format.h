@@ -7,38 +7,34 @@
  *
  *     weight = scale * (code - zero) - min,  codes unsigned
  *
- * WEIGHT_INT8 has one float32 scale a row, in struct linear, and nothing but codes in its blocks. */
+ * WEIGHT_INT8 has one float32 scale for a whole row, in struct linear, and nothing but codes in its blocks. */
 #ifndef QUIRE_QUANT_FORMAT_H
 #define QUIRE_QUANT_FORMAT_H
 
 #include "quire_cpu.h"
 
-enum { QBLOCK = 32 }; /* inputs of a block, and of x that share a scale (with WEIGHT_INT8, the whole row does) */
+enum { QBLOCK = 32 }; /* inputs of a block, and of x that share a scale */
 
 struct quant_format {
-    int bits, group, has_min, zero;
+    int bits, group, has_scale, has_min, zero;
 };
 
 static inline __attribute__((always_inline)) struct quant_format quant_format_of(int32_t format) {
     switch (format) {
-    case WEIGHT_Q4: return (struct quant_format){4, 32, 0, 8};
-    case WEIGHT_Q4_MIN: return (struct quant_format){4, 32, 1, 0};
-    case WEIGHT_Q8: return (struct quant_format){8, 32, 0, 128};
-    case WEIGHT_Q8_HALF: return (struct quant_format){8, 16, 0, 128};
-    case WEIGHT_Q8_HALF_MIN: return (struct quant_format){8, 16, 1, 128};
-    default: return (struct quant_format){8, 0, 0, 128}; /* WEIGHT_INT8 */
+    case WEIGHT_Q4: return (struct quant_format){4, 32, 1, 0, 8};
+    case WEIGHT_Q4_MIN: return (struct quant_format){4, 32, 1, 1, 0};
+    case WEIGHT_Q8: return (struct quant_format){8, 32, 1, 0, 128};
+    case WEIGHT_Q8_HALF: return (struct quant_format){8, 16, 1, 0, 128};
+    case WEIGHT_Q8_HALF_MIN: return (struct quant_format){8, 16, 1, 1, 128};
+    default: return (struct quant_format){8, 32, 0, 0, 128}; /* WEIGHT_INT8 */
     }
 }
 
 static inline int is_quantised(int32_t format) { return format >= WEIGHT_INT8; }
 
-static inline __attribute__((always_inline)) size_t quant_num_groups(struct quant_format f) {
-    return f.group ? QBLOCK / (size_t)f.group : 0;
-}
-
 /* Bytes of a block ahead of its codes. */
 static inline __attribute__((always_inline)) size_t quant_head_bytes(struct quant_format f) {
-    return quant_num_groups(f) * (f.has_min ? 2 : 1) * PANEL * sizeof(uint16_t);
+    return (size_t)(QBLOCK / f.group * (f.has_scale + f.has_min) * PANEL) * sizeof(uint16_t);
 }
 
 static inline __attribute__((always_inline)) size_t quant_block_bytes(struct quant_format f) {

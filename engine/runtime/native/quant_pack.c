@@ -141,7 +141,7 @@ static void read_block(int32_t kind, const uint8_t *row, int64_t b, struct block
 static void write_block(struct quant_format f, const struct block *from, uint8_t *panel, int64_t b, int64_t r) {
     uint8_t *block = panel + (size_t)b * quant_block_bytes(f), *codes = block + quant_head_bytes(f) + 4 * r;
     int shift = f.bits == 8 ? f.zero - from->zero : 0, extra = from->zero + shift - f.zero;
-    for (int g = 0; g < (int)quant_num_groups(f); g++) {
+    for (int g = 0; g < QBLOCK / f.group; g++) {
         uint16_t *head = (uint16_t *)block + g * (1 + f.has_min) * PANEL + r;
         int at = g * f.group / 16;
         head[0] = f32_to_f16(from->scale[at]);
@@ -170,36 +170,52 @@ void quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
     }
 }
 
-static float value_at(const struct quant_source *s, int64_t row, int64_t i) {
-    const uint8_t *at = (const uint8_t *)s->rows + row * s->row_bytes;
-    uint16_t half;
-    if (s->kind == DT_F32) return ((const float *)at)[i];
-    if (s->kind == DT_F16) return f16_to_f32(at + 2 * i);
-    memcpy(&half, at + 2 * i, sizeof half);
-    uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+/* QBLOCK values of a row as float32, zeros behind its end. */
+static void read_values(const struct quant_source *s, int64_t row, int64_t begin, float values[QBLOCK]) {
+    const uint8_t *from = (const uint8_t *)s->rows + row * s->row_bytes;
+    int64_t num = s->k - begin < QBLOCK ? s->k - begin : QBLOCK;
+    for (int64_t i = num; i < QBLOCK; i++) values[i] = 0;
+    if (s->kind == DT_F32) memcpy(values, from + begin * 4, (size_t)num * sizeof(float));
+    if (s->kind == DT_F16)
+        for (int64_t i = 0; i < num; i++) values[i] = f16_to_f32(from + 2 * (begin + i));
+    if (s->kind == DT_BF16)
+        for (int64_t i = 0; i < num; i++) {
+            uint32_t bits = (uint32_t)((const uint16_t *)from)[begin + i] << 16;
+            memcpy(values + i, &bits, sizeof bits);
+        }
+}
+
+/* The largest magnitude of a row, infinity or NaN if that is in it: as integers they are in the same order. */
+static float row_peak(const struct quant_source *s, int64_t row) {
+    int32_t largest = 0, bits[QBLOCK];
+    for (int64_t begin = 0; begin < s->k; begin += QBLOCK) {
+        float values[QBLOCK];
+        read_values(s, row, begin, values);
+        memcpy(bits, values, sizeof bits);
+        for (int i = 0; i < QBLOCK; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
+    }
+    float peak;
+    memcpy(&peak, &largest, sizeof peak);
+    return peak;
 }
 
 void quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
     const struct quant_format f = quant_format_of(WEIGHT_INT8);
     int64_t num_blocks = quant_num_blocks(s->k);
     for (int64_t row = begin; row < end; row++) {
-        uint8_t *panel = (uint8_t *)s->packed + (size_t)(row / PANEL * num_blocks) * quant_block_bytes(f);
-        uint8_t *codes = panel + row % PANEL * 4;
-        float peak = 0, wrong = 0;
-        for (int64_t i = 0; i < s->k; i++) {
-            float value = value_at(s, row, i);
-            peak = fmaxf(peak, fabsf(value));
-            wrong += value - value; /* NaN unless finite, and so will be the row's results */
-        }
-        s->scales[row] = peak / 127 + wrong;
-        float inverse = peak > 0 && wrong == 0 ? 127 / peak : 0;
-        for (int64_t i = 0; i < num_blocks * QBLOCK; i++) {
-            float scaled = inverse > 0 && i < s->k ? value_at(s, row, i) * inverse : 0;
-            float rounded = (scaled + 12582912.f) - 12582912.f;
-            codes[i / 4 * PANEL * 4 + i % 4] = (uint8_t)((int)rounded + f.zero);
+        float peak = row_peak(s, row), inverse = peak > 0 && isfinite(peak) ? 127 / peak : 0;
+        uint8_t *codes = (uint8_t *)s->packed + (size_t)(row / PANEL * num_blocks) * quant_block_bytes(f);
+        codes += row % PANEL * 4;
+        s->scales[row] = peak / 127; /* if that is not finite, the row's results will not be either */
+        for (int64_t b = 0; b < num_blocks && inverse > 0; b++) {
+            float values[QBLOCK];
+            uint8_t four[4];
+            read_values(s, row, b * QBLOCK, values);
+            for (int i = 0; i < QBLOCK; i += 4, codes += PANEL * 4) {
+                for (int j = 0; j < 4; j++) /* adding and taking away 1.5 * 2^23 rounds to an integer */
+                    four[j] = (uint8_t)((int)((values[i + j] * inverse + 12582912.f) - 12582912.f) + f.zero);
+                memcpy(codes, four, 4);
+            }
         }
     }
 }

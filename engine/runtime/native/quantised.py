@@ -1,7 +1,7 @@
 """Weights that stay quantised in memory, and their products: rows of a GGUF file as they are, or int8 made here.
 
-x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs, for int8
-weights one for the row. Made at start-up, called by the engine thread.
+x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs. Made at
+start-up, called by the engine thread.
 """
 
 from __future__ import annotations

@@ -1,0 +1,233 @@
+"""Quantised weights: products against float64 on every instruction set, and which weights are served so.
+
+Most inputs here are chosen so that nothing is lost in quantising them (integers times powers of two, the largest of each
+block 127): what is left is the kernel's own error, which is that of float32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from gguf import GGMLQuantizationType as Kind
+from test_weights_gguf import tiny, write
+from torch import Tensor
+
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError
+from engine.runtime.models import load as load_module
+from engine.runtime.models.load import load_model
+from engine.runtime.native.library import Isa, Library, WeightFormat, native
+from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows, is_served_quantised
+from tests.cpu.test_models_families import load, logits_of
+
+KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01}
+IDS = torch.arange(3, 33)
+
+
+@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    loaded = native()
+    if loaded is None:
+        pytest.skip("no native library and no C compiler")
+    if request.param > loaded.best_isa:
+        pytest.skip(f"this machine has no {request.param.name}")
+    isa, num_threads = loaded.isa, loaded.num_threads
+    loaded.use_isa(request.param)
+    loaded.use_threads(1)
+    yield loaded
+    loaded.use_isa(isa)
+    loaded.use_threads(num_threads)
+
+
+def random_rows(num_rows: int, num_inputs: int, kind: Kind, *, scale: float = 2**-7) -> np.ndarray:
+    """Random blocks of a type, their scales `scale` times a power of two or, where a block has more, small integers."""
+    generator = np.random.default_rng(int(kind))
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = generator.integers(0, 256, (num_rows, num_inputs // block, size), np.uint8)
+    places = {Kind.Q6_K: [size - 2], Kind.Q4_0: [0], Kind.Q5_0: [0], Kind.Q8_0: [0]}.get(kind, [0, 2])
+    for place in places:
+        powers = np.float16(scale) * 2.0 ** generator.integers(-2, 3, rows.shape[:2])
+        rows[..., place : place + 2] = powers.astype(np.float16)[..., None].view(np.uint8)
+    return rows.reshape(num_rows, -1)
+
+
+def dequantised(rows: np.ndarray, kind: Kind) -> Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(rows, kind)).double()
+
+
+def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
+    """Rows that survive quantising: integers up to 127, which each block has, times a power of two."""
+    integers = torch.randint(-127, 128, (num_rows, -(-num_inputs // 32), 32))
+    integers[..., 5] = 127
+    powers = 2.0 ** torch.randint(-3, 3, integers.shape[:2])
+    return (integers * powers[..., None]).flatten(1)[:, :num_inputs].contiguous()
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
+    linear = QuantisedLinear.from_gguf(library, [QuantisedRows(int(kind), rows)], 512, dtype, bias)
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 29):
+        x = exact_bytes(num_rows, 512).to(dtype)
+        expected = F.linear(x.double(), dequantised(rows, kind), bias.double())
+        error = 2e-6 * expected.abs().max().item()
+        torch.testing.assert_close(linear(x).double(), expected, rtol=ROUNDING[dtype], atol=error)
+        torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-6, atol=error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(75, 512), (1, 32), (33, 50), (64, 7)])
+def test_int8(library: Library, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    weight = torch.randint(-127, 128, shape).float()
+    weight[:, 3] = -127
+    weight = (weight * 2.0 ** torch.randint(-3, 3, (shape[0], 1))).to(dtype)
+    linear = QuantisedLinear.int8(library, weight, None)
+    assert linear.args.format == WeightFormat.INT8
+    for num_rows in (1, 6, 13):
+        x = exact_bytes(num_rows, shape[1]).to(dtype)
+        expected = F.linear(x.double(), weight.double())
+        error = 2e-6 * expected.abs().max().item()
+        torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-6, atol=error)
+
+
+def test_what_quantising_costs(library: Library) -> None:
+    """On normal numbers, where it does cost: an error of some thousandths, and scales of K types rounded to float16."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(9, 768), torch.randn(70, 768)
+    costs = {"int8": (QuantisedLinear.int8(library, weight, None)(x), weight.double())}
+    for kind in (Kind.Q8_0, Kind.Q4_K, Kind.Q6_K):
+        rows = random_rows(70, 768, kind, scale=0.0123)
+        linear = QuantisedLinear.from_gguf(library, [QuantisedRows(int(kind), rows)], 768, torch.float32, None)
+        costs[kind.name] = (linear(x), dequantised(rows, kind))
+    for name, (y, reference) in costs.items():
+        expected = x.double() @ reference.T
+        assert (y - expected).norm() < 0.012 * expected.norm(), name
+
+
+def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
+    """As Q4_K_M files have them: values in more bits than queries and keys; panels do not end where parts do."""
+    torch.manual_seed(3)
+    kinds, sizes = (Kind.Q4_K, Kind.Q4_0, Kind.Q6_K, Kind.Q8_0), (40, 13, 22, 50)
+    parts = [random_rows(num, 256, kind) for kind, num in zip(kinds, sizes, strict=True)]
+    x = exact_bytes(7, 256)
+    for used in ((0, 1), (1, 3), (2, 3), (0, 1, 2, 3)):
+        rows = [QuantisedRows(int(kinds[i]), parts[i]) for i in used]
+        linear = QuantisedLinear.from_gguf(library, rows, 256, torch.float32, None)
+        expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
+        torch.testing.assert_close(linear(x).double(), expected, rtol=1e-6, atol=2e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=lambda kind: kind.name if kind else "int8")
+def test_a_row_is_one_result(library: Library, kind: Kind | None) -> None:
+    """Alone, in a crowd, on one thread or several: the same bits."""
+    torch.manual_seed(4)
+    x = torch.randn(67, 512).bfloat16()
+    if kind is None:
+        linear = QuantisedLinear.int8(library, torch.randn(600, 512).bfloat16(), None)
+    else:
+        rows = [QuantisedRows(int(kind), random_rows(600, 512, kind))]
+        linear = QuantisedLinear.from_gguf(library, rows, 512, torch.bfloat16, None)
+    whole = linear(x)
+    for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
+        library.use_threads(1 + start % 2)
+        assert torch.equal(linear(x[start:stop]), whole[start:stop])
+
+
+def test_what_is_not_a_number_stays_in_its_row(library: Library) -> None:
+    x = torch.randn(5, 96)
+    x[1, 40], x[3, 95], x[4] = torch.nan, -torch.inf, 0.0
+    weight = torch.randn(40, 96)
+    weight[7, 11], weight[8] = torch.nan, 0.0
+    y = QuantisedLinear.int8(library, weight, None)(x)
+    assert y[:, 7].isnan().all()
+    assert not y[[1, 3]].isfinite().any()
+    rest = torch.arange(40) != 7
+    assert y[[0, 2]][:, rest].isfinite().all()
+    assert (y[4, rest] == 0).all()
+    assert (y[[0, 2], 8] == 0).all()
+
+
+def test_the_types_are_the_files() -> None:
+    assert {kind for kind in Kind if is_served_quantised(kind)} == set(KINDS)
+
+
+def quantise(tensors: dict[str, tuple[np.ndarray, Kind]], **kinds: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
+    """All matrices as Q8_0, but for roles that are named."""
+    return {
+        name: (values, kinds.get(name.split(".")[-2], Kind.Q8_0) if values.ndim == 2 else kind)
+        for name, (values, kind) in tensors.items()
+    }
+
+
+def formats_of(model: Any) -> list[int]:
+    attention, mlp = model._layers[0]._attention, model._layers[0]._mlp
+    return [linear.args.format for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down, model._head)]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_file_is_served_as_it_is(is_tied: bool, tmp_path: Path) -> None:
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    theirs, tensors = tiny(tmp_path / "hf", tie_word_embeddings=is_tied)
+    kinds = {"attn_v": Kind.Q5_1, "attn_output": Kind.Q4_0, "ffn_gate": Kind.Q4_1, "ffn_up": Kind.F16}
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(tensors, **kinds))
+    plain = load(path, quantization="none")
+    assert set(formats_of(plain)) == {WeightFormat.F32}
+    expected = logits_of(plain, IDS, [30])
+    for settings in ({"dtype": "auto"}, {"quantization": "gguf"}):
+        model = load(path, **settings)
+        # The values' type needs minimums, which joins queries and keys to it; half of gate and up is not quantised.
+        assert formats_of(model) == [
+            WeightFormat.Q8_HALF_MIN, WeightFormat.Q4, WeightFormat.F32, WeightFormat.Q8, WeightFormat.Q8,
+        ]  # fmt: skip
+        found = logits_of(model, IDS, [30])
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    int8 = load(path, quantization="int8")
+    assert set(formats_of(int8)) == {WeightFormat.INT8}
+    assert (logits_of(int8, IDS, [30]) - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_named_dtype_or_no_library_dequantises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    theirs, tensors = tiny(tmp_path / "hf")
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(tensors))
+    assert set(formats_of(load(path, dtype="float32"))) == {WeightFormat.F32}
+    monkeypatch.setattr(load_module, "native", lambda: None)
+    assert set(formats_of(load(path, dtype="auto"))) == {WeightFormat.F32}
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "has_library", "reason"),
+    [
+        ({"quantization": "gguf", "load_format": "dummy"}, "cpu", True, "do not come from a GGUF file; int8 quantises"),
+        ({"quantization": "int8"}, "meta", True, "for a CPU, and the device is meta"),
+        ({"quantization": "gguf"}, "cpu", False, "kernels are missing or switched off; see --cpu-kernels"),
+        ({"quantization": "int8", "model_impl": "transformers"}, "cpu", True, "transformers' code runs this model"),
+    ],
+)
+def test_what_cannot_be_quantised_is_said(
+    settings: dict[str, str],
+    device: str,
+    has_library: bool,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs, tensors = tiny(tmp_path / "hf")
+    path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
+    monkeypatch.setattr(load_module, "native", lambda: object() if has_library else None)
+    config = EngineConfig(model=str(path), **settings)  # type: ignore[arg-type]  # mixed value types
+    with pytest.raises(ConfigError, match=rf"--quantization is '{settings['quantization']}', but .*{reason}"):
+        load_model(config, torch.device(device), torch.float32, lambda progress: None)
