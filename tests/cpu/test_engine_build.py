@@ -117,6 +117,16 @@ def test_a_small_pool_shortens_the_context_and_says_so(folder: str) -> None:
     assert any("up to 80 tokens (the model's own limit is 512)" in progress.detail for progress in report)
 
 
+def test_int8_kv_holds_more_blocks_in_the_same_memory(folder: str) -> None:
+    num_blocks = [
+        build(folder, kv_cache_dtype=kind, kv_cache_memory_bytes=64 * BLOCK_BYTES).config.num_blocks
+        for kind in ("auto", "int8")
+    ]
+    assert 2.5 < num_blocks[1] / num_blocks[0] < 4.0
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is 'fp8'; choose one of auto, int8"):
+        build(folder, kv_cache_dtype="fp8")
+
+
 def test_what_cannot_be_is_refused_in_a_sentence(folder: str) -> None:
     with pytest.raises(MemoryBudgetError, match=r"--max-model-len is 81, .* set it to at most 80"):
         build(folder, kv_cache_memory_bytes=5 * BLOCK_BYTES, max_model_len=81)
