@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -177,8 +178,9 @@ def formats_of(model: Any) -> list[int]:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_file_is_served_as_it_is(is_tied: bool, tmp_path: Path) -> None:
-    if native() is None:
-        pytest.skip("no native library and no C compiler")
+    loaded = native()
+    if loaded is None or loaded.isa is Isa.PORTABLE:
+        pytest.skip("no native library, or none that is faster with bytes")
     theirs, tensors = tiny(tmp_path / "hf", tie_word_embeddings=is_tied)
     kinds = {"attn_v": Kind.Q5_1, "attn_output": Kind.Q4_0, "ffn_gate": Kind.Q4_1, "ffn_up": Kind.F16}
     path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(tensors, **kinds))
@@ -198,14 +200,17 @@ def test_a_file_is_served_as_it_is(is_tied: bool, tmp_path: Path) -> None:
     assert (logits_of(int8, IDS, [30]) - expected).norm() < 0.05 * expected.norm()
 
 
-def test_a_named_dtype_or_no_library_dequantises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if native() is None:
-        pytest.skip("no native library and no C compiler")
+def test_a_named_dtype_or_no_fast_kernels_dequantise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = native()
+    if loaded is None or loaded.isa is Isa.PORTABLE:
+        pytest.skip("no native library, or none that is faster with bytes")
     theirs, tensors = tiny(tmp_path / "hf")
     path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(tensors))
     assert set(formats_of(load(path, dtype="float32"))) == {WeightFormat.F32}
-    monkeypatch.setattr(load_module, "native", lambda: None)
-    assert set(formats_of(load(path, dtype="auto"))) == {WeightFormat.F32}
+    assert WeightFormat.F32 not in formats_of(load(path, dtype="auto"))
+    for library in (None, SimpleNamespace(isa=Isa.PORTABLE)):
+        monkeypatch.setattr(load_module, "native", lambda library=library: library)
+        assert set(formats_of(load(path, dtype="auto"))) == {WeightFormat.F32}
 
 
 @pytest.mark.parametrize(

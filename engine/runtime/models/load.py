@@ -15,7 +15,7 @@ from engine.runtime.attention.base import CausalLM
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.source import resolve_model_path
-from engine.runtime.native.library import native
+from engine.runtime.native.library import Isa, native
 from engine.runtime.weights.checkpoint import Checkpoint, Report, fill
 from engine.runtime.weights.dummy import fill_dummy
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint, read_json
@@ -57,12 +57,15 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> str:
     """`none`, `gguf` or `int8`; auto leaves a GGUF file's weights as they are unless another format was named.
 
-    Raises ConfigError for what cannot be done here.
+    The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto asks for
+    more. Raises ConfigError for what cannot be done here.
     """
     asked, has_gguf = config.quantization, _is_gguf(path) and config.load_format != "dummy"
-    can_multiply = device.type == "cpu" and use_decoder and native() is not None
+    library = native()
+    can_multiply = device.type == "cpu" and use_decoder and library is not None
     if asked == "auto":
-        return "gguf" if has_gguf and can_multiply and config.dtype == "auto" else "none"
+        is_faster = can_multiply and library is not None and library.isa > Isa.PORTABLE
+        return "gguf" if has_gguf and is_faster and config.dtype == "auto" else "none"
     if asked == "none":
         return "none"
     if asked == "gguf" and not has_gguf:
