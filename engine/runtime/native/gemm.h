@@ -134,7 +134,8 @@ static void gemm_quantised(const struct gemm_args *a, const void *packed_rows, c
         for (int64_t g = share->group_begin; g < share->group_end; g++) {
             int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
             gemm_prepare(a, first, num_rows, p);
-            quant_panel(&a->w, (void *)packed_rows, first, num_rows, p, sums);
+            quant_panel(&a->w, (void *)packed_rows, first, num_rows, p, sums, g - share->group_begin,
+                        share->group_end - share->group_begin);
             gemm_finish(a, sums, first, num_rows, p);
         }
 }

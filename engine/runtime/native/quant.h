@@ -115,15 +115,17 @@ static void quant_pack_rows(const struct gemm_args *a, void *rows, int64_t first
     }
 }
 
-/* QVECTORS vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. */
+/* QVECTORS vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. Meanwhile `lines` cache lines a
+ * block are fetched from `ahead` on. */
 INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char *panel, int64_t first_row, int v0,
-                      struct quant_group x, float *out) {
+                      struct quant_group x, float *out, const char *ahead, size_t lines) {
     const struct quant_format f = quant_format_of(format);
     const int num_loads = f.group * f.bits / 32;
     vf acc[QROWS][QVECTORS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < QVECTORS; v++) acc[r][v] = splat(0);
     for (int64_t b = 0; b < quant_num_blocks(w->k); b++, panel += quant_block_bytes(f)) {
+        for (size_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         UNROLL for (int g = 0; g < QBLOCK / f.group; g++) {
             const char *codes = panel + quant_head_bytes(f) + (size_t)(g * f.group * PANEL * f.bits / 8);
             struct dot dot[QROWS][QVECTORS];
@@ -163,14 +165,15 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
     }
 }
 
-#define QUANT_CASE(F, R)                                                                               \
-    case R:                                                                                            \
-        if (R > QROWS) break;                                                                          \
-        for (int v = 0; v < PANEL / W; v += QVECTORS) quant_dot(F, R, w, panel, first_row, v, x, out); \
+#define QUANT_CASE(F, R)                                                                   \
+    case R:                                                                                \
+        if (R > QROWS) break;                                                              \
+        for (int v = 0; v < PANEL / W; v += QVECTORS, lines = 0)                           \
+            quant_dot(F, R, w, panel, first_row, v, x, out, ahead, lines);                 \
         break;
 #define DEFINE_QUANT_DOT(name, F)                                                                        \
     static void name(const struct linear *w, const char *panel, int64_t first_row, struct quant_group x, \
-                     int64_t num, float *out) {                                                          \
+                     int64_t num, float *out, const char *ahead, size_t lines) {                         \
         switch (num) {                                                                                   \
             QUANT_CASE(F, 1) QUANT_CASE(F, 2) QUANT_CASE(F, 3) QUANT_CASE(F, 4) QUANT_CASE(F, 5) QUANT_CASE(F, 6) \
         }                                                                                                \
@@ -183,14 +186,22 @@ DEFINE_QUANT_DOT(quant_dot_q8, WEIGHT_Q8)
 DEFINE_QUANT_DOT(quant_dot_q8_half, WEIGHT_Q8_HALF)
 DEFINE_QUANT_DOT(quant_dot_q8_half_min, WEIGHT_Q8_HALF_MIN)
 
-/* out[num][PANEL] = one group of packed rows . one panel. */
-static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out) {
-    static void (*const dots[])(const struct linear *, const char *, int64_t, struct quant_group, int64_t, float *) = {
+typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct quant_group, int64_t, float *,
+                            const char *, size_t);
+
+/* out[num][PANEL] = one group of packed rows . one panel. If it is the group `turn` of several, `turns`, it fetches its
+ * share of the next panel meanwhile: only the first of them would wait for memory, with nothing else to do. */
+static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out,
+                        int64_t turn, int64_t turns) {
+    static quant_dot_rows *const dots[] = {
         [WEIGHT_INT8] = quant_dot_int8,       [WEIGHT_Q4] = quant_dot_q4,
         [WEIGHT_Q4_MIN] = quant_dot_q4_min,   [WEIGHT_Q8] = quant_dot_q8,
         [WEIGHT_Q8_HALF] = quant_dot_q8_half, [WEIGHT_Q8_HALF_MIN] = quant_dot_q8_half_min,
     };
     size_t panel_bytes = (size_t)quant_num_blocks(w->k) * quant_block_bytes(quant_format_of(w->format));
     const char *panel = (const char *)w->packed + (size_t)p * panel_bytes;
-    dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out);
+    size_t block_lines = quant_block_bytes(quant_format_of(w->format)) / 64;
+    size_t lines = turns > 1 ? (block_lines - 1) / (size_t)turns + 1 : 0;
+    const char *ahead = panel + panel_bytes + (size_t)(turn * quant_num_blocks(w->k)) * lines * 64;
+    dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
 }
