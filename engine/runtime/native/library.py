@@ -17,6 +17,7 @@ from struct import Struct
 import torch
 
 from engine.core.errors import ComputeError, ConfigError
+from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import find_library
 
 _log = logging.getLogger(__name__)
@@ -209,6 +210,7 @@ class Library:
         self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.sample = _entry(functions.quire_sample, SampleArgs)
         self.best_isa = Isa(functions.quire_best_isa())
+        self.weights = Arena()
         self.isa = Isa.PORTABLE
         self.use_isa(self.best_isa)
         self.num_threads = 1

@@ -111,7 +111,7 @@ class PackedLinear:
         assert self.fits(weight)
         assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
         self._library, self._bias, kind = library, bias, _FORMATS[weight.dtype]
-        self._packed = torch.empty(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
+        self._packed = library.weights.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
         library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs, kind)
         bias_at = None if bias is None else bias.data_ptr()
         self.args = LinearArgs(

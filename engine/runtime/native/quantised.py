@@ -80,7 +80,7 @@ class QuantisedLinear:
         assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
         num_outputs, num_inputs = shape
         self._library, self._bias = library, bias
-        self._packed = torch.zeros(library.quant_bytes(weight_format, *shape), dtype=torch.uint8)
+        self._packed = library.weights.zeros(library.quant_bytes(weight_format, *shape), dtype=torch.uint8)
         is_int8 = weight_format is WeightFormat.INT8
         self._scales = torch.zeros(-(-num_outputs // PANEL) * PANEL) if is_int8 else None
         self.args = LinearArgs(self._packed.data_ptr(), n=num_outputs, k=num_inputs, format=weight_format)
