@@ -6,7 +6,7 @@ Made empty on its device, filled through `tensors` by a loader, then `finish`ed;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -126,6 +126,7 @@ class Decoder:
         self.dtype = dtype
         self._config = config
         self._embedding = make.empty(config.vocab_size, config.hidden_size)
+        self._embed: Callable[[Tensor], Tensor] = self._look_up
         # Rounded to the weights' type, as Gemma's published code does.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [DecoderLayer(index, config, make) for index in range(len(config.layers))]
@@ -138,6 +139,9 @@ class Decoder:
         self._native: NativeDecoder | None = None
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
+    def _look_up(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._embedding)
+
     @property
     def is_native(self) -> bool:
         """Whether the native library does the products."""
@@ -147,7 +151,7 @@ class Decoder:
         """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
         if self._native is not None and attention.paged_step is not None:
             return self._native.forward(ids, positions, attention.paged_step, rows)
-        x = F.embedding(ids, self._embedding)
+        x = self._embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
@@ -185,13 +189,16 @@ class Decoder:
     def finish(self) -> None:
         """Fold and pack what was loaded; views from `tensors` are dead afterwards.
 
-        On a CPU a tied head is packed too, and then held twice, as embedding and as matrix: it is a fifth of a small
-        model's step, and packing halves it.
+        A tied matrix is held once: packed for the head, its rows are read from there. (Quantised or packed for oneDNN it
+        does not give its rows back, and then the embedding stays beside it.)
         """
         for layer in self._layers:
             layer.finish()
         self._norm.finish()
         self._head.pack()
+        if self._config.tied_head and self._head.rows is not None:
+            self._embed = self._head.rows
+            self._embedding = self._embedding.new_empty(0)
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:
@@ -218,4 +225,13 @@ class Decoder:
             softcap=config.attention_softcap or 0.0,
         )
         rotaries = [rotary.frequencies for rotary in self._rotaries]
-        return NativeDecoder(library, description, layers, rotaries, embedding=self._embedding, norm=self._norm.weight)
+        head = self._head.args if len(self._embedding) == 0 else None
+        return NativeDecoder(
+            library,
+            description,
+            layers,
+            rotaries,
+            embedding=self._embedding if head is None else head,
+            norm=self._norm.weight,
+            dtype=self.dtype,
+        )

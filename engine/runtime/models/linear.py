@@ -54,6 +54,11 @@ class Linear:
             return self._kernel(x, torch.float32)
         return self(x).float()
 
+    @property
+    def rows(self) -> Callable[[Tensor], Tensor] | None:
+        """Rows of the packed weight by number, ids [T] -> [T, inputs], where it gives them back as they were."""
+        return self._kernel.rows if isinstance(self._kernel, PackedLinear) else None
+
     def keep(self, first_row: int, stored: StoredTensor) -> None:
         """Rows `first_row` and on are to stay quantised, as `stored` has them."""
         self._kept[first_row] = stored

@@ -31,10 +31,10 @@ struct layer {
 struct decoder {
     const struct layer *layers;
     const struct rotary *rotaries;
-    const void *embedding; /* [vocab, hidden] */
+    const void *embedding; /* [vocab, hidden], perhaps packed, as struct embed_args has it */
     struct norm norm;
     int64_t num_layers, num_rotaries, hidden, intermediate, num_heads, num_kv_heads, head_dim;
-    int32_t dtype, activation, qk_norm;
+    int32_t dtype, activation, qk_norm, is_embedding_packed;
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
 };
 

@@ -58,28 +58,34 @@ class NativeDecoder:
         layers: Sequence[LayerParts],
         rotaries: Sequence[tuple[Tensor, float]],
         *,
-        embedding: Tensor,
+        embedding: Tensor | LinearArgs,
         norm: Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        """`description` has its plain numbers set; rotaries are (inverse frequencies [dim / 2], magnitude)."""
+        """`description` has its plain numbers set; rotaries are (inverse frequencies [dim / 2], magnitude).
+
+        An embedding given as LinearArgs is the matrix of a head that is tied to it.
+        """
         self._library, self._decoder = library, description
         self._tensors = (embedding, norm, [inverse for inverse, _ in rotaries], layers)  # kept alive: C has addresses
         self._layers = (LayerArgs * len(layers))(*map(_layer, layers))
         self._rotaries = (RotaryArgs * len(rotaries))(
             *(RotaryArgs(inverse.data_ptr(), 2 * len(inverse), magnitude) for inverse, magnitude in rotaries)
         )
-        self._embedding = embedding
+        self._dtype = dtype
         self._bound: PagedStep | None = None
         description.layers, description.num_layers = addressof(self._layers), len(layers)
         description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
-        description.embedding, description.norm = embedding.data_ptr(), _norm(norm)
+        is_packed = isinstance(embedding, LinearArgs)
+        description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
+        description.is_embedding_packed, description.norm = is_packed, _norm(norm)
 
     def forward(self, ids: Tensor, positions: Tensor, step: PagedStep, rows: Tensor | None) -> Tensor:
         """ids, positions [T] int64 -> normed hidden states of `rows` [R] int64, or of all, [R, hidden]."""
         if self._bound is not step:
             self._bind(step)
         num_rows = len(ids) if rows is None else len(rows)
-        hidden = torch.empty(num_rows, self._embedding.shape[1], dtype=self._embedding.dtype)
+        hidden = torch.empty(num_rows, self._decoder.hidden, dtype=self._dtype)
         args = ForwardArgs(
             addressof(self._decoder), addressof(step.store), addressof(step.attend), ids.data_ptr(),
             positions.data_ptr(), None if rows is None else rows.data_ptr(), hidden.data_ptr(), len(ids), num_rows,

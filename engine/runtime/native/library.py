@@ -131,6 +131,12 @@ class ActArgs(Structure):
     _fields_ = _fields(gate_up__out=c_void_p, rows__width__in_stride__out_stride=c_int64, dtype__activation=c_int32)
 
 
+class EmbedArgs(Structure):
+    """out = scale * table[ids]."""
+
+    _fields_ = _fields(table__ids__out=c_void_p, rows__width=c_int64, dtype__is_packed=c_int32, scale=c_float)
+
+
 class NormWeight(Structure):
     """A norm's weight, or none."""
 
@@ -160,7 +166,7 @@ class DecoderArgs(Structure):
     _fields_ = [
         *_fields(layers__rotaries__embedding=c_void_p, norm=NormWeight),
         *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
-        *_fields(dtype__activation__qk_norm=c_int32),
+        *_fields(dtype__activation__qk_norm__is_embedding_packed=c_int32),
         *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap=c_float),
     ]
 
@@ -207,6 +213,7 @@ class Library:
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
         self.act_mul = _entry(functions.quire_act_mul, ActArgs)
+        self.embed = _entry(functions.quire_embed, EmbedArgs)
         self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.sample = _entry(functions.quire_sample, SampleArgs)
         self.best_isa = Isa(functions.quire_best_isa())

@@ -31,9 +31,19 @@ INLINE void add_rms_norm_as(const struct norm_args *a, int64_t begin, int64_t en
     }
 }
 
+/* One row of a packed matrix, as it was: lane by lane from its panel. */
+INLINE void unpack_row(const struct embed_args *a, int64_t id, uint32_t *to, int64_t lanes) {
+    const uint32_t *panel = (const uint32_t *)a->table + id / PANEL * lanes * PANEL + id % PANEL;
+    for (int64_t l = 0; l < lanes; l++) to[l] = panel[l * PANEL];
+}
+
 INLINE void embed_as(const struct embed_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    int64_t lanes = a->width / (dtype == DT_F32 ? 1 : 2);
     for (int64_t row = begin; row < end; row++) {
+        uint32_t plain[a->is_packed ? lanes : 1];
+        if (a->is_packed) unpack_row(a, a->ids[row], plain, lanes);
         struct view from = {(void *)a->table, (size_t)(a->ids[row] * a->width), dtype};
+        if (a->is_packed) from = (struct view){plain, 0, dtype};
         struct view out = {a->out, (size_t)(row * a->width), DT_F32};
         for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(from, i, a->width) * a->scale);
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.runtime.native.library import (
     DTYPES,
     ActArgs,
+    EmbedArgs,
     GemmArgs,
     Library,
     LinearArgs,
@@ -123,6 +124,13 @@ class PackedLinear:
         """Whether this is a matrix that the library can multiply."""
         is_known = weight.dtype in _FORMATS and weight.device.type == "cpu"
         return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of W as they were, ids [T] int64 -> [T, inputs]: what an embedding does that shares its matrix."""
+        out = torch.empty(len(ids), self.args.k)
+        args = EmbedArgs(self._packed.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, self.args.dtype, 1, 1.0)
+        self._library.embed(args)
+        return out.to(self._packed.dtype)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""

@@ -150,11 +150,11 @@ struct act_args {
 
 /* out = scale * table[ids], in float32 */
 struct embed_args {
-    const void *table;  /* [vocab, width] */
+    const void *table;  /* [vocab, width], or is_packed: the same in panels, as a head that is tied to it has them */
     const int64_t *ids; /* [rows] */
     float *out;         /* [rows, width] */
     int64_t rows, width;
-    int32_t dtype;
+    int32_t dtype, is_packed;
     float scale;
 };
 
