@@ -59,7 +59,7 @@ def _quire(python: str, setup: Setup) -> Command:
     model, quantized = {
         "bf16": ("hf", []),
         "int8": ("hf", ["--quantization", "int8"]),
-        "q8_0": ("q8_0.gguf", []),
+        "q8_0": ("q8_0.gguf", ["--quantization", "gguf"]),
     }[setup.precision]
     argv = [
         *(python, "-m", "server", "serve", str(setup.model / model)),
