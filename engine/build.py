@@ -76,6 +76,9 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     report(Progress("warm_up", f"one step on {device.type}"))
     num_tokens = min(16, size.max_model_len, max_num_batched_tokens)
     runner.run(warm_up_plan(scheduler_config, num_seqs=1, num_tokens=num_tokens)).wait()
+    library = native()
+    if library is not None and device.type == "cpu":
+        library.keep_memory()  # now that all that lives long has its place
     return Engine(
         Scheduler(scheduler_config),
         runner,

@@ -39,9 +39,34 @@ INLINE const char *block_at(const struct attend_args *a, const void *base, const
 }
 
 /* Copy keys [key, end) of a tile, value by value, into a whole tile of K and one of V. */
+/* The same where a tile lies in one block and a lane is four bytes: vectors under a mask, as every decode step ends in a
+ * tile like this. */
+INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
+                            struct layout l, char *k_tile, char *v_tile) {
+    size_t num = (size_t)(end - key), o = (size_t)key % l.block_size, row = l.dim * 4, whole = num / l.pair;
+    const char *k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
+    const char *v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
+    vu keep[NV], index;
+    for (int i = 0; i < W; i++) index[i] = (uint32_t)i;
+    UNROLL for (int t = 0; t < NV; t++) keep[t] = (vu)(index + (uint32_t)(t * W) < splat_u((uint32_t)num));
+    for (size_t d = 0; d < l.dim / l.pair; d++)
+        UNROLL for (int t = 0; t < NV; t++) {
+            vu lane = load_u(k + (d * l.block_size + (size_t)(t * W)) * 4) & keep[t];
+            memcpy(k_tile + (d * TILE + (size_t)(t * W)) * 4, &lane, sizeof lane);
+        }
+    memcpy(v_tile, v, whole * row);
+    memset(v_tile + whole * row, 0, (TILE / l.pair - whole) * row);
+    if (num % l.pair)
+        for (size_t d = 0; d < l.dim; d++) memcpy(v_tile + whole * row + d * 4, v + whole * row + d * 4, 2);
+}
+
 static void copy_tile(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
                       char *k_tile, char *v_tile) {
     struct layout l = layout_of(&a->pool);
+    if (l.block_size >= TILE && l.size > 1) {
+        copy_tile_whole(a, task, key, end, l, k_tile, v_tile);
+        return;
+    }
     size_t v_pair = v_pair_of(l);
     memset(k_tile, 0, TILE * l.dim * l.size);
     memset(v_tile, 0, TILE * l.dim * l.size);

@@ -202,6 +202,8 @@ class Library:
         self._set_threads.argtypes, self._set_threads.restype = (c_int32,), None
         self._use_isa = functions.quire_use_isa
         self._use_isa.argtypes = (c_int32,)
+        self._keep_memory = functions.quire_keep_memory
+        self._keep_memory.argtypes, self._keep_memory.restype = (), None
         self._gemm_pack = functions.quire_gemm_pack
         self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32)
         self._quant_bytes = functions.quire_quant_bytes
@@ -233,6 +235,10 @@ class Library:
         """How many threads a call may take, the caller's own included."""
         self._set_threads(num_threads)
         self.num_threads = num_threads
+
+    def keep_memory(self) -> None:
+        """From now on what is freed stays with the process, up to 256 MiB, for the next step to take."""
+        self._keep_memory()
 
     def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int, format: WeightFormat) -> None:  # noqa: A002 - as C has it
         """Reorder a matrix, by addresses; `packed` has room for num_rows rounded up to PANEL."""

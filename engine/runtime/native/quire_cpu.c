@@ -1,9 +1,14 @@
 /* The library's entry points: choose an instruction set, cut a call's work into shares, let the team take them. */
 #include <stdatomic.h>
 #include <stdlib.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "quant_format.h"
 #include "quire_cpu.h"
+
+enum { KEPT_BYTES = 256 << 20 };
 
 static const struct kernels *active = &kernels_portable;
 
@@ -35,6 +40,15 @@ EXPORT int32_t quire_best_isa(void) {
     for (int32_t level = 3; level > 0; level--)
         if (find(level)) return level;
     return 0;
+}
+
+/* Let the process keep, once it has it, what it frees: a step's results are tens of megabytes, and asking the system for
+ * them anew, cleared, would cost every step some percent. */
+EXPORT void quire_keep_memory(void) {
+#ifdef __GLIBC__
+    mallopt(M_MMAP_THRESHOLD, KEPT_BYTES);
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES);
+#endif
 }
 
 /* Ranges of [0, count), each to whichever thread is free: large ones first, small ones to even out the end. */
