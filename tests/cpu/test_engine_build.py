@@ -57,12 +57,12 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     engine = build(folder, report)
     config = engine.config
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (128, 512, 512)
-    assert config.num_blocks == 64 * 512 // 16  # no more than all sequences could ever need
+    assert config.num_blocks == 128 * 512 // 16  # no more than all sequences could ever need
     assert engine.vocab_size == 96
     stages = list(dict.fromkeys(progress.stage for progress in report))
     assert stages[-2:] == ["kv_pool", "warm_up"]
     (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
-    assert "2048 blocks of 16 tokens" in pool
+    assert "4096 blocks of 16 tokens" in pool
     assert "contexts up to 512 tokens" in pool
 
 
