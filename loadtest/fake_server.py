@@ -1,7 +1,7 @@
 """The real HTTP app, tokenizer and engine thread over a runner that only invents tokens, as a process of its own.
 
 `python -m loadtest.fake_server STEP_MS` prints its port once it accepts connections, and serves until SIGTERM. A
-composition root: the one file of loadtest/ that imports the server, and nothing in loadtest/ imports it.
+composition root: it imports the server, and nothing in loadtest/ imports it.
 """
 
 from __future__ import annotations

@@ -57,12 +57,14 @@ SHORT, MEDIUM, LONG = Length(8, 32), Length(64, 64), Length(400, 600)
 LEVERS = (
     Lever("--kv-cache-memory-bytes", ("16MiB", "32MiB", "2GiB"), 16, 32, MEDIUM, MEDIUM),
     Lever("--max-num-seqs", ("1", "4", "16"), 16, 32, MEDIUM, MEDIUM),
-    Lever("--max-num-batched-tokens", ("64", "256", "1024"), 8, 24, Length(8, 600), MEDIUM),
+    Lever("--max-num-batched-tokens", ("64", "256", "512", "2048"), 8, 24, Length(8, 600), MEDIUM),
     Lever("--block-size", ("4", "16", "64"), 16, 32, MEDIUM, MEDIUM),
     Lever("--enable-prefix-caching", ("off", "on"), 4, 16, SHORT, Length(16, 16), prefix_len=400),
     Lever("--scheduling-policy", ("fcfs", "sjf"), 16, 48, SHORT, Length(4, 128), shared="--max-num-seqs 4"),
     Lever("--async-scheduling", ("off", "on"), 16, 32, MEDIUM, MEDIUM),
     Lever("--dtype", ("float32", "bfloat16"), 16, 32, MEDIUM, MEDIUM),
+    Lever("--quantization", ("none", "gguf", "int8"), 16, 32, MEDIUM, MEDIUM),
+    Lever("--kv-cache-dtype", ("auto", "int8"), 8, 16, LONG, MEDIUM),
 )
 
 
@@ -132,7 +134,9 @@ def _daemon(lever: Lever, variant: str) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "server", "serve", "--port", str(port), *flag, *value, *lever.shared.split()]
+    dtype = [] if lever.flag in ("--dtype", "--quantization") else ["--dtype", "bfloat16"]
+    command = [sys.executable, "-m", "server", "serve", "--port", str(port), *dtype, *flag, *value]
+    command += lever.shared.split()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
         try:
