@@ -171,7 +171,7 @@ def _curl(url: str, name: str, *, has_key: bool) -> str:
     """A line to paste into a shell."""
     body = {
         "model": name,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
         "max_tokens": 64,
     }
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""
