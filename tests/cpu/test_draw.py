@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.runtime.native.library import Isa, Library, native
+from engine.runtime.native.library import Library
 from engine.runtime.sampling.draw import Wish, _draw_in_torch, _draw_natively
 
 FILTERS = [
@@ -29,19 +28,6 @@ FILTERS = [
     {"min_p": 1.0},
     {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
 ]
-
-
-@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
-def library(request: pytest.FixtureRequest) -> Iterator[Library]:
-    loaded = native()
-    if loaded is None:
-        pytest.skip("no native library and no C compiler")
-    if request.param > loaded.best_isa:
-        pytest.skip(f"this machine has no {request.param.name}")
-    before = loaded.isa
-    loaded.use_isa(request.param)
-    yield loaded
-    loaded.use_isa(before)
 
 
 def wish(seed: int, position: int = 5, **filters: float) -> Wish:

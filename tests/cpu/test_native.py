@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -17,29 +15,13 @@ from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.attention.pool import from_pool, to_pool
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.native import ops
-from engine.runtime.native.library import Isa, Library, native
+from engine.runtime.native.library import Library, native
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, and a little for float32 sums.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01, torch.float16: 2**-11 * 1.01}
 ATTENTION_ERROR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33)]
-
-
-@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
-def library(request: pytest.FixtureRequest) -> Iterator[Library]:
-    """The library on one instruction set after the other, on one thread where a test does not ask for more."""
-    loaded = native()
-    if loaded is None:
-        pytest.skip("no native library and no C compiler")
-    if request.param > loaded.best_isa:
-        pytest.skip(f"this machine has no {request.param.name}")
-    isa, num_threads = loaded.isa, loaded.num_threads
-    loaded.use_isa(request.param)
-    loaded.use_threads(1)
-    yield loaded
-    loaded.use_isa(isa)
-    loaded.use_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,13 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import Isa, Library, native
+from engine.runtime.native.library import Library, native
 from tests.cpu import test_models_families as families
 
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
-def library(request: pytest.FixtureRequest) -> Iterator[Library]:
-    loaded = native()
-    if loaded is None:
-        pytest.skip("no native library and no C compiler")
-    if request.param > loaded.best_isa:
-        pytest.skip(f"this machine has no {request.param.name}")
-    isa = loaded.isa
-    loaded.use_isa(request.param)
-    yield loaded
-    loaded.use_isa(isa)
 
 
 class Piecewise:

@@ -6,7 +6,6 @@ block 127): what is left is the kernel's own error, which is that of float32 sum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,21 +30,6 @@ from tests.cpu.test_models_families import load, logits_of
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01}
 IDS = torch.arange(3, 33)
-
-
-@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
-def library(request: pytest.FixtureRequest) -> Iterator[Library]:
-    loaded = native()
-    if loaded is None:
-        pytest.skip("no native library and no C compiler")
-    if request.param > loaded.best_isa:
-        pytest.skip(f"this machine has no {request.param.name}")
-    isa, num_threads = loaded.isa, loaded.num_threads
-    loaded.use_isa(request.param)
-    loaded.use_threads(1)
-    yield loaded
-    loaded.use_isa(isa)
-    loaded.use_threads(num_threads)
 
 
 def random_rows(num_rows: int, num_inputs: int, kind: Kind, *, scale: float = 2**-7) -> np.ndarray:

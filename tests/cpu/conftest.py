@@ -1,0 +1,25 @@
+"""Fixtures of the tests that need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.runtime.native.library import Isa, Library, native
+
+
+@pytest.fixture(params=Isa, ids=lambda isa: isa.name)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The native library on one instruction set after the other, on one thread where a test does not ask for more."""
+    loaded = native()
+    if loaded is None:
+        pytest.skip("no native library and no C compiler")
+    if request.param > loaded.best_isa:
+        pytest.skip(f"this machine has no {request.param.name}")
+    isa, num_threads = loaded.isa, loaded.num_threads
+    loaded.use_isa(request.param)
+    loaded.use_threads(1)
+    yield loaded
+    loaded.use_isa(isa)
+    loaded.use_threads(num_threads)
