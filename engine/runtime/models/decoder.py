@@ -34,7 +34,7 @@ _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, st
     ),
 }
 
-# As decoder.h has them.
+# As quire_cpu.h and decoder.h have them.
 _ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.GELU: 2}
 _QK_NORM_CODES = {QKNorm.NONE: 0, QKNorm.HEAD: 1, QKNorm.FULL: 2}
 
@@ -51,7 +51,6 @@ class DecoderLayer:
         "_mlp",
         "_norms",
         "_scale",
-        "_weights",
         "_window",
     )
 
@@ -65,7 +64,6 @@ class DecoderLayer:
             for name in names
         ]
         self._norms = {name: norm for name, norm in zip(names, norms, strict=True) if name and norm}
-        self._weights = [None if norm is None else norm.weight for norm in norms]
         self._window = config.layers[index].window
         places: list[Norm] = [norm or identity for norm in norms]
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
@@ -100,7 +98,9 @@ class DecoderLayer:
         linears = [linear.args for linear in matrices if linear.args is not None]
         if len(linears) < len(matrices):
             return None
-        return LayerParts(linears, self._weights, self._attention.head_norms, self._window, rotary)
+        places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
+        norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
+        return LayerParts(linears, norms, self._attention.head_norms, self._window, rotary)
 
 
 class Decoder:
@@ -135,8 +135,8 @@ class Decoder:
         self._head = Linear(head, is_int8=is_int8)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
-        # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
         self._native: NativeDecoder | None = None
+        # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     def _look_up(self, ids: Tensor) -> Tensor:
