@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
+from engine.runtime import huge_pages
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec
 from engine.runtime.attention.pool import SCALE_BYTES
 from engine.runtime.host_memory import available_memory
@@ -42,10 +43,9 @@ class KVCache:
         if dtype == torch.int8:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
-            # Left uninitialized: untouched pages of a CPU pool then cost nothing, and no backend reads what is unwritten.
-            self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-            self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        except RuntimeError as error:  # torch's out-of-memory errors, on either device
+            self._keys = [_allocate(shape, dtype, device) for shape in shapes]
+            self._values = [_allocate(shape, dtype, device) for shape in shapes]
+        except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
                 f"A KV pool of {num_blocks} blocks needs {needed} MiB, which {device.type} memory does not have; "
@@ -67,6 +67,13 @@ class KVCache:
         """Copy whole blocks (source, destination) in every layer."""
         for pool in (*self._keys, *self._values):
             self._backend.copy_blocks(pool, pairs)
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Not cleared: untouched pages of a CPU pool cost nothing then, and no backend reads what is unwritten."""
+    if device.type == "cpu":
+        return huge_pages.zeros(tuple(shape), dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,34 @@
+"""Main memory that the system is asked to back with huge pages, for what a step reads all of or all over.
+
+With pages of 4 KiB a decode step of the default model spends a fifth of its time looking up addresses of weights (two
+cores: 8.6 ms, with huge pages 6.9), and new pages of the K/V pool come one fault at a time. Start-up thread.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of `shape` at the start of a page, zero for it is fresh. It takes room as it is written to.
+
+    Raises MemoryError where the system has no such room at all.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{num_bytes} bytes") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE  # only whole pages can be huge
+    return whole[start : start + num_bytes].view(dtype).view(shape)
