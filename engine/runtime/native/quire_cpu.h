@@ -204,7 +204,12 @@ typedef void (*team_work)(void *context);
 void team_run(team_work work, void *context, int num_threads);
 int team_size(void);
 
-/* quire_cpu.c: the entry points that decoder.c calls as well. Each returns a status. */
+enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a second thread costs more than it saves */
+
+/* quire_cpu.c: the kernels in use. */
+const struct kernels *active_kernels(void);
+
+/* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
 EXPORT int32_t quire_store(const struct store_args *);
