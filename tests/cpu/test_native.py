@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -21,6 +24,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, and a little for float32 sums.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01, torch.float16: 2**-11 * 1.01}
 ATTENTION_ERROR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+ACTIVATIONS = [(1, F.silu), (2, partial(F.gelu, approximate="tanh")), (3, F.gelu)]  # codes of quire_cpu.h
 RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33)]
 
 
@@ -164,17 +168,6 @@ def test_add_rms_norm(library: Library, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("width", [1, 40, 1536])
-def test_silu_mul(library: Library, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    gate_up = torch.cat((torch.randn(40, 2 * width) * 4, torch.tensor([[-200.0], [200.0]]).expand(2, 2 * width))).to(
-        dtype
-    )
-    expected = F.silu(gate_up[:, :width].double()) * gate_up[:, width:].double()
-    torch.testing.assert_close(ops.silu_mul(gate_up).double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("head_dim", "rope_dim"), [(64, 64), (80, 32), (8, 8)])
 @pytest.mark.parametrize("is_normed", [False, True])
 def test_rotate_heads(library: Library, is_normed: bool, head_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
@@ -215,20 +208,46 @@ def test_packed_linear(
     torch.testing.assert_close(unrounded.double(), expected, rtol=ONE_ROUNDING[torch.float32], atol=1e-4)
 
 
+@pytest.mark.parametrize("num_rows", [1, 13])
+@pytest.mark.parametrize(("width", "inputs"), [(1, 2), (16, 40), (70, 64)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("code", "activation"), ACTIVATIONS)
+def test_gates_and_ups(
+    library: Library,
+    code: int,
+    activation: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    has_bias: bool,
+    width: int,
+    inputs: int,
+    num_rows: int,
+) -> None:
+    torch.manual_seed(0)
+    weight, x = (torch.randn(n, inputs).to(dtype) for n in (2 * width, num_rows))
+    x[-1] *= 20  # an activation's flat ends
+    bias = torch.randn(2 * width).to(dtype) if has_bias else None
+    gates, ups = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
+    linear = ops.PackedLinear(library, weight, bias, code)
+    expected = activation(gates) * ups
+    error = 2e-6 * expected.abs().max().item()
+    torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=error)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_says_the_same_where_the_library_is_missing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.undo()
     if native() is None:
         pytest.skip("no native library and no C compiler")
     torch.manual_seed(0)
-    x, delta, weight, gate_up = (torch.randn(shape).to(dtype) for shape in ((4, 32), (4, 32), (32,), (4, 64)))
+    x, delta, weight = (torch.randn(shape).to(dtype) for shape in ((4, 32), (4, 32), (32,)))
     qk, angles, norms = torch.randn(4, 3, 16).to(dtype), torch.randn(2, 4, 16).to(dtype), torch.randn(2, 16).to(dtype)
 
     def outcome() -> list[Tensor]:
         residual, heads = x.clone(), qk.clone()
         normed = ops.add_rms_norm(residual, delta, weight, 1e-5)
         ops.rotate_heads(heads, angles[0], angles[1], 2, (norms[0], norms[1]), 1e-6)
-        return [residual, normed, heads, ops.silu_mul(gate_up)]
+        return [residual, normed, heads]
 
     with_library = outcome()
     monkeypatch.setattr(ops, "native", lambda: None)

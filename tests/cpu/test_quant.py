@@ -86,6 +86,24 @@ def test_int8(library: Library, shape: tuple[int, int], dtype: torch.dtype) -> N
         torch.testing.assert_close(linear(x, torch.float32).double(), expected, rtol=1e-6, atol=error)
 
 
+@pytest.mark.parametrize("width", [16, 75])
+@pytest.mark.parametrize("kinds", [(Kind.Q4_1, Kind.Q6_K), (Kind.Q4_0, Kind.Q4_0), None], ids=str)
+def test_gates_and_ups(library: Library, kinds: tuple[Kind, Kind] | None, width: int) -> None:
+    torch.manual_seed(3)
+    bias, weight = torch.randn(2 * width), torch.randn(2 * width, 512)
+    rows = [QuantisedRows(int(kind), random_rows(width, 512, kind)) for kind in kinds or ()]
+    plain, gated = (
+        QuantisedLinear.from_gguf(library, rows, 512, torch.float32, bias, code)
+        if rows
+        else QuantisedLinear.int8(library, weight, bias, code)
+        for code in (0, 1)
+    )
+    for num_rows in (1, 7):
+        x = torch.randn(num_rows, 512) / 512
+        gates, ups = plain(x).double().chunk(2, dim=1)
+        torch.testing.assert_close(gated(x).double(), F.silu(gates) * ups, rtol=1e-5, atol=1e-6)
+
+
 def test_what_quantising_costs(library: Library) -> None:
     """On normal numbers, where it does cost: an error of some thousandths, and scales of K types rounded to float16."""
     torch.manual_seed(2)

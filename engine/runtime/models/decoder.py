@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
-from engine.runtime.models.config import Activation, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, Norm, RMSNorm, identity
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import Rotary
@@ -34,8 +34,7 @@ _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, st
     ),
 }
 
-# As quire_cpu.h and decoder.h have them.
-_ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.GELU: 2}
+# As decoder.h has them.
 _QK_NORM_CODES = {QKNorm.NONE: 0, QKNorm.HEAD: 1, QKNorm.FULL: 2}
 
 
@@ -216,7 +215,6 @@ class Decoder:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=DTYPES[self.dtype],
-            activation=_ACTIVATION_CODES[config.activation],
             qk_norm=_QK_NORM_CODES[config.qk_norm],
             eps=config.norm_eps,
             embedding_scale=self._embedding_multiplier,

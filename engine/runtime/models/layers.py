@@ -20,7 +20,7 @@ from engine.runtime.attention.base import LayerAttention
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import rotate
-from engine.runtime.native.ops import add_rms_norm, silu_mul
+from engine.runtime.native.ops import add_rms_norm
 from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]
@@ -38,8 +38,9 @@ class Maker(NamedTuple):
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def linear(self, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        return Linear(self.empty(outputs, inputs), self.empty(outputs) if bias else None, is_int8=self.is_int8)
+    def linear(self, inputs: int, outputs: int, *, bias: bool, activation: Activation | None = None) -> Linear:
+        weight, added = self.empty(outputs, inputs), self.empty(outputs) if bias else None
+        return Linear(weight, added, is_int8=self.is_int8, activation=activation)
 
 
 class Matrix(NamedTuple):
@@ -199,33 +200,21 @@ class Attention:
         return (None, None) if self._norm is None else (self._norm.q.weight, self._norm.k.weight)
 
 
-def _gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
-    width = gate_up.shape[1] // 2
-    return F.gelu(gate_up[:, :width], approximate=approximate).mul_(gate_up[:, width:])
-
-
-# gate_up [T, 2 * width] -> act(gate) * up, [T, width]
-_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: silu_mul,
-    Activation.GELU: partial(_gelu_mul, approximate="none"),
-    Activation.GELU_TANH: partial(_gelu_mul, approximate="tanh"),
-}
-
-
 class MLP:
     """down(act(gate x) * up x), gate and up from one matrix."""
 
-    __slots__ = ("_act", "_merged", "_width", "down", "gate_up")
+    __slots__ = ("_merged", "_width", "down", "gate_up")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
-        self._act = _ACTIVATIONS[config.activation]
         self._merged = config.merged_checkpoint
         self._width = config.intermediate_size
-        self.gate_up = make.linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.gate_up = make.linear(
+            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, activation=config.activation
+        )
         self.down = make.linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._act(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
     def tensors(self) -> Named:
         for matrix in self.matrices():

@@ -13,39 +13,55 @@ a CPU the weight is packed once, for the first of these that the machine has:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from engine.runtime.models.config import Activation
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
 from engine.runtime.weights.checkpoint import StoredTensor
 
 Kernel = Callable[[Tensor], Tensor]
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
 _NATIVE = (PackedLinear, QuantisedLinear)
+_CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as quire_cpu.h has them
 
 
 class Linear:
     """A weight [outputs, inputs] and perhaps a bias [outputs]; uninitialised until a checkpoint fills them.
 
     A part of the weight may be `keep`t as its file has it instead; what is then not written of `weight` takes no memory.
+    With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
     """
 
-    __slots__ = ("_is_int8", "_kept", "_kernel", "bias", "weight")
+    __slots__ = ("_activation", "_is_int8", "_kept", "_kernel", "bias", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, is_int8: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        is_int8: bool = False,
+        activation: Activation | None = None,
+    ) -> None:
         self.weight = weight
         self.bias = bias
         self._is_int8 = is_int8
+        self._activation = activation
         self._kept: dict[int, StoredTensor] = {}
         self._kernel: Kernel = self._plain
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs]."""
+        """x [T, inputs] -> [T, outputs], half as many with an activation."""
         return self._kernel(x)
 
     def in_float32(self, x: Tensor) -> Tensor:
@@ -67,19 +83,19 @@ class Linear:
         """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did."""
         if self.weight.device.type != "cpu":
             return
-        library = native()
+        library, code = native(), _CODES[self._activation]
         quantised = self._quantised()
         if library and quantised:
             self._kernel = QuantisedLinear.from_gguf(
-                library, quantised, self.weight.shape[1], self.weight.dtype, self.bias
+                library, quantised, self.weight.shape[1], self.weight.dtype, self.bias, code
             )
         elif library and self._is_int8:
-            self._kernel = QuantisedLinear.int8(library, self.weight, self.bias)
+            self._kernel = QuantisedLinear.int8(library, self.weight, self.bias, code)
         elif library and PackedLinear.fits(self.weight):
-            self._kernel = PackedLinear(library, self.weight, self.bias)
+            self._kernel = PackedLinear(library, self.weight, self.bias, code)
         elif _prepacking_works(self.weight.dtype):
             packed, bias = torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias  # noqa: SLF001 - probed
-            self._kernel = lambda x: _prepacked_linear(x, packed, bias)
+            self._kernel = lambda x: self._activated(_prepacked_linear(x, packed, bias))
         else:
             return
         self.weight = self.weight.new_empty(0)
@@ -104,7 +120,13 @@ class Linear:
         return []
 
     def _plain(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._activated(F.linear(x, self.weight, self.bias))
+
+    def _activated(self, y: Tensor) -> Tensor:
+        if self._activation is None:
+            return y
+        gates, ups = y.chunk(2, dim=1)
+        return _ACTIVATIONS[self._activation](gates).mul_(ups)
 
 
 def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

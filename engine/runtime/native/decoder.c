@@ -7,8 +7,9 @@
 
 /* Where a step's intermediate results lie. */
 struct workspace {
-    float *stream, *delta;                        /* [T, hidden] */
-    char *normed, *qkv, *attended, *gate_up, *up; /* of the model's type, [T, as wide as their matrices] */
+    float *stream, *delta;      /* [T, hidden] */
+    char *qkv, *attended, *mlp; /* of the model's type, [T, as wide as their matrices] */
+    void *rows;                 /* what is multiplied next, packed for that */
     float *cos, *sin;                             /* [rotaries][T, dim], the sign of the negated half inside sin */
     float *kept_stream;                           /* [num_rows, hidden], of the last layer */
     char *kept_attended;                          /* likewise */
@@ -23,6 +24,20 @@ static void *carve(char *base, size_t *used, int64_t count, size_t size) {
     return at;
 }
 
+/* Bytes that rows take at most, packed for any of the matrices. */
+static size_t packed_bytes(const struct decoder *d, int64_t rows) {
+    size_t most = 0;
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        const struct linear *all[] = {&d->layers[i].qkv, &d->layers[i].o, &d->layers[i].gate_up, &d->layers[i].down};
+        for (int j = 0; j < 4; j++) {
+            struct gemm_args args = {.w = *all[j], .m = rows};
+            size_t bytes = quire_rows_bytes(&args);
+            if (bytes > most) most = bytes;
+        }
+    }
+    return most;
+}
+
 static size_t lay_out(const struct forward_args *f, char *base, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t tokens = f->num_tokens > f->num_rows ? f->num_tokens : f->num_rows, angles = 0;
@@ -30,11 +45,10 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     for (int64_t i = 0; i < d->num_rotaries; i++) angles += d->rotaries[i].dim;
     w->stream = carve(base, &used, tokens * d->hidden, sizeof(float));
     w->delta = carve(base, &used, tokens * d->hidden, sizeof(float));
-    w->normed = carve(base, &used, tokens * d->hidden, size);
     w->qkv = carve(base, &used, tokens * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim, size);
     w->attended = carve(base, &used, tokens * d->num_heads * d->head_dim, size);
-    w->gate_up = carve(base, &used, tokens * 2 * d->intermediate, size);
-    w->up = carve(base, &used, tokens * d->intermediate, size);
+    w->mlp = carve(base, &used, tokens * d->intermediate, size);
+    w->rows = carve(base, &used, 1, packed_bytes(d, tokens));
     w->cos = carve(base, &used, tokens * angles, sizeof(float));
     w->sin = carve(base, &used, tokens * angles, sizeof(float));
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
@@ -58,16 +72,21 @@ static void fill_angles(const struct forward_args *f, struct workspace *w) {
     }
 }
 
-static int32_t linear(const struct linear *weight, const void *x, void *y, int64_t rows, int32_t y_dtype) {
-    struct gemm_args args = {*weight, x, y, rows, weight->k, weight->n, y_dtype};
+/* y = x . weight; without x, of the rows that are packed already. */
+static int32_t linear(const struct linear *weight, const void *x, struct workspace *w, void *y, int64_t rows,
+                      int32_t y_dtype) {
+    struct gemm_args args = {*weight, x, w->rows, y, rows, weight->k, num_columns_of(weight), y_dtype};
     return quire_gemm(&args);
 }
 
-/* out = norm(stream), after stream += scale * delta unless delta is NULL; where there is no norm, stream itself. */
+/* stream += scale * delta unless delta is NULL; then the norm of it, or where there is no norm it itself, goes to `out`,
+ * or without that is packed for the matrix `next`. */
 static void add_norm(const struct decoder *d, struct norm norm, float *stream, const float *delta, void *out,
-                     int32_t out_dtype, int64_t rows) {
+                     int32_t out_dtype, int64_t rows, const struct linear *next, struct workspace *w) {
+    struct gemm_args packs;
+    if (!out) packs = (struct gemm_args){.w = *next, .rows = w->rows, .m = rows};
     struct norm_args args = {
-        .residual = stream, .delta = delta, .weight = norm.weight, .out = out,
+        .residual = stream, .delta = delta, .weight = norm.weight, .out = out, .packs = out ? NULL : &packs,
         .rows = rows, .width = d->hidden,
         .residual_stride = d->hidden, .delta_stride = d->hidden, .out_stride = d->hidden,
         .dtype = out_dtype, .weight_dtype = norm.dtype, .stream_dtype = DT_F32,
@@ -103,14 +122,14 @@ static void rotate(const struct forward_args *f, const struct layer *layer, stru
     quire_rope(&args);
 }
 
-/* Queries, keys and values of w->normed; keys and values into the pool; the heads' results into w->attended. */
+/* Queries, keys and values of the packed rows; keys and values into the pool; the heads' results into w->attended. */
 static int32_t attention(const struct forward_args *f, const struct layer *layer, struct workspace *w) {
     const struct decoder *d = f->decoder;
     size_t size = size_of(d->dtype);
     int64_t q_width = d->num_heads * d->head_dim, kv_width = d->num_kv_heads * d->head_dim;
     int64_t stride = q_width + 2 * kv_width;
     char *k = w->qkv + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
-    int32_t status = linear(&layer->qkv, w->normed, w->qkv, f->num_tokens, d->dtype);
+    int32_t status = linear(&layer->qkv, NULL, w, w->qkv, f->num_tokens, d->dtype);
     if (status) return status;
     if (d->qk_norm == QK_NORM_FULL) {
         norm_whole(d, layer->q, w->qkv, q_width, stride, f->num_tokens);
@@ -140,18 +159,18 @@ static void keep_rows(const struct forward_args *f, struct workspace *w) {
     w->stream = w->kept_stream, w->attended = w->kept_attended;
 }
 
-/* What a part of the layer has put into w->delta joins the stream (normed first, where the family does), and what the
- * next part reads is made: `next` of the stream, into `out`. */
-static void join(const struct decoder *d, struct norm after, struct norm next, struct workspace *w, void *out,
-                 int64_t rows) {
-    if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows);
-    add_norm(d, next, w->stream, w->delta, out, d->dtype, rows);
+/* What a part of the layer has put into w->delta joins the stream (normed first, where the family does), and what comes
+ * next is made, the norm `before` it of the stream: rows packed for the matrix `next`, or the result of all in `out`. */
+static void join(const struct decoder *d, struct norm after, struct norm before, struct workspace *w,
+                 const struct linear *next, void *out, int64_t rows) {
+    if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, w);
+    add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, w);
 }
 
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
-    add_norm(d, d->layers[0].before_attention, w->stream, NULL, w->normed, d->dtype, rows);
+    add_norm(d, d->layers[0].before_attention, w->stream, NULL, NULL, d->dtype, rows, &d->layers[0].qkv, w);
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         int is_last = i + 1 == d->num_layers;
@@ -162,15 +181,12 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
             keep_rows(f, w);
             rows = f->num_rows;
         }
-        if ((status = linear(&layer->o, w->attended, w->delta, rows, DT_F32))) return status;
-        join(d, layer->after_attention, layer->before_mlp, w, w->normed, rows);
-        if ((status = linear(&layer->gate_up, w->normed, w->gate_up, rows, d->dtype))) return status;
-        struct act_args act = {w->gate_up, w->up, rows, d->intermediate, 2 * d->intermediate, d->intermediate,
-                               d->dtype, d->activation};
-        quire_act_mul(&act);
-        if ((status = linear(&layer->down, w->up, w->delta, rows, DT_F32))) return status;
+        if ((status = linear(&layer->o, w->attended, w, w->delta, rows, DT_F32))) return status;
+        join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, NULL, rows);
+        if ((status = linear(&layer->gate_up, NULL, w, w->mlp, rows, d->dtype))) return status;
+        if ((status = linear(&layer->down, w->mlp, w, w->delta, rows, DT_F32))) return status;
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
-             is_last ? f->hidden : (void *)w->normed, rows);
+             is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : NULL, rows);
     }
     return QUIRE_OK;
 }

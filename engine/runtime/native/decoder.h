@@ -34,7 +34,7 @@ struct decoder {
     const void *embedding; /* [vocab, hidden], perhaps packed, as struct embed_args has it */
     struct norm norm;
     int64_t num_layers, num_rotaries, hidden, intermediate, num_heads, num_kv_heads, head_dim;
-    int32_t dtype, activation, qk_norm, is_embedding_packed;
+    int32_t dtype, qk_norm, is_embedding_packed;
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
 };
 

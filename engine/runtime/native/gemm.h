@@ -32,18 +32,17 @@ static size_t gemm_rows_bytes(const struct gemm_args *a) {
     return (size_t)(a->m * a->w.k) / pair_of(kind) * row_lane_bytes(kind);
 }
 
-static void gemm_pack_rows(const struct gemm_args *a, void *rows, int64_t begin, int64_t end) {
+/* Pack one group, its rows `stride` values apart from `x` on. */
+static void gemm_pack_group(const struct gemm_args *a, int64_t group, const void *x_rows, int64_t stride) {
     enum kind kind = kind_of_weight(a);
     size_t lanes = (size_t)a->w.k / pair_of(kind);
-    for (int64_t group = begin; group < end; group++) {
-        int64_t first = group_start(a, group), num = group_start(a, group + 1) - first;
-        if (is_quantised(a->w.format)) {
-            quant_pack_rows(a, rows, first, num);
-            continue;
-        }
-        uint32_t *to = (uint32_t *)((char *)rows + (size_t)first * lanes * row_lane_bytes(kind));
+    int64_t first = group_start(a, group), num = group_start(a, group + 1) - first;
+    if (is_quantised(a->w.format)) {
+        quant_pack_rows(&a->w, x_rows, stride, quant_group_at(a->w.format, a->w.k, a->rows, first, num), num);
+    } else {
+        uint32_t *to = (uint32_t *)((char *)a->rows + (size_t)first * lanes * row_lane_bytes(kind));
         for (int64_t r = 0; r < num; r++) {
-            const uint32_t *x = (const uint32_t *)a->x + (size_t)((first + r) * a->x_stride) / pair_of(kind);
+            const uint32_t *x = (const uint32_t *)x_rows + (size_t)(r * stride) / pair_of(kind);
             if (kind != KIND_BF16)
                 for (size_t l = 0; l < lanes; l++) to[l * (size_t)num + (size_t)r] = x[l];
             else
@@ -53,6 +52,12 @@ static void gemm_pack_rows(const struct gemm_args *a, void *rows, int64_t begin,
                 }
         }
     }
+}
+
+static void gemm_pack_rows(const struct gemm_args *a, int64_t begin, int64_t end) {
+    size_t size = a->w.dtype == DT_F32 ? 4 : 2;
+    for (int64_t g = begin; g < end; g++)
+        gemm_pack_group(a, g, (const char *)a->x + (size_t)(group_start(a, g) * a->x_stride) * size, a->x_stride);
 }
 
 /* sums[R][PANEL] += rows . panel over some lanes; `ahead` is fetched meanwhile, `lines` cache lines every four lanes. */
@@ -91,7 +96,8 @@ static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *pa
 
 /* Where one row's results of a panel go. */
 INLINE char *gemm_target(const struct gemm_args *a, int64_t row, int64_t panel) {
-    return (char *)a->y + (size_t)(row * a->y_stride + panel * PANEL) * (a->y_dtype == DT_F32 ? 4 : 2);
+    int64_t column = panel * panel_columns_of(&a->w);
+    return (char *)a->y + (size_t)(row * a->y_stride + column) * (a->y_dtype == DT_F32 ? 4 : 2);
 }
 
 /* Ask for the lines that the results will be written to: rows lie pages apart. */
@@ -99,21 +105,40 @@ INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t n
     for (int64_t r = first_row; r < first_row + num_rows; r++) {
         char *y = gemm_target(a, r, panel);
         __builtin_prefetch(y, 1);
-        __builtin_prefetch(y + 64, 1);
+        __builtin_prefetch(y + (a->w.activation ? 31 : 64), 1);
     }
 }
 
-/* Sums of some rows and one panel, plus bias, rounded into y. */
+INLINE vf erf_lanes(vf x) {
+    UNROLL for (int i = 0; i < W; i++) x[i] = erff(x[i]);
+    return x;
+}
+
+INLINE vf activate(vf x, enum activation activation) {
+    if (activation == ACT_SILU) return x / (1.f + exp_f(-x));
+    if (activation == ACT_GELU_TANH) return 0.5f * x * (1.f + tanh_f(0.797884561f * (x + 0.044715f * x * x * x)));
+    return 0.5f * x * (1.f + erf_lanes(x * 0.707106781f));
+}
+
+/* Sums of some rows and one panel, plus bias, perhaps activated, rounded into y. */
 INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
                            int64_t panel, enum dtype y_dtype) {
-    int64_t n = panel * PANEL, num_columns = a->w.n - n < PANEL ? a->w.n - n : PANEL;
-    struct view bias = {(void *)a->w.bias, (size_t)n, (enum dtype)a->w.dtype};
+    int64_t most = panel_columns_of(&a->w), first = panel * most, rest = num_columns_of(&a->w) - first;
+    int64_t num_columns = rest < most ? rest : most;
+    struct view bias = {(void *)a->w.bias, (size_t)first, (enum dtype)a->w.dtype}, up_bias = bias;
+    up_bias.at += (size_t)(a->w.n / 2);
     for (int64_t r = 0; r < num_rows; r++) {
-        struct view from = {(void *)(sums + r * PANEL), 0, DT_F32};
+        const float *from = sums + r * PANEL;
         struct view y = {gemm_target(a, first_row + r, panel), 0, y_dtype};
         for (int64_t i = 0; i < num_columns; i += W) {
-            vf sum = get(from, i, num_columns);
-            put(y, i, num_columns, a->w.bias ? sum + get(bias, i, num_columns) : sum);
+            vf sum = load_f(from + i);
+            if (a->w.bias) sum += get(bias, i, num_columns);
+            if (a->w.activation) {
+                vf up = load_f(from + PANEL / 2 + i);
+                if (a->w.bias) up += get(up_bias, i, num_columns);
+                sum = activate(sum, (enum activation)a->w.activation) * up;
+            }
+            put(y, i, num_columns, sum);
         }
     }
 }
@@ -128,21 +153,21 @@ static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t fi
         gemm_finish_as(a, sums, first_row, num_rows, panel, DT_F16);
 }
 
-static void gemm_quantised(const struct gemm_args *a, const void *packed_rows, const struct gemm_share *share) {
+static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *share) {
     float sums[GROUP * PANEL];
     for (int64_t p = share->panel_begin; p < share->panel_end; p++)
         for (int64_t g = share->group_begin; g < share->group_end; g++) {
             int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
             gemm_prepare(a, first, num_rows, p);
-            quant_panel(&a->w, (void *)packed_rows, first, num_rows, p, sums, g - share->group_begin,
+            quant_panel(&a->w, a->rows, first, num_rows, p, sums, g - share->group_begin,
                         share->group_end - share->group_begin);
             gemm_finish(a, sums, first, num_rows, p);
         }
 }
 
-static void gemm(const struct gemm_args *a, const void *packed_rows, const struct gemm_share *share) {
+static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
     if (is_quantised(a->w.format)) {
-        gemm_quantised(a, packed_rows, share);
+        gemm_quantised(a, share);
         return;
     }
     enum kind kind = kind_of_weight(a);
@@ -163,7 +188,7 @@ static void gemm(const struct gemm_args *a, const void *packed_rows, const struc
                 int is_last = at + num == lanes;
                 if (is_last) gemm_prepare(a, first, num_rows, p);
                 size_t skip = (size_t)first * lanes + at * (size_t)num_rows;
-                panel_dot_group(kind, num_rows, slice, (const char *)packed_rows + skip * row_lane_bytes(kind), num,
+                panel_dot_group(kind, num_rows, slice, (const char *)a->rows + skip * row_lane_bytes(kind), num,
                                 sums + (first - block_start) * PANEL, at == 0, ahead,
                                 (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0);
                 ahead += num / 4 * lines * 64;

@@ -86,28 +86,37 @@ class WeightFormat(IntEnum):
 
 
 class LinearArgs(Structure):
-    """A packed weight and its bias."""
+    """A packed weight and its bias, and the activation of one that is gates and ups; 0 is none."""
 
-    _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype=c_int32)
+    _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype__activation=c_int32)
+
+    @property
+    def num_columns(self) -> int:
+        """Of the product."""
+        return int(self.n // 2 if self.activation else self.n)
 
 
 class QuantSource(Structure):
     """Rows of weights to be packed in a quantised format."""
 
-    _fields_ = _fields(rows__packed__scales=c_void_p, row_bytes__num_rows__first_row__k=c_int64, kind__format=c_int32)
+    _fields_ = _fields(
+        rows__packed__scales=c_void_p,
+        row_bytes__num_rows__first_row__n__k=c_int64,
+        kind__format__activation=c_int32,
+    )
 
 
 class GemmArgs(Structure):
     """y = x w^T + bias."""
 
-    _fields_ = [("w", LinearArgs), *_fields(x__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32)]
+    _fields_ = [("w", LinearArgs), *_fields(x__rows__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32)]
 
 
 class NormArgs(Structure):
     """residual += alpha * delta; out = norm(residual) * weight."""
 
     _fields_ = _fields(
-        residual__delta__weight__out=c_void_p,
+        residual__delta__weight__out__packs=c_void_p,
         rows__width__residual_stride__delta_stride__out_stride=c_int64,
         dtype__weight_dtype__stream_dtype=c_int32,
         alpha__eps=c_float,
@@ -123,12 +132,6 @@ class RopeArgs(Structure):
         dtype__weight_dtype__angle_dtype=c_int32,
         eps=c_float,
     )
-
-
-class ActArgs(Structure):
-    """out = activation(gate) * up; activation 0 is SiLU."""
-
-    _fields_ = _fields(gate_up__out=c_void_p, rows__width__in_stride__out_stride=c_int64, dtype__activation=c_int32)
 
 
 class EmbedArgs(Structure):
@@ -166,7 +169,7 @@ class DecoderArgs(Structure):
     _fields_ = [
         *_fields(layers__rotaries__embedding=c_void_p, norm=NormWeight),
         *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
-        *_fields(dtype__activation__qk_norm__is_embedding_packed=c_int32),
+        *_fields(dtype__qk_norm__is_embedding_packed=c_int32),
         *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap=c_float),
     ]
 
@@ -205,7 +208,7 @@ class Library:
         self._keep_memory = functions.quire_keep_memory
         self._keep_memory.argtypes, self._keep_memory.restype = (), None
         self._gemm_pack = functions.quire_gemm_pack
-        self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32)
+        self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
         self._quant_bytes = functions.quire_quant_bytes
         self._quant_bytes.argtypes, self._quant_bytes.restype = (c_int32, c_int64, c_int64), c_int64
         self.store = _entry(functions.quire_store, StoreArgs)
@@ -214,7 +217,6 @@ class Library:
         self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
-        self.act_mul = _entry(functions.quire_act_mul, ActArgs)
         self.embed = _entry(functions.quire_embed, EmbedArgs)
         self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.sample = _entry(functions.quire_sample, SampleArgs)
@@ -240,9 +242,9 @@ class Library:
         """From now on what is freed stays with the process, up to 256 MiB, for the next step to take."""
         self._keep_memory()
 
-    def gemm_pack(self, weight: int, packed: int, num_rows: int, num_columns: int, format: WeightFormat) -> None:  # noqa: A002 - as C has it
-        """Reorder a matrix, by addresses; `packed` has room for num_rows rounded up to PANEL."""
-        self._gemm_pack(weight, packed, num_rows, num_columns, format)
+    def gemm_pack(self, weight: int, linear: LinearArgs) -> None:
+        """Reorder the matrix at an address to where `linear` has it: zeros, with room for n rounded up to PANEL rows."""
+        self._gemm_pack(weight, linear.packed, linear.n, linear.k, linear.format, linear.activation)
 
     def quant_bytes(self, format: WeightFormat, num_rows: int, num_columns: int) -> int:  # noqa: A002 - as C has it
         """Bytes of a packed matrix in a quantised format."""

@@ -15,19 +15,28 @@ INLINE void norm_row(struct view in, struct view out, struct view weight, int64_
     for (int64_t i = 0; i < width; i += W) put(out, i, width, get(in, i, width) * factor * get(weight, i, width));
 }
 
+INLINE void add_norm_row(const struct norm_args *a, int64_t row, struct view out) {
+    enum dtype stream = a->stream_dtype == DT_F32 ? DT_F32 : out.dtype;
+    struct view residual = {a->residual, (size_t)(row * a->residual_stride), stream};
+    struct view delta = {(void *)a->delta, (size_t)(row * a->delta_stride), stream};
+    for (int64_t i = 0; a->delta && i < a->width; i += W)
+        put(residual, i, a->width, get(residual, i, a->width) + a->alpha * get(delta, i, a->width));
+    if (a->weight)
+        norm_row(residual, out, view_of(a->weight, a->weight_dtype, out.dtype, 0), a->width, a->eps);
+    else
+        for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(residual, i, a->width));
+}
+
+/* Rows [begin, end), or where they are packed, groups of rows. */
 INLINE void add_rms_norm_as(const struct norm_args *a, int64_t begin, int64_t end, enum dtype dtype) {
-    enum dtype stream = a->stream_dtype == DT_F32 ? DT_F32 : dtype;
-    struct view weight = view_of(a->weight, a->weight_dtype, dtype, 0);
-    for (int64_t row = begin; row < end; row++) {
-        struct view residual = {a->residual, (size_t)(row * a->residual_stride), stream};
-        struct view delta = {(void *)a->delta, (size_t)(row * a->delta_stride), stream};
-        struct view out = {a->out, (size_t)(row * a->out_stride), dtype};
-        for (int64_t i = 0; a->delta && i < a->width; i += W)
-            put(residual, i, a->width, get(residual, i, a->width) + a->alpha * get(delta, i, a->width));
-        if (a->weight)
-            norm_row(residual, out, weight, a->width, a->eps);
-        else
-            for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(residual, i, a->width));
+    for (int64_t row = begin; !a->packs && row < end; row++)
+        add_norm_row(a, row, (struct view){a->out, (size_t)(row * a->out_stride), dtype});
+    for (int64_t group = begin; a->packs && group < end; group++) {
+        int64_t first = group_start(a->packs, group), num = group_start(a->packs, group + 1) - first;
+        uint32_t rows[num * a->width / (dtype == DT_F32 ? 1 : 2)];
+        for (int64_t r = 0; r < num; r++)
+            add_norm_row(a, first + r, (struct view){rows, (size_t)(r * a->width), dtype});
+        gemm_pack_group(a->packs, group, rows, a->width);
     }
 }
 
@@ -70,27 +79,6 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
     }
 }
 
-INLINE vf erf_lanes(vf x) {
-    UNROLL for (int i = 0; i < W; i++) x[i] = erff(x[i]);
-    return x;
-}
-
-INLINE vf activate(vf x, enum activation activation) {
-    if (activation == ACT_SILU) return x / (1.f + exp_f(-x));
-    if (activation == ACT_GELU_TANH) return 0.5f * x * (1.f + tanh_f(0.797884561f * (x + 0.044715f * x * x * x)));
-    return 0.5f * x * (1.f + erf_lanes(x * 0.707106781f));
-}
-
-INLINE void act_mul_as(const struct act_args *a, int64_t begin, int64_t end, enum dtype dtype) {
-    for (int64_t row = begin; row < end; row++) {
-        struct view gate = {(void *)a->gate_up, (size_t)(row * a->in_stride), dtype};
-        struct view up = {(void *)a->gate_up, gate.at + (size_t)a->width, dtype};
-        struct view out = {a->out, (size_t)(row * a->out_stride), dtype};
-        for (int64_t i = 0; i < a->width; i += W)
-            put(out, i, a->width, activate(get(gate, i, a->width), (enum activation)a->activation) * get(up, i, a->width));
-    }
-}
-
 /* One copy of each for every type, the type known to the compiler. */
 #define FOR_EACH_TYPE(name, args)                                        \
     static void name(const struct args *a, int64_t begin, int64_t end) { \
@@ -104,5 +92,4 @@ INLINE void act_mul_as(const struct act_args *a, int64_t begin, int64_t end, enu
 
 FOR_EACH_TYPE(add_rms_norm, norm_args)
 FOR_EACH_TYPE(rope, rope_args)
-FOR_EACH_TYPE(act_mul, act_args)
 FOR_EACH_TYPE(embed, embed_args)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from engine.runtime.native.library import (
     DTYPES,
-    ActArgs,
     EmbedArgs,
     GemmArgs,
     Library,
@@ -49,18 +48,6 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     args.weight = weight.data_ptr()
     args.out, args.out_stride = out.data_ptr(), out.stride(0)
     library.add_rms_norm(args)
-    return out
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * width], gates first -> silu(gate) * up, [T, width]."""
-    library = _library_for(gate_up)
-    width = gate_up.shape[1] // 2
-    if library is None:
-        return F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
-    out = torch.empty(gate_up.shape[0], width, dtype=gate_up.dtype)
-    args = ActArgs(gate_up.data_ptr(), out.data_ptr(), *out.shape, gate_up.stride(0), width, DTYPES[gate_up.dtype])
-    library.act_mul(args)
     return out
 
 
@@ -106,18 +93,19 @@ class PackedLinear:
 
     __slots__ = ("_bias", "_library", "_packed", "args")
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` [outputs, inputs], one that `fits`; it is copied and can be let go."""
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, activation: int = 0) -> None:
+        """`weight` [outputs, inputs], one that `fits`; it is copied and can be let go.
+
+        With an activation (a code of quire_cpu.h) it is gates and then ups, and y = activation(gates) * ups.
+        """
         num_outputs, num_inputs = weight.shape
         assert self.fits(weight)
         assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
         self._library, self._bias, kind = library, bias, _FORMATS[weight.dtype]
         self._packed = library.weights.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
-        library.gemm_pack(weight.data_ptr(), self._packed.data_ptr(), num_outputs, num_inputs, kind)
-        bias_at = None if bias is None else bias.data_ptr()
-        self.args = LinearArgs(
-            self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, kind, DTYPES[weight.dtype]
-        )
+        bias_at, dtype = None if bias is None else bias.data_ptr(), DTYPES[weight.dtype]
+        self.args = LinearArgs(self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, kind, dtype, activation)
+        library.gemm_pack(weight.data_ptr(), self.args)
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -139,11 +127,11 @@ class PackedLinear:
 
 
 def multiply(library: Library, linear: LinearArgs, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, inputs], contiguous and of the linear's type -> [T, outputs] in `dtype`, that type or float32."""
+    """x [T, inputs], contiguous and of the linear's type -> [T, columns] in `dtype`, that type or float32."""
     assert x.is_contiguous()
     assert x.shape[1] == linear.k
-    y = torch.empty(x.shape[0], linear.n, dtype=dtype or x.dtype)
-    args = GemmArgs(linear, x.data_ptr(), y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
+    y = torch.empty(x.shape[0], linear.num_columns, dtype=dtype or x.dtype)
+    args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
     args.y_dtype = DTYPES[y.dtype]
     library.gemm(args)
     return y

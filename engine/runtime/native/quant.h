@@ -106,13 +106,11 @@ static void quant_pack_row(struct quant_format f, struct view x, int64_t k, stru
     }
 }
 
-static void quant_pack_rows(const struct gemm_args *a, void *rows, int64_t first, int64_t num) {
-    struct quant_group to = quant_group_at(a->w.format, a->w.k, rows, first, num);
-    const struct quant_format f = quant_format_of(a->w.format);
-    for (int64_t r = 0; r < num; r++) {
-        struct view x = {(void *)a->x, (size_t)((first + r) * a->x_stride), (enum dtype)a->w.dtype};
-        quant_pack_row(f, x, a->w.k, to, (size_t)r, (size_t)num);
-    }
+static void quant_pack_rows(const struct linear *w, const void *x, int64_t stride, struct quant_group to, int64_t num) {
+    const struct quant_format f = quant_format_of(w->format);
+    for (int64_t r = 0; r < num; r++)
+        quant_pack_row(f, (struct view){(void *)x, (size_t)(r * stride), (enum dtype)w->dtype}, w->k, to, (size_t)r,
+                       (size_t)num);
 }
 
 /* QVECTORS vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. Meanwhile `lines` cache lines a

@@ -160,7 +160,7 @@ void quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
     const struct quant_format f = quant_format_of(s->format);
     int64_t num_blocks = quant_num_blocks(s->k);
     for (int64_t i = begin; i < end; i++) {
-        int64_t row = s->first_row + i;
+        int64_t row = packed_row(s->first_row + i, s->n, s->activation);
         uint8_t *panel = (uint8_t *)s->packed + (size_t)(row / PANEL * num_blocks) * quant_block_bytes(f);
         for (int64_t b = 0; b < num_blocks; b++) {
             struct block block;
@@ -204,9 +204,10 @@ void quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
     int64_t num_blocks = quant_num_blocks(s->k);
     for (int64_t row = begin; row < end; row++) {
         float peak = row_peak(s, row), inverse = peak > 0 && isfinite(peak) ? 127 / peak : 0;
-        uint8_t *codes = (uint8_t *)s->packed + (size_t)(row / PANEL * num_blocks) * quant_block_bytes(f);
-        codes += row % PANEL * 4;
-        s->scales[row] = peak / 127; /* if that is not finite, the row's results will not be either */
+        int64_t to = packed_row(row, s->n, s->activation);
+        uint8_t *codes = (uint8_t *)s->packed + (size_t)(to / PANEL * num_blocks) * quant_block_bytes(f);
+        codes += to % PANEL * 4;
+        s->scales[to] = peak / 127; /* if that is not finite, the row's results will not be either */
         for (int64_t b = 0; b < num_blocks && inverse > 0; b++) {
             float values[QBLOCK];
             uint8_t four[4];

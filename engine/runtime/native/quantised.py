@@ -75,8 +75,9 @@ class QuantisedLinear:
         shape: tuple[int, int],
         dtype: torch.dtype,
         bias: Tensor | None,
+        activation: int = 0,
     ) -> None:
-        """Zeros, for x of `dtype`; the bias is of that type."""
+        """Zeros, for x of `dtype`; the bias is of that type. What an activation means, PackedLinear says."""
         assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
         num_outputs, num_inputs = shape
         self._library, self._bias = library, bias
@@ -84,7 +85,7 @@ class QuantisedLinear:
         is_int8 = weight_format is WeightFormat.INT8
         self._scales = torch.zeros(-(-num_outputs // PANEL) * PANEL) if is_int8 else None
         self.args = LinearArgs(self._packed.data_ptr(), n=num_outputs, k=num_inputs, format=weight_format)
-        self.args.dtype = DTYPES[dtype]
+        self.args.dtype, self.args.activation = DTYPES[dtype], activation
         if self._scales is not None:
             self.args.scales = self._scales.data_ptr()
         if bias is not None:
@@ -92,11 +93,17 @@ class QuantisedLinear:
 
     @classmethod
     def from_gguf(
-        cls, library: Library, parts: Sequence[QuantisedRows], num_inputs: int, dtype: torch.dtype, bias: Tensor | None
+        cls,
+        library: Library,
+        parts: Sequence[QuantisedRows],
+        num_inputs: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        activation: int = 0,
     ) -> QuantisedLinear:
         """The rows of one matrix, in parts that may be of several types."""
         shape = (sum(len(part.rows) for part in parts), num_inputs)
-        made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias)
+        made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias, activation)
         first_row = 0
         for part in parts:
             rows = np.ascontiguousarray(part.rows)
@@ -105,18 +112,18 @@ class QuantisedLinear:
         return made
 
     @classmethod
-    def int8(cls, library: Library, weight: Tensor, bias: Tensor | None) -> QuantisedLinear:
+    def int8(cls, library: Library, weight: Tensor, bias: Tensor | None, activation: int = 0) -> QuantisedLinear:
         """Round a float matrix, with one scale for each of its rows."""
         assert weight.is_contiguous()
-        made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias)
+        made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias, activation)
         made._fill(weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), 0, DTYPES[weight.dtype])
         return made
 
     def _fill(self, rows: int, row_bytes: int, num_rows: int, first_row: int, kind: int) -> None:
         source = QuantSource(
-            rows, self.args.packed, self.args.scales, row_bytes, num_rows, first_row, self.args.k, kind
+            rows, self.args.packed, self.args.scales, row_bytes, num_rows, first_row, self.args.n, self.args.k
         )
-        source.format = self.args.format
+        source.kind, source.format, source.activation = kind, self.args.format, self.args.activation
         self._library.quant_pack(source)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -84,7 +84,6 @@ static void run_store(const void *args, int64_t begin, int64_t end) { store_toke
 static void run_store_int8(const void *args, int64_t begin, int64_t end) { active->store_int8(args, begin, end); }
 static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
 static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
-static void run_act(const void *args, int64_t begin, int64_t end) { active->act_mul(args, begin, end); }
 static void run_embed(const void *args, int64_t begin, int64_t end) { active->embed(args, begin, end); }
 static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
 
@@ -94,7 +93,8 @@ EXPORT int32_t quire_store(const struct store_args *a) {
 }
 
 EXPORT int32_t quire_add_rms_norm(const struct norm_args *a) {
-    run_ranges(run_norm, a, a->rows, a->width, WORTH_SHARING);
+    int64_t num = a->packs ? active->gemm_num_groups(a->packs) : a->rows;
+    if (num > 0) run_ranges(run_norm, a, num, a->rows * a->width / num, WORTH_SHARING);
     return QUIRE_OK;
 }
 
@@ -108,11 +108,6 @@ EXPORT int32_t quire_embed(const struct embed_args *a) {
     return QUIRE_OK;
 }
 
-EXPORT int32_t quire_act_mul(const struct act_args *a) {
-    run_ranges(run_act, a, a->rows, 2 * a->width, WORTH_SHARING);
-    return QUIRE_OK;
-}
-
 EXPORT int32_t quire_sample(const struct sample_args *a) {
     run_ranges(run_sample, a, a->rows, a->vocab_size, WORTH_SHARING);
     return QUIRE_OK;
@@ -120,14 +115,10 @@ EXPORT int32_t quire_sample(const struct sample_args *a) {
 
 struct gemm_job {
     const struct gemm_args *args;
-    void *rows;
     int64_t num_groups, groups_per_block, num_blocks;
 };
 
-static void run_pack_rows(const void *context, int64_t begin, int64_t end) {
-    const struct gemm_job *job = context;
-    active->gemm_pack_rows(job->args, job->rows, begin, end);
-}
+static void run_pack_rows(const void *args, int64_t begin, int64_t end) { active->gemm_pack_rows(args, begin, end); }
 
 /* Shares are numbered panel by panel, the blocks of rows of one panel together: threads that work at the same time then
  * read the same weights. */
@@ -139,48 +130,55 @@ static void run_gemm(const void *context, int64_t begin, int64_t end) {
         struct gemm_share share = {begin / job->num_blocks, begin / job->num_blocks + num_panels, group,
                                    group + job->groups_per_block};
         if (share.group_end > job->num_groups) share.group_end = job->num_groups;
-        active->gemm(job->args, job->rows, &share);
+        active->gemm(job->args, &share);
         begin += num_panels;
     }
 }
 
 enum { MAX_BLOCK_GROUPS = 16 };
 
-EXPORT int32_t quire_gemm(const struct gemm_args *a) {
-    if (a->m == 0) return QUIRE_OK;
-    struct gemm_job job = {a, malloc(active->gemm_rows_bytes(a)), active->gemm_num_groups(a), MAX_BLOCK_GROUPS, 1};
-    if (!job.rows) return QUIRE_NO_MEMORY;
+static void multiply(const struct gemm_args *a) {
+    struct gemm_job job = {a, active->gemm_num_groups(a), MAX_BLOCK_GROUPS, 1};
     int64_t num_panels = (a->w.n + PANEL - 1) / PANEL, enough = 8 * team_size();
     while (job.groups_per_block > 1 && num_panels * ((job.num_groups - 1) / job.groups_per_block + 1) < enough)
         job.groups_per_block /= 2;
     job.num_blocks = (job.num_groups - 1) / job.groups_per_block + 1;
-    run_ranges(run_pack_rows, &job, job.num_groups, a->m * a->w.k / job.num_groups, WORTH_SHARING);
+    if (a->x) run_ranges(run_pack_rows, a, job.num_groups, a->m * a->w.k / job.num_groups, WORTH_SHARING);
     run_ranges(run_gemm, &job, num_panels * job.num_blocks, PANEL * a->w.k, WORTH_SHARING);
-    free(job.rows);
+}
+
+/* Bytes that packed rows of x take. */
+size_t quire_rows_bytes(const struct gemm_args *a) { return active->gemm_rows_bytes(a); }
+
+EXPORT int32_t quire_gemm(const struct gemm_args *a) {
+    if (a->m == 0) return QUIRE_OK;
+    struct gemm_args own = *a;
+    if (!a->rows && !(own.rows = malloc(quire_rows_bytes(a)))) return QUIRE_NO_MEMORY;
+    multiply(&own);
+    if (!a->rows) free(own.rows);
     return QUIRE_OK;
 }
 
 struct pack_job {
     const uint32_t *from;
     uint32_t *to;
-    int64_t num_rows, lanes;
+    int64_t n, lanes;
+    int32_t activation;
 };
 
 static void run_pack(const void *context, int64_t begin, int64_t end) {
     const struct pack_job *job = context;
-    for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t r = 0; r < PANEL; r++) {
-            int64_t row = panel * PANEL + r;
-            uint32_t *to = job->to + panel * job->lanes * PANEL + r;
-            for (int64_t l = 0; l < job->lanes; l++)
-                to[l * PANEL] = row < job->num_rows ? job->from[row * job->lanes + l] : 0;
-        }
+    for (int64_t row = begin; row < end; row++) {
+        int64_t at = packed_row(row, job->n, job->activation);
+        uint32_t *to = job->to + at / PANEL * job->lanes * PANEL + at % PANEL;
+        for (int64_t l = 0; l < job->lanes; l++) to[l * PANEL] = job->from[row * job->lanes + l];
+    }
 }
 
-/* Pack w [n, k] (k even), float32 or bfloat16; rows behind n are zero. `packed` has room for n rounded up to PANEL. */
-EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t format) {
-    struct pack_job job = {w, packed, n, format == WEIGHT_F32 ? k : k / 2};
-    run_ranges(run_pack, &job, (n + PANEL - 1) / PANEL, PANEL * k, WORTH_SHARING);
+/* Pack w [n, k] (k even), float32 or bfloat16. `packed` has room for n rounded up to PANEL, and begins as zeros. */
+EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t format, int32_t activation) {
+    struct pack_job job = {w, packed, n, format == WEIGHT_F32 ? k : k / 2, activation};
+    run_ranges(run_pack, &job, n, k, WORTH_SHARING);
     return QUIRE_OK;
 }
 

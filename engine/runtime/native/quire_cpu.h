@@ -86,28 +86,49 @@ enum weight_format {
     WEIGHT_Q8_HALF_MIN = 7,
 };
 
-/* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n]. */
+enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };
+
+/* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n].
+ *
+ * One with an activation is n / 2 gates and then as many ups, and its product is activation(gates x) * ups x. Its panels
+ * are PANEL / 2 gates and their ups, so that what belongs together is summed at the same time. */
 struct linear {
     const void *packed, *scales, *bias;
     int64_t n, k;
     int32_t format, dtype; /* dtype: of x, of the bias, and of y if that is not asked for in float32 */
+    int32_t activation;
 };
 
+/* Columns of the product, and how many of them a panel makes. */
+static inline int64_t num_columns_of(const struct linear *w) { return w->activation ? w->n / 2 : w->n; }
+static inline int64_t panel_columns_of(const struct linear *w) { return w->activation ? PANEL / 2 : PANEL; }
+
+/* Where row `row` of a matrix with n rows lies among the rows of its panels. */
+static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
+    if (!activation) return row;
+    int64_t half = PANEL / 2, is_up = row >= n / 2, pair = is_up ? row - n / 2 : row;
+    return pair / half * PANEL + is_up * half + pair % half;
+}
+
 /* Rows of weights to be packed as `format`: those of a GGUF file (`kind` is its number for the type), or with WEIGHT_INT8
- * a matrix of the dtype `kind`. They become rows `first_row` and on of `packed`, which begins as zeros. */
+ * a matrix of the dtype `kind`. They become rows `first_row` and on of a matrix of `n`, in `packed`, which begins as
+ * zeros. */
 struct quant_source {
     const void *rows;
     void *packed;
     float *scales; /* WEIGHT_INT8: [n] */
-    int64_t row_bytes, num_rows, first_row, k;
-    int32_t kind, format;
+    int64_t row_bytes, num_rows, first_row, n, k;
+    int32_t kind, format, activation;
 };
 
-/* y[m, n] = x[m, k] w^T + bias. */
+/* y [m, columns] = x [m, k] w^T + bias.
+ *
+ * Rows of x are first packed as the weight's format wants to meet them (gemm.h): into `rows`, or where that is NULL into
+ * memory of the call's own. Without x they have been packed there before. */
 struct gemm_args {
     struct linear w;
     const void *x;
-    void *y;
+    void *rows, *y;
     int64_t m, x_stride, y_stride;
     int32_t y_dtype;
 };
@@ -121,7 +142,8 @@ struct norm_args {
     void *residual;     /* [rows, width], += alpha * delta unless delta is NULL */
     const void *delta;  /* [rows, width] */
     const void *weight; /* [width]; NULL: out = residual, no norm */
-    void *out;          /* [rows, width] */
+    void *out;          /* [rows, width], or NULL: */
+    const struct gemm_args *packs; /* what is to be multiplied is packed for that at once */
     int64_t rows, width, residual_stride, delta_stride, out_stride;
     int32_t dtype, weight_dtype; /* dtype: of out */
     int32_t stream_dtype;        /* of residual and delta: as `dtype`, or float32 */
@@ -136,16 +158,6 @@ struct rope_args {
     int64_t tokens, stride, num_heads, num_kv_heads, head_dim, rope_dim;
     int32_t dtype, weight_dtype, angle_dtype; /* the others: as `dtype`, or float32 */
     float eps;
-};
-
-enum activation { ACT_SILU = 0, ACT_GELU_TANH = 1, ACT_GELU = 2 };
-
-/* out = activation(gate) * up */
-struct act_args {
-    const void *gate_up; /* [rows, 2 * width], gates first */
-    void *out;           /* [rows, width] */
-    int64_t rows, width, in_stride, out_stride;
-    int32_t dtype, activation;
 };
 
 /* out = scale * table[ids], in float32 */
@@ -184,14 +196,13 @@ struct kernels {
     void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
     void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
-    void (*act_mul)(const struct act_args *, int64_t begin, int64_t end);
     void (*embed)(const struct embed_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
-    /* A product: rows of x are first packed in groups, as the weight's format wants to meet them. */
+    /* A product, its rows packed in groups. */
     int64_t (*gemm_num_groups)(const struct gemm_args *);
     size_t (*gemm_rows_bytes)(const struct gemm_args *);
-    void (*gemm_pack_rows)(const struct gemm_args *, void *rows, int64_t group_begin, int64_t group_end);
-    void (*gemm)(const struct gemm_args *, const void *rows, const struct gemm_share *);
+    void (*gemm_pack_rows)(const struct gemm_args *, int64_t group_begin, int64_t group_end);
+    void (*gemm)(const struct gemm_args *, const struct gemm_share *);
 };
 
 extern const struct kernels kernels_portable;
@@ -212,11 +223,11 @@ const struct kernels *active_kernels(void);
 /* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
+size_t quire_rows_bytes(const struct gemm_args *);
 EXPORT int32_t quire_store(const struct store_args *);
 EXPORT int32_t quire_attend(const struct attend_args *);
 EXPORT int32_t quire_add_rms_norm(const struct norm_args *);
 EXPORT int32_t quire_rope(const struct rope_args *);
-EXPORT int32_t quire_act_mul(const struct act_args *);
 EXPORT int32_t quire_embed(const struct embed_args *);
 
 void quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
