@@ -1,0 +1,157 @@
+"""What happens to queries, keys and values between their projection and attention, as one launch.
+
+Each query and key head is normed (some models) and turned by its position; queries go to a tensor of their own, keys
+and values to the paged pool. Queries are not turned in place: the threads of a program read each other's elements. The
+pool's layout is known by its strides alone. Engine thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 4  # a program's; with 128 dimensions a warp each, 4 values a thread. To be swept on a card, with 2 and 8.
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Norm, turn and store: returns the queries [T, num_heads, head_dim].
+
+    qkv [T, heads, head_dim]: query heads, then key heads, then value heads; tokens may lie apart. `angles` are cos and
+    signed sin [T, rope_dim] as Rotary makes them, None for a layer without positions; `norms` the weights [head_dim]
+    for queries and for keys. The pools are views [num_blocks, block_size, num_kv_heads, head_dim] of any strides but
+    the last, which is 1, and of qkv's type. slots [T]: block * block_size + offset; one below 0 stores nothing.
+    """
+    num_tokens, num_all, dim = qkv.shape
+    block_size, num_kv_heads = k_pool.shape[1:3]
+    num_heads = num_all - 2 * num_kv_heads
+    assert k_pool.shape == v_pool.shape
+    assert k_pool.dtype == v_pool.dtype == qkv.dtype
+    assert qkv.stride(2) == k_pool.stride(3) == v_pool.stride(3) == 1
+    assert slots.shape == (num_tokens,)
+    assert slots.is_contiguous()
+    q = torch.empty((num_tokens, num_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return q
+    cos, signed_sin = (qkv, qkv) if angles is None else angles
+    q_weight, k_weight = (qkv, qkv) if norms is None else norms
+    if angles is not None:
+        assert cos.shape == signed_sin.shape
+        assert cos.is_contiguous()
+        assert signed_sin.is_contiguous()
+    _rotate_and_store[(num_tokens, triton.cdiv(num_all, _HEADS))](
+        qkv,
+        q,
+        cos,
+        signed_sin,
+        q_weight,
+        k_weight,
+        k_pool,
+        v_pool,
+        slots,
+        qkv.stride(0),
+        qkv.stride(1),
+        *k_pool.stride()[:3],
+        *v_pool.stride()[:3],
+        block_size,
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        DIM=dim,
+        ROPE_DIM=0 if angles is None else cos.shape[1],
+        HAS_NORM=norms is not None,
+        HEADS=_HEADS,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=_HEADS,
+    )
+    return q
+
+
+@triton.jit
+def _norm_factor(x, DIM: tl.constexpr, eps):
+    """1 / rms of each row of x [HEADS, BLOCK], zeros behind DIM: [HEADS, 1]."""
+    return 1.0 / tl.sqrt_rn(tl.sum(x * x, 1, keep_dims=True) / DIM + eps)
+
+
+@triton.jit
+def _scale(q_weight_ptr, k_weight_ptr, dims, is_q, is_k):
+    """The norm's weight of each element; 0 where there is none."""
+    q_weight = tl.load(q_weight_ptr + dims, is_q, 0.0).to(tl.float32)
+    return q_weight + tl.load(k_weight_ptr + dims, is_k, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv_ptr,
+    q_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    slots_ptr,
+    token_stride,
+    head_stride,
+    k_block_stride,
+    k_position_stride,
+    k_head_stride,
+    v_block_stride,
+    v_position_stride,
+    v_head_stride,
+    block_size,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program for HEADS heads of a token, which may be of all three kinds."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (dim < DIM)
+    is_q = inside & (head < NUM_HEADS)
+    is_k = inside & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_v = inside & (head >= NUM_HEADS + NUM_KV_HEADS)
+
+    head_at = qkv_ptr + token * token_stride + head * head_stride
+    raw = tl.load(head_at + dim, inside, 0.0)
+    x = raw.to(tl.float32)
+    if HAS_NORM:
+        factor = _norm_factor(x, DIM, eps)
+        # Rounded before it is turned, as it is where norm and rotation are two operations.
+        x = (x * factor * _scale(q_weight_ptr, k_weight_ptr, dim, is_q, is_k)).to(raw.dtype).to(tl.float32)
+    if ROPE_DIM > 0:
+        # Each element and the one it is turned with, which lies half the turned dimensions away.
+        turns = dim < ROPE_DIM
+        other_dim = tl.where(dim < ROPE_DIM // 2, dim + ROPE_DIM // 2, dim - ROPE_DIM // 2)
+        other = tl.load(head_at + other_dim, (is_q | is_k) & turns, 0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = _scale(q_weight_ptr, k_weight_ptr, other_dim, is_q & turns, is_k & turns)
+            other = (other * factor * scale).to(raw.dtype).to(tl.float32)
+        angle_at = token * ROPE_DIM + dim
+        cos = tl.load(cos_ptr + angle_at, turns, 1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle_at, turns, 0.0).to(tl.float32)
+        x = x * cos + other * sin
+
+    tl.store(q_ptr + (token * NUM_HEADS + head) * DIM + dim, x, is_q)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        block, position = slot // block_size, slot % block_size
+        k_at = k_pool_ptr + block * k_block_stride + position * k_position_stride
+        tl.store(k_at + (head - NUM_HEADS) * k_head_stride + dim, x, is_k)
+        v_at = v_pool_ptr + block * v_block_stride + position * v_position_stride
+        tl.store(v_at + (head - NUM_HEADS - NUM_KV_HEADS) * v_head_stride + dim, raw, is_v)
