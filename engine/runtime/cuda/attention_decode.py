@@ -1,0 +1,274 @@
+"""Decode attention: slices with one query, each context cut into splits that work side by side.
+
+One program takes a slice, a kv head and a split; the query heads that share the kv head are the rows of its products.
+With several splits a second kernel joins their partial results. The number of splits is the host's choice, the keys a
+split takes are found on the device from the context there is: a captured graph stays right whatever it is replayed on,
+and programs behind the end of a context leave at once. Host code here runs on the engine thread and waits for nothing.
+"""
+
+# ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.cuda.attention_tile import LOG2E, add_sink, attend_keys
+from engine.runtime.cuda.store import PoolView
+
+MAX_SPLITS = 64
+# Chosen by reasoning, to be swept on a card: fewer keys than a split's minimum are not worth a partial result, and more
+# than its maximum would keep one program busy long after the others where contexts are ragged.
+MIN_SPLIT_KEYS, MAX_SPLIT_KEYS = 128, 4096
+PROGRAMS_PER_SM = 2
+MERGED_SPLITS = tl.constexpr(16)  # at once
+
+
+class Splits(NamedTuple):
+    """Into how many parts contexts are cut, and how many keys a part has at the least."""
+
+    num: int
+    min_keys: int
+
+
+def choose_splits(num_programs: int, max_context: int, num_sms: int) -> Splits:
+    """Enough splits to fill the device and to bound the longest; `num_programs` is slices times kv heads.
+
+    The context counts by its power of two, so that the choice is stable from step to step.
+    """
+    bucket = max(MIN_SPLIT_KEYS, triton.next_power_of_2(max_context))
+    to_fill = -(-PROGRAMS_PER_SM * num_sms // num_programs)
+    num = max(1, min(max(to_fill, bucket // MAX_SPLIT_KEYS), bucket // MIN_SPLIT_KEYS, MAX_SPLITS))
+    return Splits(num, bucket // num)
+
+
+@triton.jit
+def _cut(context, num_splits, min_split_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first tile's position in a context, and the keys a split takes from there."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
+    keys = tl.maximum(tl.cdiv(context - first, num_splits), min_split_keys)
+    return first, tl.cdiv(keys, BLOCK_N) * BLOCK_N
+
+
+_STEP_ARGS = ("slices", "query_starts", "context_lens", "block_tables")  # whose addresses and widths change every step
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits", "min_split_keys"], do_not_specialize_on_alignment=_STEP_ARGS
+)
+def _decode_kernel(
+    q,  # [T, H, D], as out
+    out,
+    partial,  # [pieces, H, splits, D] float32, normalised
+    partial_lse,  # [pieces, H, splits] float32, in base 2
+    k_pool,
+    v_pool,
+    k_scales,
+    v_scales,
+    sinks,
+    slices,
+    query_starts,
+    context_lens,
+    block_tables,
+    table_stride,
+    num_splits,
+    min_split_keys,
+    scale,
+    softcap,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    block_stride,
+    head_stride,
+    row_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    piece, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    index = tl.load(slices + piece)
+    context = tl.load(context_lens + index)
+    first, split_keys = _cut(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
+    begin = first + split * split_keys
+    end = tl.minimum(begin + split_keys, context)
+    if IS_SPLIT and begin >= end:
+        return
+
+    row = tl.load(query_starts + index).to(tl.int64)
+    groups, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + groups
+    is_row = (groups < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = tl.load(q + row * q_stride + heads[:, None] * q_head_stride + dims[None, :], mask=is_row, other=0)
+    peak, total, acc = attend_keys(
+        queries,
+        tl.full([BLOCK_M], context - 1, tl.int32),
+        tl.full([BLOCK_M], -float("inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        begin,
+        end,
+        block_tables + index.to(tl.int64) * table_stride,
+        k_pool + kv_head * head_stride,
+        v_pool + kv_head * head_stride,
+        k_scales + kv_head * head_stride // 4 if k_scales is not None else None,
+        v_scales + kv_head * head_stride // 4 if v_scales is not None else None,
+        block_stride,
+        row_stride,
+        scale,
+        softcap,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        BLOCK_D,
+        WINDOW,
+        HAS_SOFTCAP,
+        IS_MASKED=True,
+    )
+    if IS_SPLIT:
+        entry = (piece * tl.num_programs(1) * GROUP + heads).to(tl.int64) * num_splits + split
+        tl.store(partial + entry[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=is_row)
+        tl.store(partial_lse + entry, peak + tl.log2(total), mask=groups < GROUP)
+    else:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=groups < GROUP, other=0.0).to(tl.float32) * LOG2E
+            peak, total, acc = add_sink(peak, total, acc, sink)
+        # A slice of a captured graph that stands for nothing has no context: its row is zero.
+        result = tl.where(context > 0, acc / total[:, None], 0.0)
+        to = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_splits", "min_split_keys"], do_not_specialize_on_alignment=_STEP_ARGS[:3])
+def _merge_kernel(
+    out,
+    partial,
+    partial_lse,
+    sinks,
+    slices,
+    query_starts,
+    context_lens,
+    num_splits,
+    min_split_keys,
+    out_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    piece, head = tl.program_id(0), tl.program_id(1)
+    index = tl.load(slices + piece)
+    context = tl.load(context_lens + index)
+    first, split_keys = _cut(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
+    num_live = tl.cdiv(context - first, split_keys)
+    entry = (piece * tl.num_programs(1) + head).to(tl.int64) * num_splits
+    dims = tl.arange(0, BLOCK_D)
+    peak = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    for start in range(0, num_live, MERGED_SPLITS):
+        splits = start + tl.arange(0, MERGED_SPLITS)
+        is_live = splits < num_live
+        lse = tl.load(partial_lse + entry + splits, mask=is_live, other=-float("inf"))
+        mask = is_live[:, None] & (dims < HEAD_DIM)[None, :]
+        parts = tl.load(partial + (entry + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
+        peak = new_peak
+    if sinks is not None:
+        peak, total, acc = add_sink(peak, total, acc, tl.load(sinks + head).to(tl.float32) * LOG2E)
+    row = tl.load(query_starts + index).to(tl.int64)
+    result = tl.where(context > 0, acc / total[:, None], 0.0)
+    to = out + row * out_stride + head * HEAD_DIM + dims[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
+
+
+def attend_decodes(
+    spec: AttentionSpec,
+    q: Tensor,
+    out: Tensor,
+    pool: PoolView,
+    slices: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    num: int,
+    splits: Splits,
+) -> None:
+    """Write the rows of `out` [T, H, D] that belong to the first `num` of `slices` (int32), one query each."""
+    heads, dim = spec.num_heads, spec.head_dim
+    group = heads // spec.num_kv_heads
+    block_n = 64 if dim <= 128 and q.dtype.itemsize == 2 else 32
+    block_d = max(16, triton.next_power_of_2(dim))
+    is_split = splits.num > 1
+    partial = partial_lse = None
+    if is_split:
+        partial = torch.empty((num, heads, splits.num, dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((num, heads, splits.num), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num, spec.num_kv_heads, splits.num)](
+        q,
+        out,
+        partial,
+        partial_lse,
+        pool.k,
+        pool.v,
+        pool.k_scales,
+        pool.v_scales,
+        spec.sinks,
+        slices,
+        query_starts,
+        context_lens,
+        block_tables,
+        block_tables.stride(0),
+        splits.num,
+        splits.min_keys,
+        spec.scale,
+        spec.softcap or 0.0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        *pool.strides,
+        GROUP=group,
+        HEAD_DIM=dim,
+        BLOCK_SIZE=pool.block_size,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        WINDOW=spec.window or 0,
+        HAS_SOFTCAP=spec.softcap is not None,
+        IS_SPLIT=is_split,
+        num_warps=4,
+        num_stages=5,
+    )
+    if is_split:
+        _merge_kernel[(num, heads)](
+            out,
+            partial,
+            partial_lse,
+            spec.sinks,
+            slices,
+            query_starts,
+            context_lens,
+            splits.num,
+            splits.min_keys,
+            out.stride(0),
+            HEAD_DIM=dim,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            WINDOW=spec.window or 0,
+            num_warps=4,
+        )

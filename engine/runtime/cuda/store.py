@@ -1,0 +1,135 @@
+"""The K/V pool of the Triton backend: its layout, and the kernel that stores new rows in it.
+
+[num_blocks, num_kv_heads, block_size, head_dim]: what a program reads of a block, one head's rows, is one contiguous run
+(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. Rows of an int8 pool end
+with their scale, as attention/pool.py says. Engine thread.
+"""
+
+# ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.attention.pool import SCALE_BYTES
+
+
+class PoolView(NamedTuple):
+    """One layer's pool as the kernels take it. The scales are the same memory seen as float32; None without int8."""
+
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    strides: tuple[int, int, int]  # of a block, of a head, of a position
+    block_size: int
+
+
+def block_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """Shape of one layer's K, or V."""
+    return (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+
+
+def view_pool(k: Tensor, v: Tensor) -> PoolView:
+    """One layer's K and V, contiguous both."""
+    _, heads, block_size, width = k.shape
+    assert k.is_contiguous()
+    assert v.is_contiguous()
+    scales = [x.view(torch.float32) if x.dtype == torch.int8 else None for x in (k, v)]
+    return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width, width), block_size)
+
+
+def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy whole blocks; all sources are read before any destination is written."""
+    pool.index_copy_(0, destinations, pool.index_select(0, sources))
+
+
+_ROUND = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: added and taken away, it rounds a small float32 to an even-tied integer
+_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _store_rows(rows, pool, scales, at, heads, dims, mask, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows [heads, dims] of one token to element offsets `at` [heads]."""
+    if scales is not None:
+        rows = rows.to(tl.float32)
+        peak = tl.max(tl.abs(rows), 1)
+        factor = tl.minimum(127.0 / peak, _MAX)
+        scaled = rows * factor[:, None]
+        numbers = (scaled + _ROUND) - _ROUND
+        # NaN, in a row with NaN or infinity, is stored as 0 beside a scale that makes NaN of the row again.
+        is_broken = tl.max((rows != rows).to(tl.int32), 1) > 0
+        scale = tl.where(is_broken, float("nan"), peak / 127.0)
+        rows = tl.where(scaled == scaled, numbers, 0.0)
+        tl.store(scales + (at + HEAD_DIM) // 4, scale, mask=heads < NUM_HEADS)
+    tl.store(pool + at[:, None] + dims[None, :], rows.to(pool.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _store_kernel(
+    k,  # [T, Hkv, D], as v
+    v,
+    k_pool,
+    v_pool,
+    k_scales,
+    v_scales,
+    slots,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    block_stride,
+    head_stride,
+    row_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:  # a token of a captured graph that stands for nothing
+        return
+    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    at = slot // BLOCK_SIZE * block_stride + heads * head_stride + slot % BLOCK_SIZE * row_stride
+    rows = tl.load(k + token * k_stride + heads[:, None] * k_head_stride + dims[None, :], mask=mask, other=0)
+    _store_rows(rows, k_pool, k_scales, at, heads, dims, mask, NUM_HEADS, HEAD_DIM)
+    rows = tl.load(v + token * v_stride + heads[:, None] * v_head_stride + dims[None, :], mask=mask, other=0)
+    _store_rows(rows, v_pool, v_scales, at, heads, dims, mask, NUM_HEADS, HEAD_DIM)
+
+
+def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:
+    """Write k, v [T, num_kv_heads, head_dim] at slots [T] int64; a slot below 0 stores nothing."""
+    num_tokens, heads, dim = k.shape
+    assert k.stride(2) == v.stride(2) == 1
+    assert pool.k.shape[1] == heads
+    assert pool.k.shape[3] == dim + SCALE_BYTES * (pool.k_scales is not None)
+    _store_kernel[(num_tokens,)](
+        k,
+        v,
+        pool.k,
+        pool.v,
+        pool.k_scales,
+        pool.v_scales,
+        slots,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        *pool.strides,
+        NUM_HEADS=heads,
+        HEAD_DIM=dim,
+        BLOCK_SIZE=pool.block_size,
+        BLOCK_H=triton.next_power_of_2(heads),
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=4,
+    )
