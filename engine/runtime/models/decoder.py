@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
-from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, Norm, RMSNorm, identity
+from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, NoNorm, RMSNorm
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import LayerParts, NativeDecoder
@@ -64,13 +64,15 @@ class DecoderLayer:
         ]
         self._norms = {name: norm for name, norm in zip(names, norms, strict=True) if name and norm}
         self._window = config.layers[index].window
-        places: list[Norm] = [norm or identity for norm in norms]
+        places = [norm or NoNorm() for norm in norms]
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
 
-    def __call__(self, x: Tensor, angles: Angles | None, attention: LayerAttention) -> None:
-        """Update the residual stream x [T, hidden] in place."""
-        x.add_(self._after_attention(self._attention(self._before_attention(x), angles, attention)), alpha=self._scale)
-        x.add_(self._after_mlp(self._mlp(self._before_mlp(x))), alpha=self._scale)
+    def __call__(self, x: Tensor, delta: Tensor | None, angles: Angles | None, attention: LayerAttention) -> Tensor:
+        """Add what the layer before has left, `delta`, to the residual stream x [T, hidden], in place, and go on from
+        there; returns what this one leaves. A sum and the norm of it are one pass over memory where they can be."""
+        normed = self._before_attention.add(x, delta, self._scale)
+        attended = self._after_attention(self._attention(normed, angles, attention))
+        return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale)))
 
     def tensors(self) -> Named:
         for name, norm in self._norms.items():
@@ -154,9 +156,12 @@ class Decoder:
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
+        delta: Tensor | None = None
         for layer, rope in zip(self._layers, self._rope_of, strict=True):
-            layer(x, angles[rope], attention)
-        return self._norm(x if rows is None else x.index_select(0, rows))
+            delta = layer(x, delta, angles[rope], attention)
+        if rows is not None:
+            x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
+        return self._norm.add(x, delta, self._config.residual_multiplier)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""

@@ -19,12 +19,11 @@ from torch import Tensor
 from engine.runtime.attention.base import LayerAttention
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
 from engine.runtime.models.linear import Linear
+from engine.runtime.models.ops import add_rms_norm
 from engine.runtime.models.rope import rotate
-from engine.runtime.native.ops import add_rms_norm
 from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]
-Norm = Callable[[Tensor], Tensor]
 Angles = tuple[Tensor, Tensor]
 
 
@@ -88,10 +87,22 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return add_rms_norm(x, None, self.weight, self._eps)
 
+    def add(self, x: Tensor, delta: Tensor | None, scale: float) -> Tensor:
+        """x += scale * delta, in place, unless delta is None; then the norm of x."""
+        return add_rms_norm(x, delta, self.weight, self._eps, scale)
 
-def identity(x: Tensor) -> Tensor:
+
+class NoNorm:
     """The norm that is not there."""
-    return x
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, delta: Tensor | None, scale: float) -> Tensor:
+        """x += scale * delta, in place, unless delta is None; returns x itself."""
+        return x if delta is None else x.add_(delta, alpha=scale)
 
 
 class HeadNorm:

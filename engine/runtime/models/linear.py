@@ -13,25 +13,21 @@ a CPU the weight is packed once, for the first of these that the machine has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.models.config import Activation
+from engine.runtime.models.ops import act_mul
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
 from engine.runtime.weights.checkpoint import StoredTensor
 
 Kernel = Callable[[Tensor], Tensor]
-_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
-}
 _NATIVE = (PackedLinear, QuantisedLinear)
 _CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as quire_cpu.h has them
 
@@ -123,10 +119,7 @@ class Linear:
         return self._activated(F.linear(x, self.weight, self.bias))
 
     def _activated(self, y: Tensor) -> Tensor:
-        if self._activation is None:
-            return y
-        gates, ups = y.chunk(2, dim=1)
-        return _ACTIVATIONS[self._activation](gates).mul_(ups)
+        return y if self._activation is None else act_mul(y, self._activation)
 
 
 def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,44 @@
+"""What layers are made of, on whichever device they are: Triton's kernels on CUDA, else native/ops.py. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from engine.runtime.cuda.available import has_triton
+from engine.runtime.models.config import Activation
+from engine.runtime.native import ops as native
+
+_TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+}
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Whether kernels in Triton take this tensor."""
+    return x.is_cuda and has_triton(x.device)
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
+    """residual [T, width] += alpha * delta, in place; returns residual / rms(residual) * weight."""
+    if uses_triton(residual):
+        from engine.runtime.cuda import norm
+
+        return norm.add_rms_norm(residual, delta, weight, eps, alpha)
+    return native.add_rms_norm(residual, delta, weight, eps, alpha)
+
+
+def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up [T, 2 * width], gates first -> activation(gates) * ups, [T, width]."""
+    if uses_triton(gate_up):
+        from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+
+        kernels = {Activation.SILU: silu_mul, Activation.GELU: gelu_mul, Activation.GELU_TANH: gelu_tanh_mul}
+        return kernels[activation](gate_up)
+    gates, ups = gate_up.chunk(2, dim=1)
+    return _TORCH_ACTIVATIONS[activation](gates).mul_(ups)
