@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
-from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_rows
+from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_shape
 from engine.runtime.cuda.store import block_major_shape, copy_blocks, store_kv, view_pool
 
 MAX_HEAD_DIM = 256
@@ -125,7 +125,7 @@ class TritonPagedAttention:
 
 
 def _tiles(step: _Step, spec: AttentionSpec, q: Tensor) -> Tensor:
-    key = spec.num_heads // spec.num_kv_heads, tile_rows(spec, q.dtype.itemsize)
+    key = spec.num_heads // spec.num_kv_heads, tile_shape(spec.head_dim, q.dtype.itemsize).rows
     if key not in step.tiles:
         batch = step.batch
         tiles = list_tiles(step.prefills, batch.query_lens_host, batch.context_lens_host, *key)

@@ -86,7 +86,6 @@ def _decode_kernel(
     out_stride,
     block_stride,
     head_stride,
-    row_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -125,7 +124,6 @@ def _decode_kernel(
         k_scales + kv_head * head_stride // 4 if k_scales is not None else None,
         v_scales + kv_head * head_stride // 4 if v_scales is not None else None,
         block_stride,
-        row_stride,
         scale,
         softcap,
         HEAD_DIM,
@@ -212,7 +210,8 @@ def attend_decodes(
     """Write the rows of `out` [T, H, D] that belong to the first `num` of `slices` (int32), one query each."""
     heads, dim = spec.num_heads, spec.head_dim
     group = heads // spec.num_kv_heads
-    block_n = 64 if dim <= 128 and q.dtype.itemsize == 2 else 32
+    is_half = q.dtype.itemsize == 2
+    block_n = (64 if is_half else 32) // (1 if dim <= 128 else 2)
     block_d = max(16, triton.next_power_of_2(dim))
     is_split = splits.num > 1
     partial = partial_lse = None
@@ -252,7 +251,7 @@ def attend_decodes(
         HAS_SOFTCAP=spec.softcap is not None,
         IS_SPLIT=is_split,
         num_warps=4,
-        num_stages=5,
+        num_stages=5 if is_half else 3,  # the table's load takes half of them: two tiles of K and V, or one
     )
     if is_split:
         _merge_kernel[(num, heads)](

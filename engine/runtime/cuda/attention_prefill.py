@@ -9,6 +9,7 @@ longest first, so no program is empty and the device does not end on a long one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,9 +20,25 @@ from engine.runtime.cuda.attention_tile import LOG2E, add_sink, attend_keys
 from engine.runtime.cuda.store import PoolView
 
 
-def tile_rows(spec: AttentionSpec, itemsize: int) -> int:
-    """Rows of a tile; what the accumulators of a program leave room for. To be swept on a card."""
-    return 128 if itemsize == 2 and spec.head_dim <= 128 else 64
+class TileShape(NamedTuple):
+    """Rows and keys of a tile, and how many warps and stages of loads work on it. To be swept on a card."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_shape(head_dim: int, itemsize: int) -> TileShape:
+    """As large as 99 KiB of shared memory hold, the least a device has; `itemsize` is the queries'.
+
+    With 16 bits nothing spills out of the registers (compiled for capability 9.0). Float32 is for comparisons.
+    """
+    if itemsize == 2:
+        return TileShape(128, 64, 8, 3) if head_dim <= 128 else TileShape(64, 32, 8, 3)
+    if head_dim <= 64:
+        return TileShape(64, 32, 4, 3)
+    return TileShape(64, 16, 8, 3) if head_dim <= 128 else TileShape(32, 32, 8, 1)
 
 
 def list_tiles(
@@ -60,7 +77,6 @@ def _prefill_kernel(
     out_stride,
     block_stride,
     head_stride,
-    row_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -103,11 +119,11 @@ def _prefill_kernel(
         begin = (first_at + 1) // BLOCK_N * BLOCK_N
         peak, total, acc = attend_keys(
             q_tile, q_at, peak, total, acc, 0, begin, table, k_pool, v_pool, k_scales, v_scales, block_stride,
-            row_stride, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=False,
+            scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=False,
         )  # fmt: skip
     peak, total, acc = attend_keys(
         q_tile, q_at, peak, total, acc, begin, end, table, k_pool, v_pool, k_scales, v_scales, block_stride,
-        row_stride, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=True,
+        scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=True,
     )  # fmt: skip
     if sinks is not None:
         sink = tl.load(sinks + heads).to(tl.float32) * LOG2E
@@ -127,8 +143,8 @@ def attend_prefills(
     block_tables: Tensor,
 ) -> None:
     """Write the rows of `out` [T, H, D] that belong to `tiles` [N, 2] int32, as list_tiles lists them."""
-    dim, itemsize = spec.head_dim, q.dtype.itemsize
-    num_rows = tile_rows(spec, itemsize)
+    dim = spec.head_dim
+    shape = tile_shape(dim, q.dtype.itemsize)
     _prefill_kernel[(tiles.shape[0], spec.num_kv_heads)](
         q,
         out,
@@ -151,11 +167,11 @@ def attend_prefills(
         GROUP=spec.num_heads // spec.num_kv_heads,
         HEAD_DIM=dim,
         BLOCK_SIZE=pool.block_size,
-        BLOCK_M=num_rows,
-        BLOCK_N=64 if itemsize == 2 and dim <= 128 else 32,
+        BLOCK_M=shape.rows,
+        BLOCK_N=shape.keys,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         WINDOW=spec.window or 0,
         HAS_SOFTCAP=spec.softcap is not None,
-        num_warps=8 if num_rows == 128 or dim > 128 else 4,
-        num_stages=3,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )

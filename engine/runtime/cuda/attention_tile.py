@@ -1,7 +1,6 @@
 """What both attention kernels do with a tile of keys: gather it through the block table, score it, weigh the values.
 
-Softmax is online and in base 2 with float32 accumulators. A pool's row is `head_dim` numbers of the queries' type, or of
-int8 with the float32 they are to be multiplied by behind them (attention/pool.py). Device code: it knows no slices.
+Softmax is online and in base 2 with float32 accumulators. The pool lies as store.py says. Device code: it knows no slices.
 """
 
 # ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
@@ -11,17 +10,20 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Of float32 products: three in tensor cores, which lose two or three bits instead of thirteen. In full precision there are
+# no tensor cores for them, and a tile's numbers do not fit a program's registers.
+PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def load_rows(pool, scales, rows, is_key, dims, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+def load_rows(pool, scales, rows, scales_at, is_key, dims, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
     """Rows of K or V that begin `rows` [N] elements into the pool: [N, BLOCK_D] of DTYPE, zero where there is nothing.
 
     What is masked is never read, so nothing stale in the pool can reach a result, not even as 0 * NaN.
     """
     tile = tl.load(pool + rows[:, None] + dims[None, :], mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0)
     if scales is not None:
-        scale = tl.load(scales + (rows + HEAD_DIM) // 4, mask=is_key, other=0.0)
+        scale = tl.load(scales + scales_at, mask=is_key, other=0.0)
         tile = tile.to(tl.float32) * scale[:, None]
     return tile.to(DTYPE)
 
@@ -47,7 +49,6 @@ def attend_keys(
     k_scales,
     v_scales,
     block_stride,
-    row_stride,
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
@@ -63,11 +64,12 @@ def attend_keys(
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         is_key = keys < end
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        rows = blocks * block_stride + (keys % BLOCK_SIZE) * row_stride
-        k = load_rows(k_pool, k_scales, rows, is_key, dims, HEAD_DIM, q.dtype)
-        # "ieee" concerns float32 alone, whose products would lose 13 bits otherwise.
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        blocks = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * block_stride
+        offsets = keys % BLOCK_SIZE
+        rows = blocks + offsets * HEAD_DIM
+        scales_at = (blocks + BLOCK_SIZE * HEAD_DIM) // 4 + offsets
+        k = load_rows(k_pool, k_scales, rows, scales_at, is_key, dims, HEAD_DIM, q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             scores = soft_cap(scores, softcap)
         scores *= LOG2E
@@ -82,8 +84,8 @@ def attend_keys(
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
-        v = load_rows(v_pool, v_scales, rows, is_key, dims, HEAD_DIM, q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
+        v = load_rows(v_pool, v_scales, rows, scales_at, is_key, dims, HEAD_DIM, q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision=PRECISION)
         peak = new_peak
     return peak, total, acc
 

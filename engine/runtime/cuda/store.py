@@ -1,8 +1,9 @@
 """The K/V pool of the Triton backend: its layout, and the kernel that stores new rows in it.
 
 [num_blocks, num_kv_heads, block_size, head_dim]: what a program reads of a block, one head's rows, is one contiguous run
-(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. Rows of an int8 pool end
-with their scale, as attention/pool.py says. Engine thread.
+(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. In an int8 pool, whose
+rows are four bytes longer (attention/pool.py), a head's run is first the numbers of all its rows, then their float32 scales:
+so the numbers are aligned and are read 16 at a time. Engine thread.
 """
 
 # ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
@@ -26,7 +27,7 @@ class PoolView(NamedTuple):
     v: Tensor
     k_scales: Tensor | None
     v_scales: Tensor | None
-    strides: tuple[int, int, int]  # of a block, of a head, of a position
+    strides: tuple[int, int]  # of a block, of a head
     block_size: int
 
 
@@ -41,7 +42,7 @@ def view_pool(k: Tensor, v: Tensor) -> PoolView:
     assert k.is_contiguous()
     assert v.is_contiguous()
     scales = [x.view(torch.float32) if x.dtype == torch.int8 else None for x in (k, v)]
-    return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width, width), block_size)
+    return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width), block_size)
 
 
 def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
@@ -56,8 +57,8 @@ _MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _store_rows(rows, pool, scales, at, heads, dims, mask, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows [heads, dims] of one token to element offsets `at` [heads]."""
+def _store_rows(rows, pool, scales, at, scales_at, heads, dims, mask, NUM_HEADS: tl.constexpr):
+    """Rows [heads, dims] of one token to element offsets `at` [heads], and what they are multiplied by to `scales_at`."""
     if scales is not None:
         rows = rows.to(tl.float32)
         peak = tl.max(tl.abs(rows), 1)
@@ -68,7 +69,7 @@ def _store_rows(rows, pool, scales, at, heads, dims, mask, NUM_HEADS: tl.constex
         is_broken = tl.max((rows != rows).to(tl.int32), 1) > 0
         scale = tl.where(is_broken, float("nan"), peak / 127.0)
         rows = tl.where(scaled == scaled, numbers, 0.0)
-        tl.store(scales + (at + HEAD_DIM) // 4, scale, mask=heads < NUM_HEADS)
+        tl.store(scales + scales_at, scale, mask=heads < NUM_HEADS)
     tl.store(pool + at[:, None] + dims[None, :], rows.to(pool.dtype.element_ty), mask=mask)
 
 
@@ -87,7 +88,6 @@ def _store_kernel(
     v_head_stride,
     block_stride,
     head_stride,
-    row_stride,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -100,11 +100,14 @@ def _store_kernel(
         return
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = slot // BLOCK_SIZE * block_stride + heads * head_stride + slot % BLOCK_SIZE * row_stride
+    block = slot // BLOCK_SIZE * block_stride + heads * head_stride
+    offset = slot % BLOCK_SIZE
+    at = block + offset * HEAD_DIM
+    scales_at = (block + BLOCK_SIZE * HEAD_DIM) // 4 + offset
     rows = tl.load(k + token * k_stride + heads[:, None] * k_head_stride + dims[None, :], mask=mask, other=0)
-    _store_rows(rows, k_pool, k_scales, at, heads, dims, mask, NUM_HEADS, HEAD_DIM)
+    _store_rows(rows, k_pool, k_scales, at, scales_at, heads, dims, mask, NUM_HEADS)
     rows = tl.load(v + token * v_stride + heads[:, None] * v_head_stride + dims[None, :], mask=mask, other=0)
-    _store_rows(rows, v_pool, v_scales, at, heads, dims, mask, NUM_HEADS, HEAD_DIM)
+    _store_rows(rows, v_pool, v_scales, at, scales_at, heads, dims, mask, NUM_HEADS)
 
 
 def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:

@@ -1,0 +1,378 @@
+"""The Triton attention backend against the definition in float64: fresh random inputs, and NaN wherever nothing is stored."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.runtime.attention import table
+from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import from_pool, to_pool
+from engine.runtime.attention.reference import ReferenceAttention, dense_attention
+from engine.runtime.attention.triton_paged import TritonPagedAttention
+from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits
+from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_shape
+from engine.runtime.cuda.store import store_kv, view_pool
+from tests.cpu.test_models_families import CASES, save_tiny
+from tests.gpu.test_engine_cuda import answers, build
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter computes with NumPy, which speaks up where infinities and NaN are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+HALVES = (torch.bfloat16, torch.float16)
+HEAD_DIMS, GROUPS, BLOCK_SIZES = (64, 80, 96, 128, 256), (1, 3, 4, 7, 8), (8, 16, 64)
+# Of a float32 result, in units of its last place: products on a device are three of TF32, which keep 21 bits.
+FLOAT32_ULPS = 64 if DEVICE.type == "cpu" else 1024
+
+
+@dataclass
+class Case:
+    """Sequences in a pool of scattered blocks, the last tokens of each being new; everything random from one seed."""
+
+    spec: AttentionSpec
+    steps: list[tuple[int, int]]  # (tokens already computed, tokens of this step)
+    block_size: int
+    dtype: torch.dtype
+    seed: int
+    pool_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        spec, generator = self.spec, torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE, self.dtype)
+
+        contexts = [start + num for start, num in self.steps]
+        self.q = draw(sum(num for _, num in self.steps), spec.num_heads, spec.head_dim)
+        self.keys, self.values = (
+            [draw(context, spec.num_kv_heads, spec.head_dim) for context in contexts] for _ in range(2)
+        )
+        widths = [-(-context // self.block_size) for context in contexts]
+        num_blocks = sum(widths) + 3
+        blocks = random.Random(self.seed).sample(range(num_blocks), sum(widths))
+        self.tables = [[blocks.pop() for _ in range(width)] for width in widths]
+        shape = TritonPagedAttention().kv_shape(spec, num_blocks, self.block_size)
+        self.k_pool, self.v_pool = (empty_pool(shape, self.pool_dtype or self.dtype) for _ in range(2))
+
+    def slots(self, s: int, first: int) -> list[int]:
+        """Of the positions of sequence `s` from `first` on."""
+        start, num = self.steps[s]
+        size = self.block_size
+        return [self.tables[s][p // size] * size + p % size for p in range(first, start + num)]
+
+    def store_all(self, *, is_new_too: bool) -> None:
+        """Histories into the pool, and with `is_new_too` this step's tokens as well."""
+        for s, (start, num) in enumerate(self.steps):
+            stop = start + num if is_new_too else start
+            if stop:
+                slots = torch.tensor(self.slots(s, 0)[:stop], device=DEVICE)
+                store_kv(self.keys[s][:stop], self.values[s][:stop], view_pool(self.k_pool, self.v_pool), slots)
+
+    def new(self) -> tuple[Tensor, Tensor]:
+        """This step's keys and values."""
+        k, v = (
+            torch.cat([x[start:] for x, (start, _) in zip(xs, self.steps, strict=True)])
+            for xs in (self.keys, self.values)
+        )
+        return k, v
+
+    def batch(self) -> Batch:
+        lens = [num for _, num in self.steps]
+        contexts = [start + num for start, num in self.steps]
+        widest = max(map(len, self.tables))
+        # What stands behind a table's end has no meaning: a block that is not there would be found out.
+        tables = [blocks + [1 << 30] * (widest - len(blocks)) for blocks in self.tables]
+        slots = [slot for s, (start, _) in enumerate(self.steps) for slot in self.slots(s, start)]
+        ints = {"dtype": torch.int32, "device": DEVICE}
+        return Batch(
+            ids=torch.zeros(sum(lens), dtype=torch.int64, device=DEVICE),
+            positions=torch.cat([torch.arange(start, start + num) for start, num in self.steps]).to(DEVICE),
+            slots=torch.tensor(slots, device=DEVICE),
+            block_tables=torch.tensor(tables, **ints),
+            query_starts=torch.tensor([sum(lens[:s]) for s in range(len(lens) + 1)], **ints),
+            context_lens=torch.tensor(contexts, **ints),
+            sample_rows=torch.tensor([], dtype=torch.int64, device=DEVICE),
+            query_lens_host=lens,
+            context_lens_host=contexts,
+            block_tables_host=self.tables,
+        )
+
+    def check(self, out: Tensor) -> None:
+        """Within a few roundings of the definition in float64, taken over what the pool holds."""
+        assert out.dtype == self.dtype
+        row = 0
+        for s, (start, num) in enumerate(self.steps):
+            keys, values = (
+                from_pool(to_pool(x, self.pool_dtype or self.dtype), self.dtype) for x in (self.keys[s], self.values[s])
+            )
+            queries = self.q[row : row + num].double()
+            exact = dense_attention(self.spec, queries, keys.double(), values.double(), start)
+            # Weights are rounded once and so is the result, each by half a unit at most.
+            ulps = 1.5 if self.dtype in HALVES else FLOAT32_ULPS
+            bound = ulps * torch.finfo(self.dtype).eps * values.double().abs().max()
+            error = (out[row : row + num].double() - exact).abs().max()
+            assert error <= bound, f"slice {s}: {error:.2e} > {bound:.2e}"  # NaN is not at most anything
+            row += num
+
+
+def empty_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """NaN all over; bytes of 255 are NaN as the float32 scales of an int8 pool."""
+    if dtype == torch.int8:
+        return torch.full((*shape[:-1], shape[-1] + 4), -1, dtype=dtype, device=DEVICE)
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+def make_spec(head_dim: int, group: int, **changes: object) -> AttentionSpec:
+    kv_heads = 1 if group > 4 else 2
+    sinks = changes.pop("has_sinks", False)
+    return AttentionSpec(
+        kv_heads * group,
+        kv_heads,
+        head_dim,
+        head_dim**-0.5,
+        sinks=torch.linspace(-2.0, 3.0, kv_heads * group, device=DEVICE) if sinks else None,
+        **changes,  # type: ignore[arg-type]  # mixed value types
+    )
+
+
+VARIANTS: list[dict[str, object]] = [
+    {},
+    {"window": 24},
+    {"softcap": 1.5},
+    {"has_sinks": True},
+    {"window": 1},
+    {"window": 65, "softcap": 3.0, "has_sinks": True},
+]
+# Every head_dim with every group; the rest of the grid goes round beside them, in steps that share no factor.
+GRID = [
+    pytest.param(
+        dim,
+        group,
+        BLOCK_SIZES[i % 3],
+        VARIANTS[i % 6],
+        (torch.float32, torch.bfloat16, torch.float16)[(i + i // 3) % 3],
+        i,
+        id=f"{dim}-group{group}-block{BLOCK_SIZES[i % 3]}-{i % 6}",
+    )
+    for i, (dim, group) in enumerate((dim, group) for group in GROUPS for dim in HEAD_DIMS)
+]
+
+
+@pytest.mark.parametrize(("dim", "group", "block_size", "variant", "dtype", "seed"), GRID)
+def test_decodes(dim: int, group: int, block_size: int, variant: dict, dtype: torch.dtype, seed: int) -> None:
+    """Ragged contexts in one to several splits, some with nothing for the later ones, and a slice that stands for none."""
+    contexts = [1, block_size, 65 + seed, 130 + 3 * seed]
+    case = Case(make_spec(dim, group, **variant), [(n - 1, 1) for n in contexts], block_size, dtype, seed)
+    case.store_all(is_new_too=True)
+    batch, out = case.batch(), torch.full_like(case.q, torch.nan)
+    pad = {"dtype": torch.int32, "device": DEVICE}
+    tensors = {
+        "slices": torch.arange(5, **pad),
+        "query_starts": torch.arange(6, **pad),
+        "context_lens": torch.cat([batch.context_lens, torch.zeros(1, **pad)]),
+        "block_tables": torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], 1 << 30)]),
+    }
+    q, out = (torch.cat([x, x[:1]]) for x in (case.q, out))
+    splits = (Splits(1, 1), Splits(3, 32), Splits(20, 1))[seed % 3]  # the last are more than are merged at once
+    attend_decodes(case.spec, q, out, view_pool(case.k_pool, case.v_pool), **tensors, num=5, splits=splits)
+    case.check(out[:4])
+    assert (out[4] == 0).all()
+
+
+@pytest.mark.parametrize(("dim", "group", "block_size", "variant", "dtype", "seed"), GRID)
+def test_prefills(dim: int, group: int, block_size: int, variant: dict, dtype: torch.dtype, seed: int) -> None:
+    """Chunks at the beginning, behind a cached context, and across a block's end; of several tiles and of part of one."""
+    steps = [(0, 2 + 3 * seed % 40), (block_size - 1, 3), (70 + seed, 6)]
+    case = Case(make_spec(dim, group, **variant), steps, block_size, dtype, seed)
+    case.store_all(is_new_too=True)
+    batch, out = case.batch(), torch.full_like(case.q, torch.nan)
+    tiles = list_tiles(
+        range(3), batch.query_lens_host, batch.context_lens_host, group, tile_shape(dim, dtype.itemsize).rows
+    )
+    attend_prefills(
+        case.spec,
+        case.q,
+        out,
+        view_pool(case.k_pool, case.v_pool),
+        torch.tensor(tiles, dtype=torch.int32, device=DEVICE),
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+    )
+    case.check(out)
+
+
+def test_list_tiles_covers_every_row_once_and_begins_with_the_longest() -> None:
+    query_lens, context_lens, group, num_rows = [50, 1, 7, 200], [50, 9, 1000, 300], 3, 64
+    tiles = list_tiles([0, 2, 3], query_lens, context_lens, group, num_rows)
+    rows = sorted((s, r) for s, row in tiles for r in range(row, min(row + num_rows, query_lens[s] * group)))
+    assert rows == [(s, r) for s in (0, 2, 3) for r in range(query_lens[s] * group)]
+    firsts = [context_lens[s] - query_lens[s] + row // group for s, row in tiles]
+    assert firsts == sorted(firsts, reverse=True)
+
+
+def test_splits_fill_the_device_and_bound_the_longest() -> None:
+    assert choose_splits(8, 100, 132).num == 1  # too short to be cut
+    assert choose_splits(8, 8192, 132).num == 33
+    assert choose_splits(2048, 4096, 132).num == 1  # as many programs as the device wants
+    assert choose_splits(2048, 32_768, 132).num == 8
+    assert choose_splits(1, 1 << 20, 132).num == MAX_SPLITS
+    assert choose_splits(64, 4097, 132) == choose_splits(64, 8192, 132)
+
+
+MIXED = [(0, 9), (20, 1), (33, 5), (64, 1), (0, 1), (15, 1)]  # the scheduler's order, not ours
+
+
+@pytest.mark.parametrize("pool_dtype", [None, torch.int8], ids=["same", "int8"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("steps", [MIXED, MIXED[1:2] + MIXED[3:]], ids=["mixed", "decodes"])
+def test_a_step_through_the_backend(steps: list, block_size: int, pool_dtype: torch.dtype | None) -> None:
+    """Stored and attended, from rows of one merged projection, as models hand them over; twice, as two layers would."""
+    spec = make_spec(64, 3, window=30, has_sinks=True)
+    case = Case(spec, steps, block_size, torch.bfloat16, seed=block_size, pool_dtype=pool_dtype)
+    case.store_all(is_new_too=False)
+    merged = torch.cat([case.q, *case.new()], dim=1)
+    q, k, v = merged.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    backend = TritonPagedAttention()
+    backend.prepare(case.batch())
+    for _ in range(2):
+        case.check(backend.attend(spec, q, k, v, case.k_pool, case.v_pool))
+
+
+def test_it_errs_no_more_than_the_reference_backend_does() -> None:
+    """Whose only error is the rounding of its result to the queries' type; ours has the weights' as well."""
+    case = Case(make_spec(128, 4), MIXED, 16, torch.bfloat16, seed=11)
+    case.store_all(is_new_too=False)
+    backend, reference = TritonPagedAttention(), ReferenceAttention()
+    backend.prepare(case.batch())
+    out = backend.attend(case.spec, case.q, *case.new(), case.k_pool, case.v_pool)
+    reference.prepare(case.batch())
+    token_major = [pool.transpose(1, 2).contiguous() for pool in (case.k_pool, case.v_pool)]
+    expected = reference.attend(case.spec, case.q, *case.new(), *token_major)
+    wide = Case(make_spec(128, 4), MIXED, 16, torch.float64, seed=11)
+    wide.q, wide.keys, wide.values = (
+        case.q.double(), [x.double() for x in case.keys], [x.double() for x in case.values]
+    )  # fmt: skip
+    reference.prepare(wide.batch())
+    token_major = [pool.double() for pool in token_major]
+    exact = reference.attend(wide.spec, wide.q, *wide.new(), *token_major)
+    ours, theirs = ((x.double() - exact).abs().max() for x in (out, expected))
+    assert 0 < ours <= 3 * theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_an_int8_pool_are_within_half_a_step(dtype: torch.dtype) -> None:
+    spec = make_spec(80, 1)
+    rows = (torch.randn(50, 2, 80) * 10.0 ** torch.randint(-4, 4, (50, 2, 1))).to(DEVICE, dtype)
+    rows[7, 1] = 0
+    rows[9, 0, 3], rows[11, 0, 70] = torch.nan, torch.inf
+    pools = [empty_pool(TritonPagedAttention().kv_shape(spec, 5, 16), torch.int8) for _ in range(2)]
+    store_kv(rows, rows.flip(0), view_pool(*pools), torch.arange(50, device=DEVICE))
+    steps = rows.float().abs().amax(-1, keepdim=True) / 127
+    for pool, expected in ((pools[0], rows), (pools[1], rows.flip(0))):
+        runs = pool.flatten(2)  # of one head in one block: the numbers of all rows, then their scales
+        numbers = runs[..., : 16 * 80].unflatten(2, (16, 80)).float()
+        scales = runs[..., 16 * 80 :].contiguous().view(torch.float32)
+        read = (numbers * scales[..., None]).transpose(1, 2).flatten(0, 1)[:50]
+        whole = expected.float().isfinite().all(-1)
+        steps = expected.float().abs().amax(-1, keepdim=True) / 127
+        assert ((read - expected.float()).abs() <= steps * 0.5001)[whole].all()
+        assert read[~whole].isnan().all()
+        assert scales.transpose(1, 2).flatten(0, 1)[50:].isnan().all()  # untouched
+
+
+def test_a_slot_below_zero_stores_nothing() -> None:
+    spec = make_spec(64, 1)
+    k_pool, v_pool = (empty_pool(TritonPagedAttention().kv_shape(spec, 2, 8), torch.float32) for _ in range(2))
+    k, v = torch.randn(2, 3, 2, 64, device=DEVICE).unbind(0)
+    store_kv(k, v, view_pool(k_pool, v_pool), torch.tensor([-1, 11, -1], device=DEVICE))
+    for pool, rows in ((k_pool, k), (v_pool, v)):
+        assert torch.equal(pool[1, :, 3], rows[1])
+        assert pool.isnan().sum() == pool.numel() - rows[1].numel()
+
+
+def test_copies_whole_blocks() -> None:
+    backend = TritonPagedAttention()
+    for _ in range(2):  # the second time the pairs are known
+        pool = torch.randn(backend.kv_shape(make_spec(64, 1), 8, 8), device=DEVICE)
+        before = pool.clone()
+        backend.copy_blocks(pool, [(1, 5), (2, 0)])
+        for source, destination in ((1, 5), (2, 0), (3, 3), (1, 1)):
+            assert torch.equal(pool[destination], before[source])
+    backend.copy_blocks(pool, [(7, 6)])
+    assert torch.equal(pool[6], before[7])
+
+
+def replay_cases() -> tuple[Case, Case]:
+    """What is captured, four slices, and what it is replayed on: three, with longer contexts."""
+    spec = make_spec(64, 4)
+    return (
+        Case(spec, [(3, 1), (9, 1), (0, 1), (30, 1)], 16, torch.float32, seed=1),
+        Case(spec, [(150, 1), (2, 1), (40, 1)], 16, torch.float32, seed=2),
+    )
+
+
+def test_a_reserved_step_serves_fewer_slices() -> None:
+    """The launches of a step of four, as a captured graph holds them, over metadata that a step of three has filled."""
+    captured, case = replay_cases()
+    backend = TritonPagedAttention()
+    backend.reserve(6, 32, DEVICE)
+    backend.prepare(captured.batch())
+    step = backend._step
+    case.store_all(is_new_too=False)
+    backend.prepare(case.batch())
+    backend._step = step
+    q, k, v = (torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in (case.q, *case.new()))
+    num_empty = case.k_pool.isnan().sum()
+    out = backend.attend(case.spec, q, k, v, case.k_pool, case.v_pool)
+    case.check(out[:3])
+    assert (out[3] == 0).all()
+    assert num_empty - case.k_pool.isnan().sum() == k[:3].numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+def test_a_captured_step_can_be_replayed() -> None:
+    captured, case = replay_cases()
+    case.store_all(is_new_too=False)
+    backend = TritonPagedAttention()
+    backend.reserve(6, 32, DEVICE)
+    q, k, v = (torch.zeros_like(x[:1]).expand(4, -1, -1).contiguous() for x in (case.q, *case.new()))
+    backend.prepare(captured.batch())
+    backend.attend(case.spec, q, k, v, captured.k_pool, captured.v_pool)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend(case.spec, q, k, v, case.k_pool, case.v_pool)
+    q[:3], k[:3], v[:3] = case.q, *case.new()
+    backend.prepare(case.batch())
+    graph.replay()
+    case.check(out[:3])
+    assert (out[3] == 0).all()
+
+
+def test_a_head_that_is_too_wide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a head_dim of at most 256, and the model's is 512; use 'torch'"):
+        TritonPagedAttention().kv_shape(make_spec(512, 1), 2, 16)
+
+
+def test_triton_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(table, "has_triton", lambda device: True)
+    assert isinstance(table.load_backend("auto", cuda), TritonPagedAttention)
+    monkeypatch.setattr(table, "has_triton", lambda device: False)
+    assert not isinstance(table.load_backend("auto", cuda), TritonPagedAttention)
+    with pytest.raises(ConfigError, match="needs the package triton and a recent CUDA device"):
+        table.load_backend("triton", cuda)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_an_engine_says_what_it_says_with_the_reference(name: str, tmp_path: Path) -> None:
+    save_tiny(CASES[name], tmp_path)
+    expected = answers(build(tmp_path, "cpu", attention_backend="reference"))
+    assert answers(build(tmp_path, DEVICE.type, attention_backend="triton")) == expected
