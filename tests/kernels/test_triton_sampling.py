@@ -15,7 +15,7 @@ from engine.core.types import SamplingParams
 from engine.runtime.cuda import sampling, sampling_filter
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties, sample
 from engine.runtime.cuda.sampling_row import Draws
-from engine.runtime.sampling.draw import Drawn, Wish, _draw_in_torch, _lowest_score
+from engine.runtime.sampling.draw import Drawn, Wish, _draw_in_torch
 from engine.runtime.sampling.penalties import Penalized, apply_penalties
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,6 +62,10 @@ def wish(seed: int, position: int = 5, **filters: float) -> Wish:
     return Wish(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters, seed=seed, position=position)  # type: ignore[arg-type]
 
 
+def lowest_score(min_p: float) -> float:
+    return math.log(min_p) if min_p > 0 else -math.inf
+
+
 def draws_of(wishes: Sequence[Wish]) -> Draws:
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=DEVICE)
@@ -71,7 +75,7 @@ def draws_of(wishes: Sequence[Wish]) -> Draws:
         column([w.temperature for w in wishes], torch.float32),
         column([w.top_k for w in wishes], torch.int32),
         column([w.top_p for w in wishes], torch.float64),
-        column([_lowest_score(w.min_p) for w in wishes], torch.float32),
+        column([lowest_score(w.min_p) for w in wishes], torch.float32),
         column(seeds, torch.int64),
         column([w.position for w in wishes], torch.int64),
     )
@@ -93,7 +97,7 @@ def check(logits: Tensor, wishes: list[Wish]) -> list[int]:
 @pytest.mark.parametrize(
     ("vocab_size", "tile", "capacity"), [(1, 32, 32), (7, 32, 32), (333, 128, 48), (1000, 512, 500)]
 )
-@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+@pytest.mark.parametrize("spread", [0.0, 3.0])
 def test_the_same_tokens_as_in_torch(
     monkeypatch: pytest.MonkeyPatch, spread: float, vocab_size: int, tile: int, capacity: int
 ) -> None:
@@ -110,16 +114,16 @@ def test_the_same_tokens_as_in_torch(
             assert logits[row, found[row]] == logits[row].max()
 
 
-def test_the_tiles_of_a_real_vocabulary() -> None:
-    logits = torch.randn(3, 150_001) * 3
-    check(logits, [wish(0, temperature=1.3), wish(1, top_p=0.9), wish(2, top_k=50, top_p=0.95)])
+def test_tiles_as_large_as_they_are() -> None:
+    logits = torch.randn(2, 30_001) * 3
+    check(logits, [wish(0, temperature=1.3), wish(1, top_k=50, top_p=0.95)])
 
 
 def test_many_seeds_without_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows alike and greedy alone, which skip what they do not need."""
-    cut(monkeypatch, 64, 64)
-    logits = torch.randn(1, 200).expand(80, -1)
-    assert len(set(check(logits, [wish(seed) for seed in range(80)]))) > 30
+    cut(monkeypatch, 128, 64)
+    logits = torch.randn(1, 200).expand(60, -1)
+    assert len(set(check(logits, [wish(seed) for seed in range(60)]))) > 30
     check(torch.randn(20, 200), [wish(seed, temperature=0.0) for seed in range(20)])
     assert sample(torch.empty(0, 10, device=DEVICE), draws_of([])).ids.tolist() == []
 
@@ -146,16 +150,16 @@ def kept(logits: Tensor, one: Wish) -> Tensor:
 @pytest.mark.parametrize("capacity", [20, 500])
 def test_a_filter_keeps_the_defined_tokens(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
     """Not only those that happen to be drawn."""
-    cut(monkeypatch, 128, capacity)
+    cut(monkeypatch, 256, capacity)
     logits = torch.randn(2, 500) * 2
     logits[1] = logits[1].round()  # many equal
-    for top_k, top_p, min_p in itertools.product((0, 1, 10, 499), (1.0, 0.7, 0.95), (0.0, 0.02)):
+    for top_k, top_p, min_p in itertools.product((0, 10, 499), (1.0, 0.8), (0.0, 0.02)):
         if top_k == 0 and top_p == 1:
             continue
         found = kept(logits, wish(0, top_k=top_k, top_p=top_p, min_p=min_p))
         for row, mask in zip(logits, found, strict=True):
             probs = torch.softmax(row.double(), -1)
-            probs[row < row.max() + _lowest_score(min_p)] = 0
+            probs[row < row.max() + lowest_score(min_p)] = 0
             if top_k:
                 probs[row < row.sort(descending=True).values[top_k - 1]] = 0
             best = (probs / probs.sum()).sort(descending=True)
@@ -165,7 +169,7 @@ def test_a_filter_keeps_the_defined_tokens(monkeypatch: pytest.MonkeyPatch, capa
 
 
 def test_tokens_ruled_out_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(monkeypatch, 64, 64)
+    cut(monkeypatch, 256, 64)
     logits = torch.full((16, 500), -math.inf)
     logits[:, 250:260] = 0.0
     found = check(logits, [wish(seed, top_k=400 * (seed % 2)) for seed in range(16)])
@@ -233,17 +237,14 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-@pytest.mark.parametrize("filters", [{"temperature": 1.5}, {"top_p": 0.8, "temperature": 0.8}], ids=str)
-def test_the_drawn_distribution(monkeypatch: pytest.MonkeyPatch, filters: dict[str, float]) -> None:
-    """Against the softmax in float64 of the tokens that the filter keeps, over seeds and positions."""
+def test_the_drawn_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the softmax in float64, over seeds and positions."""
     cut(monkeypatch, 32, 32)
-    num = 400
-    logits = torch.randn(12)
-    one = wish(0, **filters)
-    drawn = check(logits.expand(num, -1), [one._replace(seed=i // 30, position=i % 30) for i in range(num)])
-    is_kept = kept(logits[None], one)[0].cpu() if "top_k" in filters or "top_p" in filters else torch.ones(12).bool()
-    probs = torch.softmax((logits.double() / one.temperature).masked_fill(~is_kept, -math.inf), -1)
-    counts, expected = torch.bincount(torch.tensor(drawn), minlength=12).double(), probs * num
-    assert counts[~is_kept].sum() == 0
-    statistic = ((counts - expected)[is_kept] ** 2 / expected[is_kept]).sum().item()
-    assert chi_square_tail(statistic, max(int(is_kept.sum()) - 1, 1)) > 1e-5
+    num = (
+        300  # the interpreter takes 10 ms for each; tests/cpu counts torch's draws, which are the same, by the thousand
+    )
+    logits = torch.randn(8)
+    drawn = check(logits.expand(num, -1), [wish(i // 20, i % 20, temperature=1.5) for i in range(num)])
+    counts = torch.bincount(torch.tensor(drawn), minlength=8)
+    expected = torch.softmax(logits.double() / 1.5, -1) * num
+    assert chi_square_tail(((counts - expected) ** 2 / expected).sum().item(), 7) > 1e-5

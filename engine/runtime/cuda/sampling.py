@@ -232,7 +232,7 @@ def _choose(
     """A program a row: its peak where it is greedy, else the best of the candidates by exact noise."""
     row = tl.program_id(0).to(tl.int64)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
-    is_finite = not is_void(peak)
+    is_finite = ~is_void(peak)
     tl.store(is_finite_ptr + row, is_finite.to(tl.uint8))
     tile = tl.arange(0, TILES)
     at = row * num_tiles + tile
