@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
+from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.loop import Engine
 from engine.runtime.attention import table
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import from_pool, to_pool
@@ -20,7 +23,7 @@ from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_deco
 from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_shape
 from engine.runtime.cuda.store import store_kv, view_pool
 from tests.cpu.test_models_families import CASES, save_tiny
-from tests.gpu.test_engine_cuda import answers, build
+from tests.gpu.test_engine_cuda import PATIENCE_S, build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter computes with NumPy, which speaks up where infinities and NaN are meant.
@@ -129,7 +132,7 @@ def empty_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def make_spec(head_dim: int, group: int, **changes: object) -> AttentionSpec:
-    kv_heads = 1 if group > 4 else 2
+    kv_heads = 2 if group in (1, 3) else 1
     sinks = changes.pop("has_sinks", False)
     return AttentionSpec(
         kv_heads * group,
@@ -149,16 +152,16 @@ VARIANTS: list[dict[str, object]] = [
     {"window": 1},
     {"window": 65, "softcap": 3.0, "has_sinks": True},
 ]
-# Every head_dim with every group; the rest of the grid goes round beside them, in steps that share no factor.
+# Every head_dim with every group; block sizes, variants and types go round beside them.
 GRID = [
     pytest.param(
         dim,
         group,
         BLOCK_SIZES[i % 3],
-        VARIANTS[i % 6],
+        VARIANTS[(i + i // 6) % 6],
         (torch.float32, torch.bfloat16, torch.float16)[(i + i // 3) % 3],
         i,
-        id=f"{dim}-group{group}-block{BLOCK_SIZES[i % 3]}-{i % 6}",
+        id=f"{dim}-group{group}-block{BLOCK_SIZES[i % 3]}-{(i + i // 6) % 6}",
     )
     for i, (dim, group) in enumerate((dim, group) for group in GROUPS for dim in HEAD_DIMS)
 ]
@@ -167,28 +170,30 @@ GRID = [
 @pytest.mark.parametrize(("dim", "group", "block_size", "variant", "dtype", "seed"), GRID)
 def test_decodes(dim: int, group: int, block_size: int, variant: dict, dtype: torch.dtype, seed: int) -> None:
     """Ragged contexts in one to several splits, some with nothing for the later ones, and a slice that stands for none."""
-    contexts = [1, block_size, 65 + seed, 130 + 3 * seed]
+    contexts = [(1, block_size)[seed % 2], 65 + seed, 100 + seed]
     case = Case(make_spec(dim, group, **variant), [(n - 1, 1) for n in contexts], block_size, dtype, seed)
     case.store_all(is_new_too=True)
     batch, out = case.batch(), torch.full_like(case.q, torch.nan)
     pad = {"dtype": torch.int32, "device": DEVICE}
     tensors = {
-        "slices": torch.arange(5, **pad),
-        "query_starts": torch.arange(6, **pad),
+        "slices": torch.arange(4, **pad),
+        "query_starts": torch.arange(5, **pad),
         "context_lens": torch.cat([batch.context_lens, torch.zeros(1, **pad)]),
         "block_tables": torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], 1 << 30)]),
     }
     q, out = (torch.cat([x, x[:1]]) for x in (case.q, out))
-    splits = (Splits(1, 1), Splits(3, 32), Splits(20, 1))[seed % 3]  # the last are more than are merged at once
-    attend_decodes(case.spec, q, out, view_pool(case.k_pool, case.v_pool), **tensors, num=5, splits=splits)
-    case.check(out[:4])
-    assert (out[4] == 0).all()
+    splits = (Splits(1, 1), Splits(3, 32), Splits(2, 64), Splits(18, 1))[
+        seed % 4
+    ]  # 18 are more than are merged at once
+    attend_decodes(case.spec, q, out, view_pool(case.k_pool, case.v_pool), **tensors, num=4, splits=splits)
+    case.check(out[:3])
+    assert (out[3] == 0).all()
 
 
-@pytest.mark.parametrize(("dim", "group", "block_size", "variant", "dtype", "seed"), GRID)
+@pytest.mark.parametrize(("dim", "group", "block_size", "variant", "dtype", "seed"), GRID[::2])
 def test_prefills(dim: int, group: int, block_size: int, variant: dict, dtype: torch.dtype, seed: int) -> None:
     """Chunks at the beginning, behind a cached context, and across a block's end; of several tiles and of part of one."""
-    steps = [(0, 2 + 3 * seed % 40), (block_size - 1, 3), (70 + seed, 6)]
+    steps = [(0, 2 + 2 * seed % 24), (block_size - 1, 3), (62 + seed, 5)]
     case = Case(make_spec(dim, group, **variant), steps, block_size, dtype, seed)
     case.store_all(is_new_too=True)
     batch, out = case.batch(), torch.full_like(case.q, torch.nan)
@@ -230,7 +235,7 @@ MIXED = [(0, 9), (20, 1), (33, 5), (64, 1), (0, 1), (15, 1)]  # the scheduler's 
 
 
 @pytest.mark.parametrize("pool_dtype", [None, torch.int8], ids=["same", "int8"])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("steps", [MIXED, MIXED[1:2] + MIXED[3:]], ids=["mixed", "decodes"])
 def test_a_step_through_the_backend(steps: list, block_size: int, pool_dtype: torch.dtype | None) -> None:
     """Stored and attended, from rows of one merged projection, as models hand them over; twice, as two layers would."""
@@ -371,8 +376,28 @@ def test_triton_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
         table.load_backend("triton", cuda)
 
 
+def greedy(engine: Engine) -> dict[str, list[int]]:
+    """What four prompts of different lengths, in chunks and all at once, are continued with."""
+    events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    engine.start(events.put)
+    said: dict[str, list[int]] = {str(i): [] for i in range(4)}
+    for i in range(4):
+        prompt = tuple((7 * i + j) % 128 for j in range(3 + 11 * i))
+        params = SamplingParams(max_tokens=5, temperature=0.0)
+        engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
+    num_open = len(said)
+    while num_open:
+        for event in events.get(timeout=PATIENCE_S):
+            assert event.error is None
+            said[event.request_id] += event.token_ids
+            num_open -= event.finish_reason is not None
+    engine.stop(0.0)
+    return said
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_an_engine_says_what_it_says_with_the_reference(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
-    expected = answers(build(tmp_path, "cpu", attention_backend="reference"))
-    assert answers(build(tmp_path, DEVICE.type, attention_backend="triton")) == expected
+    expected = greedy(build(tmp_path, "cpu", attention_backend="reference"))
+    tried = build(tmp_path, DEVICE.type, attention_backend="triton", max_num_batched_tokens=20)
+    assert greedy(tried) == expected
