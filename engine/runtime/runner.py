@@ -9,20 +9,23 @@ Engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
-from engine.core.types import SamplingParams, TokenLogprob
+from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch, CausalLM
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
-from engine.runtime.sampling.sampler import Sampled, Sampler
+from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
+
+if TYPE_CHECKING:
+    from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
 
 _SCORED_BYTES = 64 << 20  # of logits at a time, when a prompt's log probabilities are computed
 _NOT_FINITE = (
@@ -86,13 +89,26 @@ class ModelRunner:
         self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
         self._batches = BatchBuilder(config, device)
         self._sampler = Sampler(device)
-        self._last_ids = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
+        self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._config = config
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture(self, report: Callable[[Progress], None]) -> None:
+        """Record decode steps as CUDA graphs; from now on they are launched as such. Kernels must be Triton's."""
+        from engine.runtime.cuda.graphs import DecodeGraphs
+
+        graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
+        graphs.capture(report)
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> ModelStep:
         """Launch a step."""
         if plan.copies:
             self._kv_cache.copy_blocks(plan.copies)
+        if self._graphs is not None and self._graphs.takes(plan):
+            return self._send(plan, self._replay(self._graphs, plan), [])
         batch = self._batches.build(plan, self._last_ids)
         self._backend.prepare(batch)
         is_scored = any(piece.prompt_logprobs >= 0 for piece in plan.slices)
@@ -109,8 +125,17 @@ class ModelRunner:
             sampled = self._sampler.sample(plan, logits, self._last_ids)
         return self._send(plan, sampled, scores)
 
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
+        """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
+        outputs = graphs.launch(plan)
+        if all(is_plain(piece, self._model.vocab_size) for piece in plan.slices):
+            return Sampled(outputs.ids, outputs.is_finite, None, ())
+        self._last_ids.index_copy_(0, outputs.seats, outputs.last_ids)
+        return self._sampler.sample(plan, outputs.logits, self._last_ids)
+
     def close(self) -> None:
-        """Let go of weights and pool."""
+        """Let go of weights, pool and graphs."""
+        self._graphs = None
         del self._model, self._backend, self._kv_cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
 """One token from each row of logits: greedy, or filtered and by the Gumbel-max trick.
 
 On a CPU the native library does all of it in a pass or two over each row (native/sampling.h): 16 rows of 49,152 cost
-a millisecond. Elsewhere, and without the library, torch operations draw the same tokens. Engine thread.
+a millisecond. On CUDA it is a few launches (cuda/sampling.py). Where neither is, torch operations draw the same tokens.
+Engine thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.runtime.cuda.available import has_triton
 from engine.runtime.native.library import DRAW, Library, SampleArgs, native
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
@@ -44,6 +46,8 @@ def draw(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
     Seeded rows draw the same id on every device, and whatever stands in the other rows. Only where a token's border is
     decided by the last digits of a sum of probabilities (top_p) may two implementations keep one token more or less.
     """
+    if logits.is_cuda and has_triton(logits.device):
+        return _draw_in_triton(logits, wishes)
     library = native() if logits.device.type == "cpu" and logits.is_contiguous() else None
     return _draw_in_torch(logits, wishes) if library is None else _draw_natively(library, logits, wishes)
 
@@ -56,13 +60,37 @@ def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> 
     return Drawn(ids, is_finite)
 
 
+def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
+    from engine.runtime.cuda.sampling import sample
+    from engine.runtime.cuda.sampling_row import Draws
+
+    temperatures, top_ks, top_ps, min_ps, seeds, positions = zip(*wishes, strict=True)
+    vocab_size = logits.shape[1]
+    draws = Draws(
+        temperature=_on(logits, temperatures),
+        top_k=_on(logits, [top_k if top_k < vocab_size else 0 for top_k in top_ks], torch.int32),
+        top_p=_on(logits, top_ps, torch.float64),
+        lowest=_on(logits, [lowest_score(min_p) for min_p in min_ps]),
+        seed=_on(logits, [as_signed(seed) for seed in seeds], torch.int64),
+        position=_on(logits, positions, torch.int64),
+    )
+    is_ranking = any(0 < wish.top_k < vocab_size or wish.top_p < 1 for wish in wishes)
+    return sample(logits, draws, is_drawing=any(temperatures), is_ranking=is_ranking)
+
+
 def _native_draw(wish: Wish, vocab_size: int) -> bytes:
     temperature, top_k, top_p, min_p, seed, position = wish
     top_k = top_k if top_k < vocab_size else 0
-    return DRAW.pack(top_p, temperature, _lowest_score(min_p), top_k, seed & SEED_MASK, position)
+    return DRAW.pack(top_p, temperature, lowest_score(min_p), top_k, seed & SEED_MASK, position)
 
 
-def _lowest_score(min_p: float) -> float:
+def as_signed(seed: int) -> int:
+    """The seed's low 64 bits as an int64 has them."""
+    seed &= SEED_MASK
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def lowest_score(min_p: float) -> float:
     """Of the tokens that min_p keeps, counted from the best."""
     return math.log(min_p) if min_p > 0 else -math.inf
 
@@ -83,7 +111,7 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
     temperature = _on(logits, [wish.temperature for wish in wishes])
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     if any(wish.min_p > 0 for wish in wishes):
-        keep_min_p(scores, _on(logits, [_lowest_score(wish.min_p) for wish in wishes]))
+        keep_min_p(scores, _on(logits, [lowest_score(wish.min_p) for wish in wishes]))
     ranked = [row for row, wish in enumerate(wishes) if 0 < wish.top_k < scores.shape[1]]
     if ranked:
         top_k = [wishes[row].top_k for row in ranked]
@@ -116,5 +144,5 @@ def _on_rows(scores: Tensor, chosen: Sequence[int], change: Callable[[Tensor], N
 
 
 def _on(like: Tensor, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers as a tensor where `like` is, without waiting for it."""
-    return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
+    """Numbers as a tensor where `like` is, without waiting for it: page-locked memory is what a copy need not wait for."""
+    return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)

@@ -53,7 +53,7 @@ class Sampler:
         asking = [row for row in rows if row.params.logprobs is not None]
         raw = logits.index_select(0, self._long([row.at for row in asking])) if asking else None
 
-        self._edit(logits, [row for row in rows if _is_edited(row.params)], last_ids)
+        self._edit(logits, [row for row in rows if _is_edited(row.piece)], last_ids)
         ids, is_finite = draw(logits, [_wish(row) for row in rows])
         last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
 
@@ -71,7 +71,7 @@ class Sampler:
         if biases:
             places, values = zip(*biases, strict=True)
             flat.index_add_(0, self._long(places), self._float(values))
-        banned = [row.at * vocab_size + token for row in rows for token in _banned(row) if token < vocab_size]
+        banned = [row.at * vocab_size + token for row in rows for token in _banned(row.piece) if token < vocab_size]
         if banned:
             flat.index_fill_(0, self._long(banned), -torch.inf)
         penalized = [
@@ -98,9 +98,16 @@ def _rows(plan: StepPlan) -> list[_Row]:
     ]
 
 
-def _is_edited(params: SamplingParams) -> bool:
+def is_plain(piece: SequenceSlice, vocab_size: int) -> bool:
+    """Whether a slice's draw takes no more than the logits, temperature, min_p and noise, and nobody asks for more."""
+    params = piece.params
+    is_filtered = params.top_p < 1 or 0 < params.top_k < vocab_size
+    return not is_filtered and params.logprobs is None and not _is_edited(piece)
+
+
+def _is_edited(piece: SequenceSlice) -> bool:
     """Whether logits of single tokens may change before the draw."""
-    return bool(params.logit_bias) or params.min_tokens > 0 or is_penalized(params)
+    return bool(piece.params.logit_bias) or is_penalized(piece.params) or bool(_banned(piece))
 
 
 def _wish(row: _Row) -> Wish:
@@ -108,9 +115,9 @@ def _wish(row: _Row) -> Wish:
     return Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.sample.seed, row.position)
 
 
-def _banned(row: _Row) -> frozenset[int]:
+def _banned(piece: SequenceSlice) -> frozenset[int]:
     """Tokens that would end the sequence before its min_tokens."""
-    params = row.params
-    if row.position - row.piece.num_prompt >= params.min_tokens:
+    params = piece.params
+    if piece.start + piece.num_tokens - piece.num_prompt >= params.min_tokens:
         return frozenset()
     return params.eos_token_ids | params.stop_token_ids

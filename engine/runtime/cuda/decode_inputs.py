@@ -1,0 +1,134 @@
+"""What a decode step reads, on the device and at fixed addresses, so that a captured graph finds it there.
+
+The host sends a handful of numbers a row in one copy. Block tables live on the device, a row a seat, and a step sends
+each table's last block; a table that is new, or has grown by more, is written whole beforehand. Ids are the device's own:
+the host's are taken only where it knows one that the device does not, as after a prompt. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.core.config import SchedulerConfig
+from engine.core.plan import SequenceSlice, StepPlan
+from engine.runtime.attention.base import Batch
+from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.sampling.draw import as_signed, lowest_score
+
+
+class _Field(IntEnum):
+    """What is sent of each row, as int64 or, the last two, the bits of float64."""
+
+    SEAT = 0
+    ID = 1  # -1: the seat's last drawn
+    POSITION = 2
+    SLOT = 3
+    BLOCK_AT = 4  # where in its table the last block stands
+    BLOCK = 5
+    SEED = 6
+    TEMPERATURE = 7
+    LOWEST = 8
+
+
+_PLANNED_CONTEXT = 8192  # tokens; what a graph's attention is cut for. Longer ones come out right, if not as fast
+
+
+class DecodeInputs:
+    """Rows of a step in which every sequence has one token; those behind them belong to nobody and leave no trace."""
+
+    def __init__(self, config: SchedulerConfig, device: torch.device) -> None:
+        num_seqs, self._block_size = config.max_num_seqs, config.block_size
+        self._width = -(-config.max_model_len // config.block_size)
+        shape = (len(_Field), num_seqs)
+        # By turns, since the copy of one step may still be under way when the next is written.
+        hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._hosts = cycle(hosts)
+        # A row of no context, which stores nothing and whose seat no sequence has.
+        self._nobody = np.zeros((len(_Field), 1), np.int64)
+        self._nobody[_Field.SEAT], self._nobody[_Field.POSITION], self._nobody[_Field.SLOT] = num_seqs, -1, -1
+        self._fields = torch.from_numpy(self._nobody).repeat(1, num_seqs).to(device)
+        self._tables = torch.zeros((num_seqs + 1, self._width), dtype=torch.int32, device=device)
+        self._rows = torch.arange(num_seqs, device=device)
+        self._query_starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        self._known: list[Sequence[int]] = [()] * num_seqs  # the list that each row of the tables is of ...
+        self._lengths = [0] * num_seqs  # ... and how much of it the row has
+
+    def send(self, plan: StepPlan) -> None:
+        """Have the device know the step's rows, in the plan's order."""
+        host = next(self._hosts)
+        array, num_rows = host.numpy(), len(plan.slices)
+        array[:, num_rows:] = self._nobody
+        grown = [entry for piece in plan.slices for entry in self._grow(piece)]
+        if grown:
+            entries = torch.tensor(grown, dtype=torch.int64, pin_memory=self._fields.is_cuda)
+            places, blocks = entries.to(self._fields.device, non_blocking=True).unbind(1)
+            self._tables.view(-1).index_copy_(0, places, blocks.int())
+        rows = [self._row(piece) for piece in plan.slices]
+        array[: _Field.TEMPERATURE, :num_rows] = np.array([row[: _Field.TEMPERATURE] for row in rows], np.int64).T
+        floats = np.array([row[_Field.TEMPERATURE :] for row in rows], np.float64)
+        array[_Field.TEMPERATURE :, :num_rows] = floats.view(np.int64).T
+        self._fields.copy_(host, non_blocking=True)
+
+    def compute(self, num_rows: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
+        """The first `num_rows` as a batch, how they are drawn, and their seats [num_rows] int64.
+
+        Operations on the device alone, which a graph may hold. `last_ids` [seats + 1] int64.
+        """
+        fields = self._fields[:, :num_rows]
+        seats, known, position = fields[_Field.SEAT], fields[_Field.ID], fields[_Field.POSITION]
+        places = seats * self._width + fields[_Field.BLOCK_AT]
+        self._tables.view(-1).index_copy_(0, places, fields[_Field.BLOCK].int())
+        batch = Batch(
+            ids=torch.where(known < 0, last_ids.index_select(0, seats), known),
+            positions=position.clamp(min=0),
+            slots=fields[_Field.SLOT],
+            block_tables=self._tables.index_select(0, seats),
+            query_starts=self._query_starts[: num_rows + 1],
+            context_lens=(position + 1).int(),
+            sample_rows=self._rows[:num_rows],
+            query_lens_host=[1] * num_rows,
+            context_lens_host=[min(self._width * self._block_size, _PLANNED_CONTEXT)] * num_rows,
+            block_tables_host=[()] * num_rows,
+        )
+        temperature, lowest = fields[_Field.TEMPERATURE :].view(torch.float64).float().unbind(0)
+        draws = Draws(
+            temperature=temperature,
+            top_k=torch.zeros_like(batch.context_lens),
+            top_p=torch.ones_like(temperature, dtype=torch.float64),
+            lowest=lowest,
+            seed=fields[_Field.SEED],
+            position=position + 1,
+        )
+        return batch, draws, seats
+
+    def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
+        seat, tokens, _, position, _, table, samples, params, _, _ = piece
+        at, offset = divmod(position, self._block_size)
+        return (
+            seat,
+            tokens[position] if position < len(tokens) else -1,
+            position,
+            table[at] * self._block_size + offset,
+            at,
+            table[at],
+            as_signed(samples[0].seed),
+            params.temperature,
+            lowest_score(params.min_p),
+        )
+
+    def _grow(self, piece: SequenceSlice) -> Iterator[tuple[int, int]]:
+        """Where in all tables to write which block, for what the step itself does not: all but a table's last.
+
+        The last that was known is written again, for a copy-on-write may have replaced it in a step without a graph.
+        """
+        seat, table, last = piece.seat, piece.block_table, piece.start // self._block_size
+        begin = self._lengths[seat] - 1 if self._known[seat] is table else 0
+        for at in range(begin, last):
+            yield seat * self._width + at, table[at]
+        self._known[seat], self._lengths[seat] = table, last + 1

@@ -1,0 +1,110 @@
+"""Decode steps as CUDA graphs: what the device does in a step is recorded once a batch size, and then launched as one.
+
+A step of a small model is some three hundred kernels of a few microseconds, which the host could not launch as fast as
+they run. A graph has all of them: the batch from what DecodeInputs sent, the model, the draw, and the drawn ids where the
+next step finds them. Steps in between two sizes are filled up with rows that belong to nobody. Engine thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.config import SchedulerConfig
+from engine.core.plan import StepPlan
+from engine.core.types import Progress
+from engine.runtime.attention.base import AttentionBackend, CausalLM
+from engine.runtime.cuda.decode_inputs import DecodeInputs
+from engine.runtime.cuda.sampling import sample
+from engine.runtime.kv_cache import KVCache
+
+Report = Callable[[Progress], None]
+
+
+class Outputs(NamedTuple):
+    """What a step leaves for R rows, at the same addresses every time."""
+
+    ids: Tensor  # [R] int64, drawn without penalties, top_k and top_p
+    is_finite: Tensor  # [R] bool
+    logits: Tensor  # [R, V] float32
+    seats: Tensor  # [R] int64
+    last_ids: Tensor  # [R] int64, what the seats had drawn before
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Rows of the graphs: 1, 2, 4, then every 8 to 256, then every 16, and the most there can be."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)]
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+class DecodeGraphs:
+    """The graphs of one model over one pool."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        config: SchedulerConfig,
+        last_ids: Tensor,
+    ) -> None:
+        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last seat is nobody's."""
+        self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
+        self._inputs = DecodeInputs(config, last_ids.device)
+        self._sizes = graph_sizes(config.max_num_seqs)
+        self._replays: dict[int, Callable[[], Outputs]] = {}
+
+    def capture(self, report: Report) -> None:
+        """Record every size, the largest first: smaller ones then fit in the memory that it has left."""
+        pool = torch.cuda.graph_pool_handle() if self._last_ids.is_cuda else None
+        for done, size in enumerate(reversed(self._sizes)):
+            report(Progress("cuda_graphs", f"decode steps of {size}", done, len(self._sizes), "graphs"))
+            self._replays[size] = self._record(size, pool)
+        report(Progress("cuda_graphs", "", len(self._sizes), len(self._sizes), "graphs"))
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether every sequence of the step has one token, from which one is drawn."""
+        return all(
+            piece.num_tokens == 1 and len(piece.samples) == 1 and piece.prompt_logprobs < 0 for piece in plan.slices
+        )
+
+    def launch(self, plan: StepPlan) -> Outputs:
+        """Run a step that this `takes`. What is returned is overwritten by the next."""
+        num_rows = len(plan.slices)
+        self._inputs.send(plan)
+        outputs = self._replays[self._sizes[bisect_left(self._sizes, num_rows)]]()
+        return Outputs(*(each[:num_rows] for each in outputs))
+
+    def _record(self, size: int, pool: Any) -> Callable[[], Outputs]:
+        compute = partial(self._compute, size)
+        if pool is None:
+            return compute
+        # Once before it is recorded: kernels are compiled, and libraries make their workspaces.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = compute()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+    def _compute(self, num_rows: int) -> Outputs:
+        batch, draws, seats = self._inputs.compute(num_rows, self._last_ids)
+        self._backend.prepare(batch)
+        hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
+        logits = self._model.logits(hidden)
+        ids, is_finite = sample(logits, draws, is_ranking=False)
+        self._last_ids.index_copy_(0, seats, ids)
+        return Outputs(ids, is_finite, logits, seats, batch.ids)

@@ -1,0 +1,95 @@
+"""Decode steps as graphs against the same steps one kernel after the other: tokens, log probabilities, every regime.
+
+Without a device a graph is its computation, run as it is: what is checked then is all but the recording itself.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.scheduler import Scheduler
+from engine.core.types import Progress, Request, TokenEvent, TokenLogprob
+from engine.runtime.cuda.graphs import DecodeGraphs, graph_sizes
+from engine.runtime.runner import ModelRunner
+from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
+
+# Rows of nobody have no keys, and no result: 0 / 0, which NumPy would warn of.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+MODEL = TinyModel()
+_random = random.Random(11)
+PROMPTS = [[_random.randrange(MODEL.vocab_size) for _ in range(length)] for length in (1, 6, 11, 7, 3)]
+# What a graph draws by itself, and what it does not.
+GREEDY: list[dict] = [{}] * 5
+WISHES: list[dict] = [
+    {},
+    {"temperature": 0.9, "seed": 2**64 - 3, "min_p": 0.02},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.7, "n": 2},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 2},
+    {"temperature": 0.7, "seed": 1, "top_k": 5, "logit_bias": ((3, 2.0),)},
+]
+
+
+def asked(wishes: list[dict]) -> list[Request]:
+    return [
+        request(f"r{i}", prompt, max_tokens=11, **wish)
+        for i, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
+    ]
+
+
+def with_graphs(config: SchedulerConfig) -> ModelRunner:
+    runner = make_runner(MODEL, config, "triton")
+    told: list[Progress] = []
+    runner.capture(told.append)
+    assert [progress.total for progress in told] == [len(graph_sizes(config.max_num_seqs))] * len(told)
+    assert told[-1].done == told[-1].total
+    return runner
+
+
+def logprobs(events: list[TokenEvent]) -> list[TokenLogprob]:
+    return [entry for event in events for entry in event.logprobs or ()]
+
+
+@pytest.mark.parametrize(
+    ("regime", "wishes", "depth"),
+    [({}, GREEDY, 1), ({}, WISHES, 0), ({"num_blocks": 12, "max_num_batched_tokens": 9}, WISHES, 1)],
+    ids=["greedy", "mixed", "tiny_pool_chunked"],
+)
+def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth: int) -> None:
+    config = settings(max_num_seqs=6, **regime)
+    expected = serve(MODEL, config, asked(wishes), depth=depth, apart=0)
+    scheduler, launched = Scheduler(config), []
+    runner = with_graphs(config)
+    launch = DecodeGraphs.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DecodeGraphs, "launch", lambda self, plan: (launched.append(len(plan.slices)), launch(self, plan))[1]
+        )
+        served = serve(MODEL, config, asked(wishes), depth=depth, apart=0, scheduler=scheduler, runner=runner)
+    assert served.ids == expected.ids
+    assert len(launched) > 5
+    if regime:
+        assert scheduler.stats.preemptions > 0
+    for key, events in served.events.items():
+        for ours, others in zip(logprobs(events), logprobs(expected.events[key]), strict=True):
+            assert ours.logprob == pytest.approx(others.logprob, abs=1e-4)
+
+
+def test_rows_of_nobody_leave_no_trace() -> None:
+    runner = with_graphs(settings(max_num_seqs=8))
+    tensors = [*runner._kv_cache._keys, *runner._kv_cache._values, runner._last_ids[:8]]
+    for tensor in tensors:
+        tensor.fill_(3)
+    with torch.inference_mode():
+        runner._graphs._replays[8]()
+    assert all(bool((tensor == 3).all()) for tensor in tensors)
+
+
+def test_sizes() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(3) == [1, 2, 3]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(300)[-4:] == [256, 272, 288, 300]
