@@ -54,7 +54,10 @@ for dtype in (BF16, F16, F32):
         pool = torch.zeros(4, 8, 2, dim, dtype=dtype)
         qkv = torch.zeros(3, 10, dim, dtype=dtype)
         norms = (weight, weight) if has_norm else None
-        rotate_and_store(qkv, (angles, angles) if rope_dim else None, norms, 1e-6, pool, pool, torch.zeros(3).long())
+        turns, slots = (angles, angles) if rope_dim else None, torch.zeros(3).long()
+        rotate_and_store(qkv, turns, norms, 1e-6, pool, pool, slots)
+        scales, pool = torch.zeros(4, 8, 2), pool.to(torch.int8)
+        rotate_and_store(qkv, turns, norms, 1e-6, pool, pool, slots, (scales, scales))
 
 for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
     logits, column = torch.zeros(num_rows, vocab_size), torch.zeros(num_rows)

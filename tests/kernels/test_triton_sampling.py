@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from engine.core.types import SamplingParams
 from engine.runtime.cuda import sampling, sampling_filter
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties, sample
-from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.cuda.sampling_row import Draws, exact_noise, fast_noise
 from engine.runtime.sampling.draw import Drawn, Wish, _draw_in_torch
 from engine.runtime.sampling.penalties import Penalized, apply_penalties
 
@@ -229,6 +231,26 @@ def test_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(logits[[1, 4, 5]], before[[1, 4, 5]])
     again: Drawn = _draw_in_torch(logits.clone(), wishes)
     assert found.ids.tolist() == again.ids.tolist()
+
+
+@triton.jit
+def _noise_kernel(hashes_ptr, fast_ptr, exact_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    hashes = tl.load(hashes_ptr + at).to(tl.uint32)
+    tl.store(fast_ptr + at, fast_noise(hashes))
+    tl.store(exact_ptr + at, exact_noise(hashes))
+
+
+def test_noise_is_accurate_at_both_ends() -> None:
+    """Fast noise to what candidates are told apart by, exact noise to the last digits; math has the definition."""
+    middle, most = 1 << 30, (1 << 31) - 1
+    hashes = [0, 1, 2, 63, 64, 65, 1 << 20, middle - 1, middle, middle + 1, most - 65, most - 1, most]
+    hashes += torch.randint(0, most, (1024 - len(hashes),)).tolist()
+    fast, exact = torch.empty(1024, device=DEVICE), torch.empty(1024, dtype=torch.float64, device=DEVICE)
+    _noise_kernel[(1,)](torch.tensor(hashes, device=DEVICE), fast, exact, BLOCK=1024)
+    expected = torch.tensor([-math.log(-math.log1p(-(h + 0.5) * 2.0**-31)) for h in hashes], dtype=torch.float64)
+    torch.testing.assert_close(exact.cpu(), expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(fast.cpu().double(), expected, rtol=3e-7, atol=5e-7)
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:

@@ -64,6 +64,7 @@ def sample(
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
+    assert all(column.is_contiguous() for column in draws)
     if penalties is not None:
         assert penalties.counts.shape[1] == vocab_size
         assert penalties.counts.is_contiguous()
