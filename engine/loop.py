@@ -14,12 +14,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from engine.core.admission import check_request
-from engine.core.errors import EngineDeadError, OverloadedError, QuireError, ShuttingDownError
+from engine.core.errors import (
+    DeviceLostError,
+    DeviceMemoryError,
+    EngineDeadError,
+    OverloadedError,
+    QuireError,
+    ShuttingDownError,
+)
 from engine.core.plan import PendingStep, Runner, StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.stats import FailureCause
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from engine.inbox import Abort, Inbox, Message, Stop
 
@@ -76,6 +85,7 @@ class Engine:
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._open: set[tuple[str, int]] = set()  # (request id, choice) without a terminal event; engine thread only
         self._deliver: Deliver | None = None
+        self._is_second_try = False  # the last step was taken back for want of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
         self._progress_s = clock()
         self._error: QuireError | None = None
@@ -167,15 +177,41 @@ class Engine:
     def _turn(self) -> None:
         """One turn: take in what was sent, launch a step, commit the oldest, tell what happened."""
         events = self._take_in(self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle())
+        try:
+            self._step(events)
+        except DeviceMemoryError as error:
+            self._take_back(error, events)
+        self._tell(events)
+
+    def _step(self, events: list[TokenEvent]) -> None:
+        """Launch a step, commit the oldest."""
         plan = self._scheduler.plan(self.clock())
         if plan is not None:
             begun_s = self.clock()  # before run: without a device queue, run itself is the step
-            self._launched.append((plan, self._runner.run(plan), begun_s))
+            try:
+                self._launched.append((plan, self._runner.run(plan), begun_s))
+            except DeviceMemoryError:
+                while self._launched:  # what was launched before it is good
+                    events += self._commit_oldest()
+                raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events += self._commit_oldest()
         elif plan is None and self._scheduler.has_work:
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
-        self._tell(events)
+
+    def _take_back(self, error: DeviceMemoryError, events: list[TokenEvent]) -> None:
+        """A step did not fit the device's memory: try a smaller one. If that does not fit either, a request ends."""
+        while self._launched:  # they built on it; the device has to be done with them before they are planned anew
+            _, pending, _ = self._launched.popleft()
+            with suppress(DeviceMemoryError):
+                pending.wait()
+        self.stats.out_of_memory_steps += 1
+        failure = None
+        if self._is_second_try:
+            failure = f"The device has no memory left to compute this request, even in a smaller step ({error})."
+        log.warning("A step did not fit the device's memory (%s): %s", error, failure or "a smaller one is tried")
+        self._is_second_try = True
+        events += self._scheduler.take_back(self.clock(), failure)
 
     def _idle(self) -> list[Message]:
         """Wait for messages, and use a quiet moment to see that nothing leaked."""
@@ -210,6 +246,7 @@ class Engine:
     def _commit_oldest(self) -> list[TokenEvent]:
         plan, pending, begun_s = self._launched.popleft()
         result = pending.wait()
+        self._is_second_try = False
         now = self.clock()
         # With overlap a step begins, as far as the device goes, when the one before it ends.
         seconds = now - max(begun_s, self.stats.last_step_s)
@@ -236,10 +273,12 @@ class Engine:
 
     def _die(self, cause: Exception) -> None:
         """Tell every open request, and refuse all that come later. The scheduler may be what broke: it is not asked."""
-        self._error = EngineDeadError(f"The engine stopped on an internal error ({type(cause).__name__}: {cause}).")
+        reason = str(cause) if isinstance(cause, DeviceLostError) else f"{type(cause).__name__}: {cause}"
+        self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
         self._inbox.refuse(self._error)
         self._note_open(self._inbox.take(wait_s=0))
         self.stats.finished[FinishReason.ERROR] += len(self._open)
+        self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)
         self._tell(
             [
                 TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=self._error)

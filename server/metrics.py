@@ -26,7 +26,7 @@ from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.core.stats import REQUEST_BUCKETS_S, Histogram, Stats
+from engine.core.stats import REQUEST_BUCKETS_S, FailureCause, Histogram, Stats
 from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
 from server.version import VERSION
@@ -84,6 +84,10 @@ def _finished(stats: Stats) -> Mapping[str, float]:
     return {reason.value: stats.finished[reason] for reason in FinishReason}
 
 
+def _failed(stats: Stats) -> Mapping[str, float]:
+    return {cause.value: stats.failed[cause] for cause in FailureCause}
+
+
 def _aborted(stats: Stats) -> Mapping[str, float]:
     return {cause.value: stats.aborted[cause] for cause in AbortCause}
 
@@ -139,8 +143,14 @@ METRICS = (
     _counter(
         "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
     ),
+    _counter(
+        "quire_out_of_memory_steps_total",
+        "Steps planned anew because the device had no memory for them.",
+        lambda s: s.out_of_memory_steps,
+    ),
     _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", lambda s: s.rejected),
     _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", _finished, "reason"),
+    _counter("quire_requests_failed_total", "Sequences ended on an error, by cause.", _failed, "cause"),
     _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", _aborted, "cause"),
     _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", lambda s: s.ttft_s),
     _histogram(
@@ -187,6 +197,11 @@ def _vllm() -> Iterator[Metric]:
     ):
         yield replace(ours[quire], name=vllm)
     yield replace(ours["quire_requests_finished_total"], name="vllm:request_success_total", label="finished_reason")
+    yield _counter(
+        "vllm:corrupted_requests_total",
+        "Requests whose logits were not finite.",
+        lambda s: s.failed[FailureCause.NOT_FINITE],
+    )
     yield _gauge(
         "vllm:num_requests_waiting",
         "Requests waiting to be scheduled, preempted ones included.",

@@ -10,6 +10,8 @@
         ├── ConfigError           a setting is wrong, at start-up
         ├── ModelLoadError        a model file is missing, corrupt or not supported, at start-up
         ├── MemoryBudgetError     there is not enough memory for what was asked, at start-up
+        ├── DeviceMemoryError     a step did not fit the device's memory; the engine takes it back and plans a smaller one
+        ├── DeviceLostError       the device cannot be used any more; the engine ends on it
         ├── ComputeError          one sequence could not be computed; it alone ends
         ├── ShuttingDownError     the daemon drains and takes no new work
         └── EngineDeadError       the engine thread died; every open request hears it
@@ -70,6 +72,14 @@ class ModelLoadError(ServerError):
 
 class MemoryBudgetError(ServerError):
     """Weights, activations or the KV pool do not fit the memory they were given."""
+
+
+class DeviceMemoryError(ServerError):
+    """A step did not fit the memory that the device has left. Nothing of it counts; a smaller one may fit."""
+
+
+class DeviceLostError(ServerError):
+    """The device, or this process's hold on it, is broken: nothing can be computed until the process starts anew."""
 
 
 class ComputeError(ServerError):

@@ -86,7 +86,11 @@ class Runner(Protocol):
     """Computes steps. Called by the engine thread only."""
 
     def run(self, plan: StepPlan) -> PendingStep:
-        """Launch a step. At overlap depth 1 the next `run` may come before this step's `wait`."""
+        """Launch a step. At overlap depth 1 the next `run` may come before this step's `wait`.
+
+        Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
+        later plan, with the same positions and blocks, repeats it. Any other exception ends the engine.
+        """
         ...
 
     def close(self) -> None:

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 
 from engine.core.admission import check_request
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ComputeError, QuireError
+from engine.core.flight import Flight, take_back
 from engine.core.memory import Memory
 from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence, Status
-from engine.core.stats import Stats
+from engine.core.stats import FailureCause, Stats
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
 
 _order = attrgetter("order")
@@ -31,17 +32,6 @@ _order = attrgetter("order")
 _RUNNING, _DONE = Status.RUNNING, Status.DONE
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
 _make = tuple.__new__
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step from its plan to its commit: the slices, whose they are, and who else draws from one that forks."""
-
-    slices: list[SequenceSlice] = field(default_factory=list)
-    owners: list[Sequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
-    step_id: int = -1
 
 
 class Scheduler:
@@ -56,7 +46,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both queues are sorted by `order`: best first, victims last
         self._running: list[Sequence] = []
         self._requests: dict[str, list[Sequence]] = {}  # the living, by request id
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
+        self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
         self._next_seq_id = 0
         self._next_step_id = 0
@@ -96,9 +87,9 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
-        flight = _Flight()
+        flight = Flight()
         catching_up = self._plan_decodes(flight)
-        budget = self.config.max_num_batched_tokens - len(flight.slices)
+        budget = self._step_limit - len(flight.slices)
         for seq in catching_up:
             budget -= self._plan_prompt(seq, budget, flight)
         budget = self._admit(budget, now, flight)
@@ -108,18 +99,18 @@ class Scheduler:
         self._next_step_id += 1
         self._flights.append(flight)
         self._recorder.gauges(self._running)
-        num_tokens = self.config.max_num_batched_tokens - budget
+        num_tokens = self._step_limit - budget
         num_samples = sum([len(piece.samples) for piece in flight.slices])
         return StepPlan(flight.step_id, flight.slices, flight.copies, num_tokens, num_samples)
 
-    def _plan_decodes(self, flight: _Flight) -> list[Sequence]:
+    def _plan_decodes(self, flight: Flight) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
 
         The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted.
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
-        for seq in self._running:
+        for seq in islice(self._running, self._step_limit):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue
@@ -146,7 +137,7 @@ class Scheduler:
             seq.num_in_flight += 1
         return catching_up
 
-    def _plan_prompt(self, seq: Sequence, budget: int, flight: _Flight) -> int:
+    def _plan_prompt(self, seq: Sequence, budget: int, flight: Flight) -> int:
         """Plan the next chunk of a sequence that is catching up; the last chunk draws its first tokens."""
         start = seq.num_planned
         count = min(len(seq.tokens) - start, budget)
@@ -176,7 +167,7 @@ class Scheduler:
         flight.owners.append(seq)
         return count
 
-    def _first_samples(self, seq: Sequence, flight: _Flight) -> tuple[Sample, ...]:
+    def _first_samples(self, seq: Sequence, flight: Flight) -> tuple[Sample, ...]:
         """The draws at the end of a prompt, one a choice. Here n > 1 forks: all choices share all blocks."""
         if not seq.params.max_tokens:
             return ()
@@ -213,7 +204,7 @@ class Scheduler:
             self._memory.release(seq)
             self._enqueue(seq)
 
-    def _admit(self, budget: int, now: float, flight: _Flight) -> int:
+    def _admit(self, budget: int, now: float, flight: Flight) -> int:
         """Start waiting sequences, strictly in order, while seats, blocks and budget last; returns what is left.
 
         One block stays back for each running sequence, which may be about to grow.
@@ -249,12 +240,36 @@ class Scheduler:
                 cursor += 1
             else:
                 self._accept_chunk(seq, now, events)
+        self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
         self._recorder.stepped(plan, now)
         self._recorder.gauges(self._running)
         return events
 
+    def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
+        """Nothing of the plans in flight was computed, for want of memory: plan anew, steps half as large at first.
+
+        With `failure`, a sentence, the request with the largest part in the oldest of them ends on it. All others keep
+        their blocks, which are the pool's: giving them up would bring the device nothing.
+        """
+        oldest = self._flights[0]
+        for seq, is_whole in take_back(self._flights).items():
+            if seq.is_leaving:
+                self._settle(seq)
+            elif not is_whole:
+                self._preempt(seq)
+            elif seq.status is Status.RUNNING:
+                seq.move(Status.PREFILL)
+        self._step_limit = max(oldest.num_tokens // 2, 1)
+        events: list[TokenEvent] = []
+        if failure is not None:
+            for seq in list(self._requests.get(oldest.largest(self._requests) or "", ())):
+                events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
+            self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
+        self._recorder.gauges(self._running)
+        return events
+
     def _commit_special(
-        self, index: int, flight: _Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
+        self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
     ) -> None:
         """A slice that failed, that forked, or that brings log probabilities of its prompt."""
         seq = flight.owners[index]
@@ -318,6 +333,7 @@ class Scheduler:
         """This sequence could not be computed; it ends alone."""
         if seq.status is not Status.DONE:
             events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(message))
+            self.stats.failed[FailureCause.NOT_FINITE] += 1
         self._settle(seq)
 
     # -- leaving -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@
                        | v                       |
                     PREEMPTED <------------------+            (every state may go to DONE: abort)
 
+A step that is taken back leads from RUNNING to PREFILL: all of the sequence's tokens are known again.
+
 There is no prefill step and no decode step: a sequence has positions still to compute, and a step computes some.
 
     num_computed <= num_planned < max_total
@@ -39,7 +41,7 @@ class Status(Enum):
 _MOVES = {
     Status.WAITING: {Status.PREFILL, Status.DONE},
     Status.PREFILL: {Status.RUNNING, Status.PREEMPTED, Status.DONE},
-    Status.RUNNING: {Status.PREEMPTED, Status.DONE},
+    Status.RUNNING: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
     Status.PREEMPTED: {Status.PREFILL, Status.DONE},
     Status.DONE: set(),
 }

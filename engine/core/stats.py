@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from engine.core.types import AbortCause, FinishReason
 
@@ -22,6 +23,14 @@ REQUEST_BUCKETS_S = (
     40.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 COUNT_BUCKETS = tuple(float(1 << power) for power in range(18))
+
+
+class FailureCause(str, Enum):
+    """Why a sequence ended on an error; a label of the failure counter."""
+
+    NOT_FINITE = "not_finite"  # its logits were not finite numbers
+    OUT_OF_MEMORY = "out_of_memory"  # the device had no memory for its step, nor for a smaller one
+    ENGINE_DEATH = "engine_death"  # it was open when the engine died
 
 
 class Histogram:
@@ -78,8 +87,10 @@ class Stats:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
+    out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
     rejected: int = 0  # refused at the door, the queue being full
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+    failed: dict[FailureCause, int] = field(default_factory=lambda: dict.fromkeys(FailureCause, 0))
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))
     # histograms
     ttft_s: Histogram = field(default_factory=_request_seconds)

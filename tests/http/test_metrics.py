@@ -99,6 +99,7 @@ SHOWN = {
     "quire_prefix_cache_hit_tokens_total": "prefix_hit_tokens",
     "quire_preemptions_total": "preemptions",
     "quire_integrity_failures_total": "integrity_failures",
+    "quire_out_of_memory_steps_total": "out_of_memory_steps",
     "quire_requests_rejected_total": "rejected",
     "quire_time_to_first_token_seconds": "ttft_s",
     "quire_time_per_output_token_seconds": "tpot_s",
@@ -113,7 +114,7 @@ SHOWN = {
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
 }
-ELSEWHERE = {"blocks_free", "blocks_cached", "blocks_held", "finished", "aborted", "last_step_s"}
+ELSEWHERE = {"blocks_free", "blocks_cached", "blocks_held", "finished", "failed", "aborted", "last_step_s"}
 
 
 def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:

@@ -111,6 +111,16 @@ class Driver:
         self.now += 0.01
         self.take(self.scheduler.commit(plan, pending.wait(), self.now))
 
+    def run_out_of_memory(self, failure: str | None = None) -> set[str]:
+        """The next step, or else the last one launched, has no memory; returns which requests ended on it."""
+        if len(self.launched) <= self.depth and self.scheduler.plan(self.now) is None and not self.launched:
+            return set()
+        self.launched.clear()
+        events = self.scheduler.take_back(self.now, failure)
+        self.take(events)
+        assert all(str(event.error) == failure for event in events)
+        return {event.request_id for event in events}
+
     def step(self) -> None:
         """One turn of the engine's loop."""
         launched = self.launch()

@@ -8,10 +8,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.core.errors import ContextLengthError, EngineDeadError, NeverFitsError, OverloadedError, ShuttingDownError
+from engine.core.errors import (
+    ComputeError,
+    ContextLengthError,
+    DeviceLostError,
+    DeviceMemoryError,
+    EngineDeadError,
+    NeverFitsError,
+    OverloadedError,
+    ShuttingDownError,
+)
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.plan import StepPlan
+from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import Scheduler
+from engine.core.stats import FailureCause
 from engine.core.types import AbortCause, FinishReason, TokenEvent
 from engine.loop import Engine, QueueLimits
 from tests.pure.driver import VOCAB, config, request, solo
@@ -50,6 +60,13 @@ class Listener:
         ]
 
 
+class LateStep(FakeStep):
+    """A step that was launched and did not fit."""
+
+    def wait(self) -> StepResult:
+        raise DeviceMemoryError("the device is full")
+
+
 class GatedRunner(FakeRunner):
     """A FakeRunner whose steps wait for a gate, and which can be told to break."""
 
@@ -59,14 +76,22 @@ class GatedRunner(FakeRunner):
         self.gate.set()
         self.entered = threading.Event()
         self.breaks_at: int | None = None  # the step that fails, from 0
+        self.cause: Exception = RuntimeError("the device is gone")
+        self.fits: Callable[[StepPlan], bool] = lambda plan: True  # the device's memory
+        self.fails_late = False  # a step that does not fit is told by wait, not by run
+        self.sizes: list[tuple[int, bool]] = []  # tokens of each step, and whether it fitted
         self.closed = False
 
     def run(self, plan: StepPlan) -> FakeStep:
         self.entered.set()
         assert self.gate.wait(PATIENCE_S)
         if self.num_steps == self.breaks_at:
-            raise RuntimeError("the device is gone")
-        return super().run(plan)
+            raise self.cause
+        fits = self.fits(plan)
+        self.sizes.append((plan.num_tokens, fits))
+        if not fits and not self.fails_late:
+            raise DeviceMemoryError("the device is full")
+        return super().run(plan) if fits else LateStep(super().run(plan)._result, None)
 
     def close(self) -> None:
         self.closed = True
@@ -190,6 +215,102 @@ def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -
     assert not health.alive
     assert not health.busy
     assert health.error is not None
+
+
+def check_nothing_leaked(rig: Rig) -> None:
+    """The engine is idle and its books balance."""
+    rig.engine.stop(PATIENCE_S)
+    rig.engine._scheduler.check_integrity()
+    stats = rig.engine.stats
+    assert (stats.blocks_held, stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0, 0)
+    assert sum(stats.failed.values()) == stats.finished[FinishReason.ERROR]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["run", "wait"])
+def test_a_step_that_does_not_fit_is_taken_back_and_nobody_notices(rig: Rig, late: bool) -> None:
+    rig.runner.fails_late, rig.runner.fits = late, lambda plan: plan.num_tokens <= 3
+    asked = [request(str(i), (i, 2, 3, 4, 5), n=1 + i % 3, seed=i, max_tokens=9, arrival_s=i) for i in range(8)]
+    rig.engine.submit(*asked)
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == sum(one.params.n for one in asked))
+    for one in asked:
+        for choice in range(one.params.n):
+            end = rig.listener.ends[one.request_id, choice]
+            if not isinstance(end.error, ComputeError):
+                assert (rig.listener.said(one.request_id, choice), end.finish_reason) == solo(one, choice)
+    sizes = rig.runner.sizes
+    failed = [i for i, (_, fitted) in enumerate(sizes) if not fitted]
+    assert rig.engine.stats.out_of_memory_steps >= 1
+    assert all(sizes[i + 1][0] <= max(sizes[i][0] // 2, 1) for i in failed if not late and i + 1 < len(sizes))
+    check_nothing_leaked(rig)
+
+
+def test_a_second_try_that_fits_ends_nobody(rig: Rig) -> None:
+    full = iter([False, True])
+    rig.runner.fits = lambda plan: plan.num_tokens <= 6 or next(full, True)
+    asked = [request(str(i), (i, 2, 3, 4, 5), seed=i, max_tokens=9) for i in range(8)]
+    rig.engine.submit(*asked)
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 8)
+    for one in asked:
+        assert (rig.listener.said(one.request_id), rig.listener.ends[one.request_id, 0].finish_reason) == solo(one, 0)
+    assert rig.engine.stats.out_of_memory_steps == 1
+    assert rig.engine.stats.finished[FinishReason.ERROR] == 0
+    check_nothing_leaked(rig)
+
+
+def test_a_request_that_fits_no_step_ends_alone(rig: Rig) -> None:
+    rig.runner.fits = lambda plan: all(piece.params.top_k != 3 for piece in plan.slices)
+    rig.block()
+    rig.engine.submit(request("too much", (1, 2, 3, 4), n=3, top_k=3))
+    rig.engine.submit(good := request("good", (4, 5), max_tokens=20, eos_token_ids=frozenset()))
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 5)
+    for choice in range(3):
+        end = rig.listener.ends["too much", choice]
+        assert end.finish_reason is FinishReason.ERROR
+        assert isinstance(end.error, ComputeError)
+        assert "no memory left" in str(end.error)
+        assert "the device is full" in str(end.error)
+    assert (rig.listener.said("good"), rig.listener.ends["good", 0].finish_reason) == solo(good, 0)
+    assert rig.listener.ends["blocker", 0].finish_reason is FinishReason.LENGTH
+    assert rig.engine.stats.failed[FailureCause.OUT_OF_MEMORY] == 3
+    assert rig.engine.stats.out_of_memory_steps == 2
+    assert rig.engine.health().alive
+    check_nothing_leaked(rig)
+
+
+def test_steps_grow_back_to_full_size(rig: Rig) -> None:
+    full = iter([False])
+    rig.runner.fits = lambda plan: plan.num_tokens < 12 or next(full, True)
+    rig.engine.submit(*[request(str(i), (i,) * 20, max_tokens=1) for i in range(12)])
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 12)
+    (failed,) = (i for i, (_, fitted) in enumerate(rig.runner.sizes) if not fitted)
+    after = [size for size, _ in rig.runner.sizes[failed + 1 :]]
+    assert after[0] <= 6
+    assert max(after) == 12
+    check_nothing_leaked(rig)
+
+
+def test_an_abort_while_memory_is_short_frees_the_request(rig: Rig) -> None:
+    rig.runner.fits = lambda plan: rig.runner.num_steps < 3
+    rig.block()
+    rig.engine.submit(request("second", n=2))
+    rig.engine.abort("second", AbortCause.DISCONNECT)
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
+    assert rig.listener.ends["blocker", 0].finish_reason is FinishReason.ERROR
+    check_nothing_leaked(rig)
+
+
+def test_a_lost_device_is_told_in_its_own_words(rig: Rig) -> None:
+    rig.block()
+    rig.engine.submit(request("queued"))
+    rig.runner.breaks_at, rig.runner.cause = 0, DeviceLostError("the device is lost: CUDA error: unspecified")
+    rig.release()
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 2)
+    message = "The engine stopped on an internal error (the device is lost: CUDA error: unspecified)."
+    assert {str(end.error) for end in rig.listener.ends.values()} == {message}
+    assert rig.engine.health().error == message
+    assert rig.engine.stats.failed[FailureCause.ENGINE_DEATH] == 2
 
 
 def test_a_request_aborted_in_the_very_turn_that_breaks_still_hears_its_end(rig: Rig) -> None:

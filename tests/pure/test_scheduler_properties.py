@@ -1,4 +1,5 @@
-"""A state machine over the scheduler: any history of arrivals, steps, aborts and failures keeps every invariant."""
+"""A state machine over the scheduler: any history of arrivals, steps, aborts, failures and steps that are taken back keeps
+every invariant."""
 
 from __future__ import annotations
 
@@ -90,6 +91,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if events:
                 self.aborted.add(name)
             self.driver.take(events)
+
+    @rule(failure=st.sampled_from([None, None, "no memory"]))
+    def run_out_of_memory(self, failure: str | None) -> None:
+        self.aborted |= self.driver.run_out_of_memory(failure)
 
     @invariant()
     def books_balance(self) -> None:
