@@ -234,8 +234,8 @@ def test_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @triton.jit
-def _noise_kernel(hashes_ptr, fast_ptr, exact_ptr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
+def _noise_kernel(hashes_ptr, fast_ptr, exact_ptr):
+    at = tl.arange(0, 1024)
     hashes = tl.load(hashes_ptr + at).to(tl.uint32)
     tl.store(fast_ptr + at, fast_noise(hashes))
     tl.store(exact_ptr + at, exact_noise(hashes))
@@ -247,7 +247,7 @@ def test_noise_is_accurate_at_both_ends() -> None:
     hashes = [0, 1, 2, 63, 64, 65, 1 << 20, middle - 1, middle, middle + 1, most - 65, most - 1, most]
     hashes += torch.randint(0, most, (1024 - len(hashes),)).tolist()
     fast, exact = torch.empty(1024, device=DEVICE), torch.empty(1024, dtype=torch.float64, device=DEVICE)
-    _noise_kernel[(1,)](torch.tensor(hashes, device=DEVICE), fast, exact, BLOCK=1024)
+    _noise_kernel[(1,)](torch.tensor(hashes, device=DEVICE), fast, exact)
     expected = torch.tensor([-math.log(-math.log1p(-(h + 0.5) * 2.0**-31)) for h in hashes], dtype=torch.float64)
     torch.testing.assert_close(exact.cpu(), expected, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(fast.cpu().double(), expected, rtol=3e-7, atol=5e-7)

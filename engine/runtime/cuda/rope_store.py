@@ -110,7 +110,7 @@ def _quantise(rows):
     return whole, tl.where(is_nan, float("nan"), tl.div_rn(peak, 127.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a piece of a buffer, anywhere in it
 def _rotate_and_store(
     qkv_ptr,
     q_ptr,

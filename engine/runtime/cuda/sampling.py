@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.runtime.cuda.sampling_filter import find_limits
 from engine.runtime.cuda.sampling_row import (
+    A_NUMBER_A_ROW,
     Draws,
     exact_noise,
     fast_noise,
@@ -129,7 +130,7 @@ def _penalise(logits, counts, repetition, frequency, presence):
     return logits - frequency * said - tl.where(said > 0, presence, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=A_NUMBER_A_ROW)
 def _find_peaks(
     logits_ptr,
     row_stride,
@@ -165,7 +166,7 @@ def _find_peaks(
     tl.store(peak_ids_ptr + result, tile * TILE + place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=A_NUMBER_A_ROW)
 def _find_candidates(
     logits_ptr,
     row_stride,
@@ -210,7 +211,7 @@ def _find_candidates(
     tl.store(to + 1, tl.where(next_best > -float("inf"), tile * TILE + second, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=A_NUMBER_A_ROW)
 def _choose(
     logits_ptr,
     row_stride,

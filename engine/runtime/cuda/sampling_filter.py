@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.cuda.sampling_row import Draws, is_void, row_peak, to_key, to_score
+from engine.runtime.cuda.sampling_row import A_NUMBER_A_ROW, Draws, is_void, row_peak, to_key, to_score
 
 # Levels lie -(n + 1)^2 / 40 below the peak: 0.3 apart at 1, 0.8 at 6.4, where the nucleus of a sampled text ends. So few
 # more tokens are copied than are kept. The last level is -inf.
@@ -51,8 +51,11 @@ def find_limits(logits: Tensor, draws: Draws, peaks: Tensor, tile: int) -> Tenso
 
 
 @triton.jit
-def _is_ranked(temperature, top_k, top_p):
-    return (temperature > 0) & ((top_k > 0) | (top_p < 1))
+def _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size):
+    """The row's temperature, top_k, 0 if it keeps all, and top_p; and whether either filter is on."""
+    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    top_k = tl.where(top_k < vocab_size, top_k, 0)
+    return temperature, top_k, top_p, (temperature > 0) & ((top_k > 0) | (top_p < 1))
 
 
 @triton.jit
@@ -77,7 +80,7 @@ def _weigh(score, key, pivots):
     return tl.sum(is_kept.to(tl.int32), 1), mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=A_NUMBER_A_ROW)
 def _tally(
     logits_ptr,
     row_stride,
@@ -96,9 +99,9 @@ def _tally(
 ):
     """Count and mass of a tile's tokens above each level."""
     row, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature, _, _, is_ranked = _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
-    if is_void(peak) | (not _is_ranked(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row))):
+    if is_void(peak) | (not is_ranked):
         return
     limit = to_key(tl.load(lowest_ptr + row))
     level = tl.arange(0, LEVELS)
@@ -136,7 +139,7 @@ def _choose_level(counts_ptr, masses_ptr, num_tiles, top_k, top_p, LEVELS: tl.co
     return chosen, tl.sum(tl.where(level[None, :] == chosen, counts, 0), 1), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=A_NUMBER_A_ROW)
 def _copy_best(
     logits_ptr,
     row_stride,
@@ -156,9 +159,9 @@ def _copy_best(
 ):
     """A tile's logits above the row's level, behind those of the tiles before, if there is room for all."""
     row, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature, top_k, top_p, is_ranked = _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
-    if is_void(peak) | (not _is_ranked(temperature, top_k, top_p)):
+    if is_void(peak) | (not is_ranked):
         return
     first = row * num_tiles * LEVELS
     level, counts, _ = _choose_level(counts_ptr + first, masses_ptr + first, num_tiles, top_k, top_p, LEVELS, TILES)
@@ -209,7 +212,7 @@ def _search(base, size, peak, temperature, low, high, target, BY_MASS: tl.conste
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=A_NUMBER_A_ROW)
 def _search_borders(
     logits_ptr,
     row_stride,
@@ -231,11 +234,11 @@ def _search_borders(
 ):
     """A program a row: top_k, then top_p of what that leaves."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature, top_k, top_p, is_ranked = _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     limit = to_key(tl.load(lowest_ptr + row))
     tl.store(limits_ptr + row, limit)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
-    if is_void(peak) | (not _is_ranked(temperature, top_k, top_p)):
+    if is_void(peak) | (not is_ranked):
         return
     first = row * num_tiles * LEVELS
     level, counts, total = _choose_level(counts_ptr + first, masses_ptr + first, num_tiles, top_k, top_p, LEVELS, TILES)

@@ -24,6 +24,12 @@ class Draws(NamedTuple):
     position: Tensor  # [R] int64, where the drawn token will stand
 
 
+# Read one number at a time, which makes nothing of how they are aligned; or a kernel would be compiled for every way.
+A_NUMBER_A_ROW = [
+    f"{name}_ptr" for name in (*Draws._fields, "limits", "count_rows", "repetition", "frequency", "presence")
+]
+
+
 @triton.jit
 def row_peak(peaks_ptr, num_tiles, TILES: tl.constexpr):
     """The best of a row's tiles; +inf where there was a NaN."""
