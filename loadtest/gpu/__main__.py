@@ -1,0 +1,124 @@
+"""`bash loadtest/gpu.sh` comes here: runs the parts one after another, each in a process with a limit on its time.
+
+After each part everything found so far is written. A part that fails, or whose time is up, stops nothing but itself; the
+exit status is 1 then. This process never imports torch, so that it cannot be what breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from loadtest.comparison import ROOT, describe_host
+from loadtest.gpu.figures import PartError, read_findings
+from loadtest.gpu.parts import PARTS, Part
+from loadtest.gpu.report import Results
+from loadtest.gpu.task import Task
+from loadtest.plots import PlotError
+
+_RESULTS = ROOT / "loadtest" / "results"
+_GRACE_S = 25.0  # for a part that was told to stop
+_LEAST_S = 12.0  # left, or a part is not begun
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts, or, in a process of its own, one of them."""
+    options = _parse(argv)
+    if options.part:
+        return _run_here(options)
+    if options.rehearse and options.out.resolve().is_relative_to(_RESULTS):
+        print(f"A rehearsal's numbers mean nothing and do not go to {_RESULTS}; name another folder.", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    host = describe_host()
+    results = Results(host | {"commit": options.commit or host["commit"]}, options.rehearse)
+    deadline = time.monotonic() + options.limit
+    with tempfile.TemporaryDirectory(prefix="quire-gpu-") as scratch:
+        for part in PARTS:
+            if not options.only or part.name in options.only:
+                _run(part, Path(scratch), options, deadline, results)
+                results.write(options.out)
+    try:
+        results.draw(options.out)
+    except PlotError as error:
+        print(f"No picture: {error}")
+    print("\n" + "\n".join(results.table()))
+    print(f"\nwritten: {options.out}")
+    return int(any(status != "done" for status in results.statuses.values()))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(prog="loadtest/gpu.sh", description="Measure one GPU.")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
+    parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU, with tiny shapes")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of {', '.join(names)}")
+    parser.add_argument("--limit", type=float, default=480.0, metavar="S", help="for all; default %(default)g")
+    parser.add_argument("--commit", metavar="HASH", help="where git cannot tell it")
+    parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _run(part: Part, scratch: Path, options: argparse.Namespace, deadline: float, results: Results) -> None:
+    left = deadline - time.monotonic()
+    if left < _LEAST_S:
+        results.statuses[part.name] = "not begun"
+        return
+    print(f"\n== {part.name} ({left:.0f} s left)", flush=True)
+    command = [sys.executable, "-m", "loadtest.gpu", "--part", part.name, "--scratch", str(scratch)]
+    command += ["--out", str(options.out), *(["--rehearse"] if options.rehearse else [])]
+    begun = time.monotonic()
+    # A session of its own, so that its children can be stopped with it.
+    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603 - our own
+    try:
+        status = "done" if process.wait(min(part.budget_s, left)) == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        status = "out of time"
+    finally:
+        _stop(process)
+    results.seconds[part.name] = time.monotonic() - begun
+    results.statuses[part.name] = status
+    results.findings[part.name] = read_findings(scratch / f"{part.name}.json")
+    print(f"== {part.name}: {status}, {results.seconds[part.name]:.0f} s", flush=True)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(f"stopped by signal {number}")  # so that what it started is stopped too
+
+    signal.signal(signal.SIGTERM, leave)
+    part = next(part for part in PARTS if part.name == options.part)
+    task = Task(part.name, options.scratch, options.rehearse)
+    try:
+        part.run(task)
+    except PartError as error:
+        task.notebook.fail(str(error))
+    except Exception as error:  # whatever it is, it is this part's alone
+        traceback.print_exc()
+        task.notebook.fail(f"{type(error).__name__}: {error}")
+    return int(task.notebook.has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

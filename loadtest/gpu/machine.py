@@ -1,0 +1,53 @@
+"""What the card itself does: the rates that every other figure is held against."""
+
+from __future__ import annotations
+
+import platform
+from functools import partial
+
+import torch
+
+from loadtest.gpu.figures import Figure
+from loadtest.gpu.task import BF16_RATE, COPY_BANDWIDTH, Task
+from loadtest.gpu.timing import median_s
+
+_COPY_BYTES = 4 << 30
+_MATRIX_ROWS = 8192
+
+
+def run(task: Task) -> None:
+    """Name the machine, copy memory, multiply matrices."""
+    on_card = torch.cuda.is_available()
+    if not on_card and not task.is_rehearsal:
+        raise RuntimeError("torch sees no CUDA device here; `--rehearse` runs this without one.")
+    device = torch.device("cuda" if on_card else "cpu")
+    task.notebook.detail("card", _describe(device))
+    num_bytes, rows = (_COPY_BYTES, _MATRIX_ROWS) if on_card else (1 << 24, 256)
+
+    source, target = (torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    copy_s = median_s([partial(target.copy_, source)])
+    task.notebook.figure(Figure(COPY_BANDWIDTH, 2 * num_bytes / copy_s / 1e9, "GB/s"))
+    del source, target
+
+    # Of random numbers: a card that runs into its power limit multiplies zeros faster.
+    left, right = (torch.randn(rows, rows, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product_s = median_s([partial(torch.mm, left, right)])
+    task.notebook.figure(Figure(BF16_RATE, 2 * rows**3 / product_s / 1e12, "TFLOP/s"))
+
+
+def _describe(device: torch.device) -> dict[str, object]:
+    described: dict[str, object] = {"torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        described |= {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    try:
+        import triton
+    except ImportError:
+        return described
+    return described | {"triton": triton.__version__}

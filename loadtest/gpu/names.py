@@ -1,0 +1,39 @@
+"""What figures are called, so that parts.py can say what those should come to. Standard library only."""
+
+from __future__ import annotations
+
+
+def decode_attention(heads: int, batch: int, context: int) -> str:
+    return f"decode attention, {heads} heads, batch {batch}, context {context}"
+
+
+def prefill_attention(heads: int, num: int, length: int) -> str:
+    return f"prefill attention, {heads} heads, {num} x {length}"
+
+
+def throughput(model: str) -> str:
+    return f"{model}: nano-vllm workload"
+
+
+def decode_step(model: str, batch: int) -> str:
+    return f"{model}: step of {batch} decoding"
+
+
+def prefill(model: str, length: int) -> str:
+    return f"{model}: prefill, prompts of {length}"
+
+
+def first_token(model: str, length: int) -> str:
+    return f"{model}: first token of {length}"
+
+
+def idle(model: str) -> str:
+    return f"{model}: GPU idle while decoding"
+
+
+def memory(model: str) -> str:
+    return f"{model}: memory of the card in use"
+
+
+def gain(model: str) -> str:
+    return f"{model}: throughput over bf16"

@@ -1,0 +1,189 @@
+"""The engine without HTTP, on random weights: the nano-vllm workload, steps of one to many sequences, prompts, idle time.
+
+Each part builds one engine of one shape. Prompts are random ids, different every time, so the prefix cache finds nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from engine.core.errors import ConfigError
+from loadtest.gpu import names
+from loadtest.gpu.drive import Drive, Step
+from loadtest.gpu.figures import Figure, PartError, read_findings
+from loadtest.gpu.models import write_model
+from loadtest.gpu.profile_steps import Tracer
+from loadtest.gpu.task import Task
+from loadtest.gpu.workload import draw_requests, nano_vllm
+
+_MAX_MODEL_LEN = 16384
+_SETTLED = 4  # steps in which all decode, before one counts
+
+
+class Sizes(NamedTuple):
+    """How much is asked; a rehearsal asks for next to nothing."""
+
+    batches: tuple[int, ...] = (1, 32, 128, 256)
+    prompt_len: int = 960
+    answer_len: int = 128  # so that contexts are about 1024
+    prefills: tuple[tuple[int, int], ...] = ((64, 1024), (8, 8192))  # prompts, tokens each
+    traced_batch: int = 256
+    traced_prompt: int = 128
+
+
+_TINY = Sizes((1, 2), 24, 24, ((4, 64),), 2, 8)
+
+
+def run(task: Task, shape_name: str) -> None:
+    """Everything about one shape in bfloat16."""
+    with closing(_Measure(task, shape_name, shape_name)) as measure:
+        measure.warm_up()
+        measure.throughput()
+        measure.decode_steps()
+        measure.prefills()
+        measure.idle()
+
+
+def run_variant(task: Task, shape_name: str, label: str, settings: dict[str, str], itemsizes: dict[str, float]) -> None:
+    """The workload again with fewer bits somewhere, and what that gains over what `run` has measured."""
+    try:
+        measure = _Measure(task, shape_name, label, settings, itemsizes)
+    except ConfigError as error:
+        task.notebook.note(f"Not measured, for this Quire refuses it: {error}")
+        return
+    with closing(measure):
+        measure.warm_up()
+        value = measure.throughput()
+        measure.decode_steps()
+    found = {figure.name: figure.value for figure in read_findings(task.scratch / f"{shape_name}.json").figures}
+    base = found.get(names.throughput(shape_name))
+    if base:
+        task.notebook.figure(Figure(names.gain(label), value / base, "x"))
+
+
+class _Measure:
+    """One engine and what is asked of it."""
+
+    def __init__(
+        self,
+        task: Task,
+        shape_name: str,
+        label: str,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        itemsizes: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._notebook, self._label = task.notebook, label
+        self._shape = task.shape(shape_name)
+        self._limits = task.limits(self._shape, **itemsizes)
+        self._is_rehearsal = task.is_rehearsal
+        self._sizes = _TINY if task.is_rehearsal else Sizes()
+        self._rng = random.Random(1)
+        max_len = 256 if task.is_rehearsal else _MAX_MODEL_LEN
+        folder = write_model(self._shape, task.scratch / "models")
+        self._drive = Drive(folder, max_model_len=max_len, dtype="bfloat16", **settings)
+
+        self._notebook.detail("build_s", self._drive.build_s)
+
+    def close(self) -> None:
+        self._drive.stop()
+
+    def warm_up(self) -> None:
+        """Have every kind of step computed once: what is compiled or chosen at first sight is not the engine's speed."""
+        num = max(self._sizes.batches)
+        list(self._drive.run(self._prompts(num, 16), [4 + index % 16 for index in range(num)], temperature=0.6))
+        for _, length in self._sizes.prefills:
+            list(self._drive.run(self._prompts(2, length), [2, 2]))
+
+    def throughput(self) -> float:
+        """Output tokens a second from the first request to the last answer."""
+        work = nano_vllm() if not self._is_rehearsal else draw_requests(6, 4, 12, highest_id=self._shape.vocab - 1)
+        begun = self._drive.engine.clock()
+        steps = list(self._drive.run(work.prompts, work.output_lens, temperature=0.6))
+        seconds = self._drive.engine.clock() - begun
+        if sum(step.num_tokens for step in steps) != sum(work.output_lens):
+            raise PartError("The engine answered with another number of tokens than were asked for.")
+        value = sum(work.output_lens) / seconds
+        limit = sum(work.output_lens) / self._limits.generate_s(work.prompt_lens, work.output_lens)
+        self._notebook.figure(Figure(names.throughput(self._label), value, "tok/s", limit))
+        told = {"seconds": seconds, "steps": len(steps), "preemptions": self._drive.engine.stats.preemptions}
+        self._notebook.detail("workload", told)
+        self._memory()
+        return value
+
+    def decode_steps(self) -> None:
+        """Milliseconds of a step; of one sequence, its time a token."""
+        sizes = self._sizes
+        for batch in sizes.batches:
+            steps = self._drive.run(self._prompts(batch, sizes.prompt_len), [sizes.answer_len] * batch)
+            seconds = _step_s(steps, batch)
+            context = batch * (sizes.prompt_len + sizes.answer_len / 2)
+            limit = 1e3 * self._limits.decode_step_s(batch, context)
+            self._notebook.figure(
+                Figure(names.decode_step(self._label, batch), seconds * 1e3, "ms", limit, less_is_better=True)
+            )
+
+    def prefills(self) -> None:
+        """Prompt tokens a second of many prompts, and milliseconds to the first token of one alone."""
+        for num, length in self._sizes.prefills:
+            begun = self._drive.engine.clock()
+            list(self._drive.run(self._prompts(num, length), [1] * num))
+            seconds = self._drive.engine.clock() - begun
+            limit = length / self._limits.prefill_s([length])
+            self._notebook.figure(Figure(names.prefill(self._label, length), num * length / seconds, "tok/s", limit))
+            alone = []
+            for _ in range(3):
+                begun = self._drive.engine.clock()
+                list(self._drive.run(self._prompts(1, length), [1]))
+                alone.append(self._drive.engine.clock() - begun)
+            limit = 1e3 * self._limits.prefill_s([length])
+            name = names.first_token(self._label, length)
+            self._notebook.figure(Figure(name, statistics.median(alone) * 1e3, "ms", limit, less_is_better=True))
+
+    def idle(self) -> None:
+        """The share of a decode run in which nothing runs on the card."""
+        batch, length = self._sizes.traced_batch, self._sizes.traced_prompt
+        step_s = _step_s(self._drive.run(self._prompts(batch, length), [160] * batch), batch)
+        tracer = Tracer(batch)
+        list(self._drive.run(self._prompts(batch, length), [160] * batch, on_step=tracer))
+        traced = tracer.read()
+        if traced is None:
+            self._notebook.fail("the profiler saw nothing of the steps it traced")
+            return
+        figure = Figure(names.idle(self._label), 100 * traced.idle_share, "%", less_is_better=True)
+        self._notebook.figure(figure)
+        self._notebook.detail(
+            "idle",
+            {
+                "method": "torch.profiler, device activity: 1 - union of kernels and copies / span of the traced steps",
+                "batch": batch,
+                "step_ms": step_s * 1e3,
+                "traced_ms": traced.span_s * 1e3,
+                "busy_ms": traced.busy_s * 1e3,
+                "activities": traced.num_activities,
+                "busy_by_name": traced.by_name,
+            },
+        )
+
+    def _memory(self) -> None:
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            self._notebook.figure(Figure(names.memory(self._label), 100 * (1 - free / total), "%", less_is_better=True))
+
+    def _prompts(self, num: int, length: int) -> list[list[int]]:
+        return [[self._rng.randrange(self._shape.vocab) for _ in range(length)] for _ in range(num)]
+
+
+def _step_s(steps: Iterator[Step], batch: int) -> float:
+    """Mean seconds of the steps in which all of `batch` decode and nothing else happens."""
+    times = [step.time_s for step in steps if step.num_tokens == batch]
+    times = times[_SETTLED:]
+    if len(times) < 2:
+        raise PartError(f"There were never steps in which all {batch} sequences decoded.")
+    return (times[-1] - times[0]) / (len(times) - 1)

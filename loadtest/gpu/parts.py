@@ -1,0 +1,62 @@
+"""The parts of a run in the order of their worth, how long each may take, and what their figures should come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from loadtest.gpu import names
+from loadtest.gpu.figures import Target
+from loadtest.gpu.shapes import SHAPES
+from loadtest.gpu.task import Task
+
+
+class Part(NamedTuple):
+    """A process of its own: what breaks the device for one does not for the next."""
+
+    name: str
+    budget_s: float
+    function: str  # "module:function" of this package
+    arguments: tuple[Any, ...] = ()
+
+    def run(self, task: Task) -> None:
+        module, _, function = self.function.partition(":")
+        called: Callable[..., None] = getattr(import_module(f"loadtest.gpu.{module}"), function)
+        called(task, *self.arguments)
+
+
+_FP8_KV = "qwen3-0.6b, fp8 K/V"
+_FP8_WEIGHTS = "llama-3.1-8b, fp8 weights"
+PARTS = (
+    Part("machine", 40, "machine:run"),
+    Part("kernel-tests", 130, "suites:run_kernels"),
+    Part("kernels", 70, "kernels:run"),
+    Part("qwen3-0.6b", 100, "offline:run", ("qwen3-0.6b",)),
+    Part("engine-tests", 100, "suites:run_engine"),
+    Part("llama-3.1-8b", 110, "offline:run", ("llama-3.1-8b",)),
+    Part("http", 90, "serving:run", ("qwen3-0.6b",)),
+    Part("fp8-kv", 60, "offline:run_variant", ("qwen3-0.6b", _FP8_KV, {"kv_cache_dtype": "fp8"}, {"kv_bytes": 1.0})),
+    Part(
+        "fp8-weights",
+        60,
+        "offline:run_variant",
+        ("llama-3.1-8b", _FP8_WEIGHTS, {"quantization": "fp8"}, {"linear_bytes": 1.0}),
+    ),
+)
+
+TARGET_CARD = "H200"
+# Prefill attention: 60 % of the best rate that FlashAttention-3's authors publish for an H100, a forward pass of head
+# dimension 128 in 16 bits, 648 TFLOP/s. That is of 16k tokens; for 8k we have no figure, and this one asks for more.
+TARGETS = {
+    **{names.decode_attention(32, 128, context): Target(0.85, of_limit=True) for context in (1024, 4096, 8192)},
+    names.prefill_attention(32, 1, 8192): Target(0.6 * 648),
+    names.throughput("qwen3-0.6b"): Target(25_000),
+    names.throughput("llama-3.1-8b"): Target(9_500),
+    names.decode_step("qwen3-0.6b", 1): Target(1.2),
+    names.decode_step("llama-3.1-8b", 1): Target(4.3),
+    names.prefill("llama-3.1-8b", 1024): Target(35_000),
+    **{names.idle(model): Target(3.0) for model in SHAPES},
+    **{names.memory(model): Target(90.0) for model in SHAPES},
+    names.gain(_FP8_KV): Target(1.4),
+}

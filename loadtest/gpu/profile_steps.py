@@ -1,0 +1,83 @@
+"""How much of a decode run the card spends idle, and on what it spends the rest: torch's profiler, device activity alone.
+
+Busy is every moment in which a kernel or a copy runs, from the first to the last of a window of steps. Tracing makes
+kernels of a graph a little longer and hands them out a little later; the step's length with and without it is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from loadtest.gpu.figures import covered
+
+_SETTLING_STEPS = 16
+TRACED_STEPS = 48
+_NUM_NAMED = 15
+_SKIPPED = 10  # the first tenth: the tracer's own start held up the steps it belongs to
+
+ACTIVITY = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Of most of the traced steps, seconds."""
+
+    span_s: float
+    busy_s: float
+    num_activities: int
+    by_name: dict[str, float]  # the longest, as shares of the busy time
+
+    @property
+    def idle_share(self) -> float:
+        return 1.0 - self.busy_s / self.span_s
+
+
+class Tracer:
+    """Traces some of the steps in which all of `batch` decode. Called on the engine's thread, which launches them."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._num_full = 0
+        self._profile = profile(activities=[ACTIVITY])
+        with profile(activities=[ACTIVITY]):
+            pass  # the tracer takes long to start for the first time
+
+    def __call__(self, num_sequences: int) -> None:
+        if num_sequences != self._batch:
+            return
+        self._num_full += 1
+        if self._num_full == _SETTLING_STEPS:
+            self._profile.start()
+        elif self._num_full == _SETTLING_STEPS + TRACED_STEPS:
+            self._profile.stop()
+
+    def read(self) -> Trace | None:
+        """Once the steps are over; None if there were too few, or nothing was seen of them."""
+        return _read(self._profile) if self._num_full >= _SETTLING_STEPS + TRACED_STEPS else None
+
+
+def _read(profiler: profile) -> Trace | None:
+    wanted = DeviceType.CUDA if torch.cuda.is_available() else DeviceType.CPU
+    spans = sorted(
+        (event.time_range.start / 1e6, event.time_range.end / 1e6, event.name)
+        for event in profiler.events() or ()  # type: ignore[no-untyped-call]
+        if event.device_type == wanted and not event.is_user_annotation
+    )
+    spans = spans[len(spans) // _SKIPPED :]
+    if not spans:
+        return None
+    by_name: Counter[str] = Counter()  # of seconds
+    for begin, end, name in spans:
+        by_name[name[:100]] += end - begin
+    total = sum(by_name.values())
+    return Trace(
+        span_s=max(end for _, end, _ in spans) - spans[0][0],
+        busy_s=covered((begin, end) for begin, end, _ in spans),
+        num_activities=len(spans),
+        by_name={name: round(spent / total, 4) for name, spent in by_name.most_common(_NUM_NAMED)},
+    )

@@ -1,0 +1,153 @@
+"""What `loadtest/gpu.sh` says of what it measured: limits, targets, the table and the files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from loadtest.gpu import names
+from loadtest.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
+from loadtest.gpu.parts import PARTS, TARGETS
+from loadtest.gpu.report import Results
+from loadtest.gpu.shapes import LLAMA_8B, QWEN3_06B, SHAPES, Limits, Rates, Shape
+from loadtest.gpu.task import Task
+from loadtest.gpu.workload import draw_requests, nano_vllm
+
+H200 = Rates(4.3e12, 790e12)
+HOST = {"date": "2026-11-21T00:00:00+00:00", "commit": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "milliseconds"),
+    [
+        (LLAMA_8B, 1, 3.52),
+        (LLAMA_8B, 32, 4.49),
+        (LLAMA_8B, 128, 7.49),
+        (LLAMA_8B, 256, 12.86),
+        (QWEN3_06B, 1, 0.305),
+        (QWEN3_06B, 32, 1.15),
+        (QWEN3_06B, 128, 3.77),
+        (QWEN3_06B, 256, 7.38),
+    ],
+)
+def test_a_decode_step_takes_what_was_worked_out_by_hand(shape: Shape, batch: int, milliseconds: float) -> None:
+    assert Limits(shape, H200).decode_step_s(batch, batch * 1024) * 1e3 == pytest.approx(milliseconds, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "tokens_per_s"),
+    [(LLAMA_8B, 1024, 55_500), (LLAMA_8B, 8192, 49_000), (QWEN3_06B, 1024, 791_000), (QWEN3_06B, 8192, 434_000)],
+)
+def test_a_prefill_takes_what_was_worked_out_by_hand(shape: Shape, length: int, tokens_per_s: float) -> None:
+    assert length / Limits(shape, H200).prefill_s([length]) == pytest.approx(tokens_per_s, rel=0.005)
+
+
+def test_the_workload_is_the_published_one() -> None:
+    work = nano_vllm()
+    assert (len(work.prompts), sum(work.prompt_lens), sum(work.output_lens)) == (256, 142_827, 133_966)
+    assert all(100 <= length <= 1024 for length in [*work.prompt_lens, *work.output_lens])
+
+
+def test_the_limit_of_a_workload_is_that_of_its_steps() -> None:
+    limits = Limits(QWEN3_06B, H200)
+    steps = [limits.decode_step_s(2, 10 + 20 + 2 * 1), limits.decode_step_s(1, 20 + 2), limits.decode_step_s(1, 20 + 3)]
+    assert limits.generate_s([10, 20], [2, 4]) == pytest.approx(limits.prefill_s([10, 20]) + sum(steps))
+    work = nano_vllm()
+    # By hand 35,700 and 13,200 tokens a second, with half a second in a hundred for logits that is not counted here.
+    assert sum(work.output_lens) / limits.generate_s(work.prompt_lens, work.output_lens) == pytest.approx(
+        36_200, rel=0.002
+    )
+    large = Limits(LLAMA_8B, H200).generate_s(work.prompt_lens, work.output_lens)
+    assert sum(work.output_lens) / large == pytest.approx(13_300, rel=0.002)
+
+
+def test_the_same_requests_every_time() -> None:
+    assert draw_requests(3, 1, 5, highest_id=9) == draw_requests(3, 1, 5, highest_id=9)
+
+
+def test_shares_and_targets() -> None:
+    fast = Figure("x", 90.0, "GB/s", limit=100.0)
+    assert fast.share == pytest.approx(0.9)
+    assert Target(0.85, of_limit=True).is_met(fast)
+    assert not Target(0.95, of_limit=True).is_met(fast)
+    slow = Figure("y", 4.0, "ms", limit=3.0, less_is_better=True)
+    assert slow.share == pytest.approx(0.75)
+    assert Target(4.3).is_met(slow)
+    assert not Target(3.9).is_met(slow)
+    unknown = Figure("z", 1.0, "GB/s", limit=math.nan)
+    assert unknown.share is None
+    assert not Target(0.1, of_limit=True).is_met(unknown)
+
+
+def test_covered_counts_overlaps_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+
+
+def test_findings_are_on_the_disk_as_they_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    assert read_findings(path) == Findings()
+    notebook = Notebook(path)
+    notebook.figure(Figure("x", 1.0, "ms", limit=math.nan))
+    assert [figure.name for figure in read_findings(path).figures] == ["x"]
+    notebook.fail("it broke")
+    notebook.detail("raw", [1, 2])
+    found = read_findings(path)
+    assert found.has_failed
+    assert found.notes == ["FAILED: it broke"]
+    assert found.details == {"raw": [1, 2]}
+
+
+def test_without_the_cards_rates_there_are_no_limits(tmp_path: Path) -> None:
+    rates = Task("kernels", tmp_path, is_rehearsal=True).rates()
+    assert all(math.isnan(rate) for rate in rates)
+
+
+def results(card: str, *figures: Figure, is_rehearsal: bool = False) -> Results:
+    machine = Findings(list(figures), details={"card": {"name": card}})
+    return Results(HOST, is_rehearsal, {"machine": machine}, {"machine": "done", "http": "not begun"}, {"machine": 1.0})
+
+
+def test_the_table_tells_targets_that_are_met_missed_and_not_measured() -> None:
+    measured = (
+        Figure(names.throughput("qwen3-0.6b"), 30_000, "tok/s", 36_000),
+        Figure(names.throughput("llama-3.1-8b"), 9_000, "tok/s", 13_300),
+    )
+    table = list(results("NVIDIA H200", *measured).table())
+    assert "| qwen3-0.6b: nano-vllm workload | 30,000 tok/s | 36,000 | 83% | >= 25,000 tok/s | yes |" in table
+    assert "| llama-3.1-8b: nano-vllm workload | 9,000 tok/s | 13,300 | 68% | >= 9,500 tok/s | **no** |" in table
+    assert sum("not measured" in line for line in table) == len(TARGETS) - 2
+    assert "- http: not begun, 0 s" in table
+    other = list(results("Another card", *measured).table())
+    assert "| qwen3-0.6b: nano-vllm workload | 30,000 tok/s | 36,000 | 83% |  |  |" in other
+    assert not any("not measured" in line for line in other)
+
+
+def test_a_rehearsal_is_marked_everywhere(tmp_path: Path) -> None:
+    rehearsed = results("no card", Figure("x", 1.0, "ms"), is_rehearsal=True)
+    rehearsed.write(tmp_path)
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["rehearsal"] is True
+    assert document["parts"]["machine"]["figures"][0]["rehearsal"] is True
+    table = (tmp_path / "table.md").read_text()
+    assert "REHEARSAL" in table
+    assert "measured" not in table.replace("not measured", "")
+
+
+def test_results_are_json_that_every_reader_takes(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    results("NVIDIA H200", Figure("x", math.nan, "ms", math.nan)).write(tmp_path)
+    document = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    assert document["parts"]["machine"]["figures"][0]["limit"] is None
+    assert document["parts"]["http"]["figures"] == []
+
+
+def test_the_parts_fit_into_a_run() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert {part.name for part in PARTS} >= set(SHAPES)
+    assert PARTS[0].name == "machine"  # whose rates the others are held against
