@@ -182,12 +182,20 @@ def test_decodes(dim: int, group: int, block_size: int, variant: dict, dtype: to
         "block_tables": torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], 1 << 30)]),
     }
     q, out = (torch.cat([x, x[:1]]) for x in (case.q, out))
-    splits = (Splits(1, 1), Splits(3, 32), Splits(2, 64), Splits(18, 1))[
-        seed % 4
-    ]  # 18 are more than are merged at once
+    splits = (Splits(1, 1), Splits(3, 32), Splits(2, 64))[(seed + seed // 5) % 3]
     attend_decodes(case.spec, q, out, view_pool(case.k_pool, case.v_pool), **tensors, num=4, splits=splits)
     case.check(out[:3])
     assert (out[3] == 0).all()
+
+
+def test_more_splits_than_are_merged_at_once() -> None:
+    case = Case(make_spec(160, 3, has_sinks=True), [(300, 1), (17, 1)], 16, torch.float32, seed=5)
+    case.store_all(is_new_too=True)
+    batch, out = case.batch(), torch.full_like(case.q, torch.nan)
+    index = batch.query_starts, batch.query_starts, batch.context_lens, batch.block_tables
+    pool = view_pool(case.k_pool, case.v_pool)
+    attend_decodes(case.spec, case.q, out, pool, *index, num=2, splits=Splits(20, 1))  # of 16 keys: 19 and 2 are live
+    case.check(out)
 
 
 @pytest.mark.parametrize(("dim", "group", "block_size", "variant", "dtype", "seed"), GRID[::2])

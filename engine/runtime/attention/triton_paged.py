@@ -38,6 +38,7 @@ class _Step(NamedTuple):
     batch: Batch
     tensors: _Tensors
     num_decodes: int
+    longest_decode: int  # context
     decodes: Tensor  # int32, the slices with one query, and then whatever
     prefills: list[int]  # all others
     tiles: dict[tuple[int, int], Tensor]  # of the prefills, by (heads that share a kv head, rows of a tile)
@@ -52,7 +53,7 @@ class TritonPagedAttention:
         self._step: _Step | None = None
         self._fixed: _Tensors | None = None
         self._copies: tuple[list[tuple[int, int]], Tensor] | None = None  # pairs, and the same on the device
-        self._num_sms = 1
+        self._num_sms = 0  # until the first step
 
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Block-major. Raises ConfigError for a head_dim that the kernels are not made for."""
@@ -90,8 +91,7 @@ class TritonPagedAttention:
     def prepare(self, batch: Batch) -> None:
         """Tell decodes from prompts; prompt tiles are listed when the first layer asks."""
         device = batch.slots.device
-        if device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_sms = self._num_sms or _count_sms(device)
         lens = batch.query_lens_host
         tensors = _Tensors(batch.slots, batch.query_starts, batch.context_lens, batch.block_tables)
         decodes = [s for s, length in enumerate(lens) if length == 1]
@@ -102,7 +102,8 @@ class TritonPagedAttention:
             if self._fixed is not None:
                 tensors = _refill(self._fixed, tensors)
             listed = tensors.query_starts  # 0, 1, 2 ...: with one query each, also the slices' own numbers
-        self._step = _Step(batch, tensors, len(decodes), listed, prefills, {})
+        longest = max((batch.context_lens_host[s] for s in decodes), default=0)
+        self._step = _Step(batch, tensors, len(decodes), longest, listed, prefills, {})
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
@@ -115,8 +116,7 @@ class TritonPagedAttention:
         store_kv(k, v, pool, tensors.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.num_decodes:
-            longest = max(step.batch.context_lens_host)
-            visible = longest if spec.window is None else min(longest, spec.window)
+            visible = min(step.longest_decode, spec.window or step.longest_decode)
             splits = choose_splits(step.num_decodes * spec.num_kv_heads, visible, self._num_sms)
             attend_decodes(spec, q, out, pool, step.decodes, *tensors[1:], num=step.num_decodes, splits=splits)
         if step.prefills:
@@ -142,6 +142,11 @@ def _refill(fixed: _Tensors, step: _Tensors) -> _Tensors:
     fixed.context_lens[:num_slices] = step.context_lens
     fixed.block_tables[:num_slices, :width] = step.block_tables
     return fixed
+
+
+def _count_sms(device: torch.device) -> int:
+    """Multiprocessors; the interpreter is one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _to_device(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:

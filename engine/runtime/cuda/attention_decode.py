@@ -6,7 +6,6 @@ split takes are found on the device from the context there is: a captured graph 
 and programs behind the end of a context leave at once. Host code here runs on the engine thread and waits for nothing.
 """
 
-# ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -5,7 +5,6 @@ r // group, head r % group. One program takes one tile and one kv head. Which ti
 longest first, so no program is empty and the device does not end on a long one. Engine thread, waits for nothing.
 """
 
-# ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
 from __future__ import annotations
 
 from collections.abc import Sequence

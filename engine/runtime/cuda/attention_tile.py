@@ -3,7 +3,6 @@
 Softmax is online and in base 2 with float32 accumulators. The pool lies as store.py says. Device code: it knows no slices.
 """
 
-# ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
 from __future__ import annotations
 
 import triton

@@ -6,7 +6,6 @@ rows are four bytes longer (attention/pool.py), a head's run is first the number
 so the numbers are aligned and are read 16 at a time. Engine thread.
 """
 
-# ruff: noqa: N803 - what is fixed when a kernel is compiled is spelled in capitals, as its users spell it
 from __future__ import annotations
 
 from typing import NamedTuple
