@@ -38,11 +38,11 @@ def apart(x: Tensor) -> Tensor:
     return view.copy_(x)
 
 
-def check(found: Tensor, exact: Tensor, roundings: float = 1.0) -> None:
-    """Within so many roundings of the result's type, and what float32 sums are off by."""
+def check(found: Tensor, exact: Tensor) -> None:
+    """Within one rounding to the result's type, and what float32 sums are off by."""
     assert found.dtype != torch.float64
     error = (found.double() - exact).abs()
-    allowed = roundings * torch.finfo(found.dtype).eps * exact.abs() + 3e-6 * (1 + exact.abs())
+    allowed = torch.finfo(found.dtype).eps / 2 * exact.abs() + 3e-6 * (1 + exact.abs())
     assert bool((error <= allowed).all()), f"off by {(error - allowed).max().item():.2e} more than allowed"
 
 
@@ -142,7 +142,7 @@ def test_rotate_and_store(
         if angles is not None:
             qk = reference_rotation(qk, *angles)
         # Where a norm's result lies between two numbers of the type, float64 may round it to the other one.
-        roundings = 1.0 if norms is None else 4.0
+        roundings = 0.5 if norms is None else 4.0
         loose = 0.0 if norms is None else 4 * torch.finfo(dtype).eps
         stored = slots >= 0
         k_rows, v_rows = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
@@ -150,7 +150,7 @@ def test_rotate_and_store(
         for found, exact in ((q, qk[:, :num_heads]), (k_rows[slots[stored]], qk[stored, num_heads:])):
             assert found.dtype == dtype
             error = (found.double() - exact).abs()
-            allowed = roundings * torch.finfo(dtype).eps * exact.abs() + loose * (1 + exact.abs()) + 3e-6
+            allowed = roundings * torch.finfo(dtype).eps * exact.abs() + loose * (1 + exact.abs()) + 4e-6
             assert bool((error <= allowed).all())
         untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
         untouched[slots[stored]] = False
