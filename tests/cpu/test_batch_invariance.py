@@ -47,13 +47,16 @@ def test_attention_of_a_position_is_one_result(is_int8: bool, window: int | None
     spec = AttentionSpec(6, 2, 64, 0.125, window=window, softcap=3.0, sinks=torch.linspace(-1, 1, 6))
     q, k, v = (torch.randn(LENGTH, heads, 64).to(dtype) for heads in (6, 2, 2))
     backend = CpuNativeAttention()
-    table, *others = make_tables([(LENGTH, 0), (300, 1), (5, 1), (40, 9)], 16, is_scattered=True)
+    lengths = [(LENGTH, 0), (300, 1), (5, 1), (40, 9), (17, 1), (17, 1)]
+    table, *others, friend, friend_too = make_tables(lengths, 16, is_scattered=True)
     pools = empty_pools(backend, spec, 96, 16, torch.int8 if is_int8 else dtype)
 
     def attend(start: int, stop: int, crowd: bool = False) -> torch.Tensor:
         steps, tables = [(start, stop - start)], [table]
         if crowd:
             steps, tables = [(300, 1), *steps, (5, 1), (40, 9)], [others[0], table, *others[1:]]
+            steps += [(340, 1), (550, 1)]  # which begin with blocks of the one looked at
+            tables += [table[:20] + friend, table[:33] + friend_too]
         rows = sum(num for _, num in steps)
         at = slice(1, 1 + stop - start) if crowd else slice(0, stop - start)
         batched = [torch.randn(rows, x.shape[1], 64).to(dtype) for x in (q, k, v)]

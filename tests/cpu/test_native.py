@@ -147,6 +147,66 @@ def test_contexts_split_over_threads_join_to_the_same(library: Library, num_thre
         check_attention(spec, [(1201, 1), (3, 1), (90, 2)], torch.float32)
 
 
+# (text, how much of it a sequence begins with, tokens of its own behind that): several texts in turns, one prefix that
+# goes on from another, others shorter than a span or a chunk, and sequences that are alike but for the last token.
+ALIKE = [
+    (0, 512, 1), (1, 256, 1), (0, 512, 40), (2, 130, 5), (0, 512, 100), (1, 256, 1), (3, 100, 20), (0, 512, 3),
+    (2, 130, 70), (0, 272, 9), (3, 100, 9), (2, 130, 5), (4, 400, 2), (0, 272, 150), (4, 400, 200), (5, 300, 30),
+]  # fmt: skip
+
+
+def check_sharing(spec: AttentionSpec, dtype: torch.dtype, block_size: int = 16, *, is_int8: bool = False) -> None:
+    """Decode steps of ALIKE near to the definition, and to the bit what each of them is alone."""
+    torch.manual_seed(12)
+    backend, free = CpuNativeAttention(), iter(torch.randperm(224 * 16 // block_size).tolist())
+    pools = empty_pools(backend, spec, 224 * 16 // block_size, block_size, torch.int8 if is_int8 else dtype)
+    shape = (512, spec.num_kv_heads, spec.head_dim)
+    texts = [[torch.randn(shape).to(dtype) for _ in range(2)] for _ in range(6)]
+    blocks = [[next(free) for _ in range(max(n for t, n, _ in ALIKE if t == i) // block_size)] for i in range(6)]
+    queries = [torch.randn(1, spec.num_heads, spec.head_dim).to(dtype) for _ in ALIKE]
+    steps, tables, keys, values = [], [], [], []
+
+    def run(chosen: list[int]) -> Tensor:
+        backend.prepare(make_batch([steps[s] for s in chosen], [tables[s] for s in chosen], block_size))
+        q, k, v = (torch.cat([xs[s][-1:] for s in chosen]) for xs in (queries, keys, values))
+        return backend.attend(spec, q, k, v, *pools)
+
+    for text, shared, own in ALIKE:
+        steps.append((shared + own - 1, 1))
+        tables.append(blocks[text][: shared // block_size])
+        tables[-1] += [next(free) for _ in range((shared + own - 1) // block_size + 1 - len(tables[-1]))]
+        for xs, begin in zip((keys, values), texts[text], strict=True):
+            xs.append(torch.cat((begin[:shared], torch.randn(own, *shape[1:]).to(dtype))))
+        backend.prepare(make_batch([(0, shared + own)], tables[-1:], block_size))
+        q = torch.zeros(shared + own, spec.num_heads, spec.head_dim, dtype=dtype)
+        backend.attend(spec, q, keys[-1], values[-1], *pools)
+    out = run([*range(len(ALIKE))])
+    assert torch.equal(out, torch.cat([run([s]) for s in range(len(ALIKE))]))
+    if is_int8:
+        keys, values = ([from_pool(to_pool(x, torch.int8), torch.float32) for x in xs] for xs in (keys, values))
+    expected = [dense_attention(spec, queries[s], keys[s], values[s], start) for s, (start, _) in enumerate(steps)]
+    error = ATTENTION_ERROR[dtype]
+    torch.testing.assert_close(out, torch.cat(expected), atol=error, rtol=ONE_ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("is_int8", [False, True], ids=["", "int8"])
+def test_sequences_that_begin_alike(library: Library, is_int8: bool, dtype: torch.dtype) -> None:
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0, 1.0, 2.0])
+    check_sharing(AttentionSpec(6, 2, 40, 0.3), dtype, is_int8=is_int8)
+    check_sharing(AttentionSpec(6, 2, 32, 0.4, softcap=1.5, sinks=sinks), dtype, 32, is_int8=is_int8)
+    library.use_threads(3)
+    check_sharing(AttentionSpec(6, 2, 64, 0.125), dtype, is_int8=is_int8)
+    check_sharing(AttentionSpec(6, 2, 32, 0.4, window=200), dtype, is_int8=is_int8)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (35, 1), (100, 1)])
+def test_sequences_that_begin_alike_at_every_group_size(library: Library, heads: tuple[int, int]) -> None:
+    """With 35 rows each, two sequences fit a task; with 100 not even one."""
+    check_sharing(AttentionSpec(*heads, 16, 0.25), torch.float32)
+    check_sharing(AttentionSpec(*heads, 16, 0.25), torch.float32, 4)
+
+
 def test_a_large_score_does_not_overflow(library: Library) -> None:
     """Scores of some thousands; their own rounding is what the result may differ by."""
     check_attention(AttentionSpec(2, 1, 64, 40.0), [(100, 1), (0, 40)], torch.float32, error=1e-3)

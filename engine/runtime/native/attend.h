@@ -1,58 +1,97 @@
 /* Attention of one task (attend_task): query rows against a range of keys.
  *
- * All query heads that share a kv head are rows of one small matrix, so a key or value is loaded once for the group.
- * Keys come in chunks; within a chunk: scores = rows . K, running softmax, sums = sums * fade + weights . V.
- * Everything behind the scores is to the base 2: a weight is 2^(score * bits - peak). */
+ * All query heads that share a kv head are rows of one small matrix, so a key or value is loaded once for the group,
+ * and where sequences have the same blocks, once for all of them. Keys come in chunks; within a chunk: scores = rows . K,
+ * running softmax, sums = sums * fade + weights . V, for a few rows at a time, so that their scores and the chunk stay
+ * in the first cache. Everything behind the scores is to the base 2: a weight is 2^(score * bits - peak). */
+
+#include "attend_strips.h"
+
+/* Strips of rows that go through a chunk together; their peaks fit one vector. */
+enum { BLOCK_STRIPS = 2, BLOCK_ROWS = BLOCK_STRIPS * STRIP_ROWS };
+
+/* What a span comes to, row by row. */
+struct state {
+    float *sums, *peak, *mass; /* [R][head_dim], [R], [R][W]: a mass is summed up only at the very end */
+};
 
 struct scratch {
-    float *rows;   /* [R][head_dim] queries as the kernel wants them: float32, or pairs of bfloat16 */
-    float *scores; /* [R][CHUNK] scores, then weights */
-    float *sums, *peak, *mass, *fade; /* [R][head_dim], [R], [R], [R] of the span at hand */
-    float *joined_sums, *joined_peak, *joined_mass; /* of all spans so far */
+    float *rows;   /* queries as the kernel wants them, strip by strip of rows: [lanes][rows of the strip] */
+    float *scores; /* [BLOCK_ROWS][CHUNK] scores, then weights */
+    float *fade;   /* [R] */
+    struct state span, joined; /* of the span at hand, of all spans so far */
     struct copies copies;
+    size_t num_rows, strip_rows; /* of the task; of each strip but the last */
+    int64_t position;            /* of the task's first query; all keys lie before it where they are shared */
 };
 
 INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->pool.num_kv_heads; }
+INLINE size_t rows_of(const struct attend_args *a, const struct attend_task *task) {
+    return (size_t)(task->num_queries * group_of(a));
+}
+
+INLINE size_t room_for_rows(const struct attend_args *a) { return ROWS + (size_t)group_of(a) + W; }
 
 static size_t attend_scratch(const struct attend_args *a) {
-    size_t dim = (size_t)a->pool.head_dim, rows = ROWS + (size_t)group_of(a);
-    return (rows * (3 * dim + CHUNK + 5) + (2 * CHUNK + TILE / 2) * dim + 2 * CHUNK) * sizeof(float);
+    size_t dim = (size_t)a->pool.head_dim;
+    return (room_for_rows(a) * (3 * dim + 3 + 2 * W) + BLOCK_ROWS * CHUNK + (2 * CHUNK + TILE / 2) * dim + 2 * CHUNK) *
+           sizeof(float);
 }
 
 static struct scratch carve(const struct attend_args *a, float *at) {
-    size_t dim = (size_t)a->pool.head_dim, rows = ROWS + (size_t)group_of(a);
+    size_t dim = (size_t)a->pool.head_dim, rows = room_for_rows(a);
     struct scratch s;
-    s.scores = at, at += rows * CHUNK;
+    s.scores = at, at += BLOCK_ROWS * CHUNK;
     s.copies.tiles = (uint32_t *)at, at += 2 * CHUNK * dim;
     s.copies.raw = (char *)at, at += TILE / 2 * dim;
     s.copies.scales = at, at += 2 * CHUNK;
     s.rows = at, at += rows * dim;
-    s.sums = at, at += rows * dim;
-    s.joined_sums = at, at += rows * dim;
-    s.peak = at, at += rows;
-    s.mass = at, at += rows;
-    s.fade = at, at += rows;
-    s.joined_peak = at, at += rows;
-    s.joined_mass = at;
+    s.span.sums = at, at += rows * dim;
+    s.joined.sums = at, at += rows * dim;
+    s.span.mass = at, at += rows * W;
+    s.joined.mass = at, at += rows * W;
+    s.span.peak = at, at += rows;
+    s.joined.peak = at, at += rows;
+    s.fade = at;
     return s;
 }
 
 /* What a score is multiplied by to be an exponent of 2. With a softcap, scores are capped first, in units of the cap. */
 INLINE float bits_of(const struct attend_args *a) { return (a->softcap > 0 ? a->softcap : a->scale) * 1.44269504f; }
 
+/* The token that a row (query * group + head of the group) belongs to. */
+INLINE int64_t token_of(const struct attend_args *a, const struct attend_task *task, int64_t query) {
+    if (task->sharers) return a->query_starts[task->sharers[query]];
+    return a->query_starts[task->slice] + task->first_query + query;
+}
+
+/* Rows go in strips of about the same size, for few rows keep few registers busy. */
+INLINE void cut_rows(struct scratch *s, size_t num_rows) {
+    size_t strips = (num_rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    s->num_rows = num_rows, s->strip_rows = (num_rows + strips - 1) / strips;
+}
+
 /* Load the task's query rows: row = query * group + head of the group. */
 INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    int64_t dim = a->pool.head_dim, group = group_of(a);
-    enum dtype dtype = (enum dtype)a->pool.dtype;
-    int64_t first = a->query_starts[task->slice] + task->first_query;
-    for (int64_t r = 0; r < task->num_queries * group; r++) {
-        struct view q = {(void *)a->q, (size_t)((first + r / group) * a->q_stride), dtype};
-        q.at += (size_t)((task->head * group + r % group) * dim);
-        struct view row = {s->rows, (size_t)(r * dim), DT_F32};
-        if (kind == KIND_BF16_DOT)
-            memcpy(s->rows + row.at, (const uint16_t *)a->q + q.at, (size_t)dim * 2);
-        else
-            for (int64_t d = 0; d < dim; d += W) put(row, d, dim, get(q, d, dim));
+    int64_t dim = a->pool.head_dim, group = group_of(a), query = 0, head = 0;
+    size_t lanes = (size_t)dim / pair_of(kind), width = width_of(kind);
+    const float *from[STRIP_ROWS];
+    for (size_t begin = 0, num; begin < s->num_rows; begin += num) {
+        num = s->num_rows - begin < s->strip_rows ? s->num_rows - begin : s->strip_rows;
+        for (size_t r = 0; r < num; r++) {
+            struct view q = {(void *)a->q, 0, (enum dtype)a->pool.dtype};
+            q.at = (size_t)(token_of(a, task, query) * a->q_stride + (task->head * group + head) * dim);
+            from[r] = (const float *)((const uint16_t *)a->q + q.at);
+            if (kind != KIND_BF16_DOT) {
+                float *wide = s->span.sums + r * (size_t)dim;
+                for (int64_t d = 0; d < dim; d += W) put((struct view){wide, 0, DT_F32}, d, dim, get(q, d, dim));
+                from[r] = wide;
+            }
+            if (++head == group) head = 0, query++;
+        }
+        float *to = s->rows + begin * lanes * width;
+        for (size_t l = 0; l < lanes; l++)
+            for (size_t r = 0; r < num; r++, to += width) memcpy(to, from[r] + l * width, width * sizeof(float));
     }
 }
 
@@ -66,26 +105,44 @@ INLINE vf adjust(const struct attend_args *a, const float *scales, vf x, size_t 
     return select_f((at >= (int32_t)low) & (at < (int32_t)high), x, splat(-INFINITY));
 }
 
-/* One row of scores becomes weights; peak, mass and fade of the row move on. */
-INLINE void soften(const struct attend_args *a, struct scratch *s, const struct chunk *chunk, size_t r, size_t columns,
-                   int64_t low, int64_t high, enum kind kind) {
-    float *row = s->scores + r * CHUNK, bits = bits_of(a);
-    vf peak = splat(-INFINITY), mass = splat(0);
-    int is_plain = !chunk->k_scales && !(a->softcap > 0);
-    for (size_t c = 0; c < columns; c += W) {
-        vf x = load_f(row + c);
-        if (!is_plain || (int64_t)c < low || (int64_t)(c + W) > high) {
-            x = adjust(a, chunk->k_scales, x, c, low, high);
+/* The highest score of a row, after scores that want it have been adjusted. */
+INLINE float highest(const struct attend_args *a, const struct chunk *chunk, float *row, size_t columns, int64_t low,
+                     int64_t high) {
+    vf peak = splat(-INFINITY);
+    if (chunk->k_scales || a->softcap > 0 || low > 0 || high < (int64_t)columns) {
+        for (size_t c = 0; c < columns; c += W) {
+            vf x = adjust(a, chunk->k_scales, load_f(row + c), c, low, high);
             store_f(row + c, x);
+            peak = max_f(x, peak);
         }
-        peak = max_f(x, peak);
+    } else {
+        for (size_t c = 0; c < columns; c += W) peak = max_f(load_f(row + c), peak);
     }
-    float highest = peak_f(peak) * bits, top = highest > s->peak[r] ? highest : s->peak[r];
+    return peak_f(peak);
+}
+
+/* 2^x for x <= 0, as precisely as weights are multiplied: to 8e-5 where they become bfloat16. */
+INLINE vf weight_f(vf x, enum kind kind) {
+#ifdef BF16_DOT
+    if (kind == KIND_BF16_DOT) {
+        /* x - floor(x), 0 for -inf */
+        vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        vf p = 0.22606716f + f * 0.07802452f;
+        p = 0.69583354f + f * p;
+        p = 0.99992522f + f * p;
+        return (vf)_mm512_scalef_ps((__m512)p, (__m512)x); /* p * 2^floor(x) */
+    }
+#endif
+    return exp2_f(x, kind == KIND_F32);
+}
+
+/* Scores of a row become weights; returns their sum, not yet summed across. */
+INLINE vf weights_of(float *row, size_t columns, float bits, float top, const float *v_scales, enum kind kind) {
+    vf mass = splat(0);
     for (size_t c = 0; c < columns; c += 2 * W) {
-        vf p = exp2_f(load_f(row + c) * bits - top, kind == KIND_F32);
-        vf q = exp2_f(load_f(row + c + W) * bits - top, kind == KIND_F32);
+        vf p = weight_f(load_f(row + c) * bits - top, kind), q = weight_f(load_f(row + c + W) * bits - top, kind);
         mass += p + q;
-        if (chunk->v_scales) p *= load_f(chunk->v_scales + c), q *= load_f(chunk->v_scales + c + W);
+        if (v_scales) p *= load_f(v_scales + c), q *= load_f(v_scales + c + W);
 #ifdef BF16_DOT
         if (kind == KIND_BF16_DOT) { /* in place: two vectors shrink to one */
             __m512bh both = _mm512_cvtne2ps_pbh((__m512)q, (__m512)p);
@@ -96,148 +153,178 @@ INLINE void soften(const struct attend_args *a, struct scratch *s, const struct 
         store_f(row + c, p);
         store_f(row + c + W, q);
     }
-    s->fade[r] = exp2_f(splat(s->peak[r] - top), 1)[0];
-    s->mass[r] = s->mass[r] * s->fade[r] + sum_f(mass);
-    s->peak[r] = top;
+    return mass;
 }
 
-/* sums[r][d ..] = sums * fade + weights . V, for R rows and C vectors of dimensions, kept in registers throughout. */
-INLINE void weigh(enum kind kind, int R, int C, const struct scratch *s, size_t r0, const struct chunk *c, size_t dim,
-                  size_t d) {
-    size_t tile_lanes = TILE / pair_of(kind);
-    const float *weights = s->scores + r0 * CHUNK;
-    vf acc[4][4];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < C; v++)
-            acc[r][v] = load_f(s->sums + (r0 + (size_t)r) * dim + d + (size_t)v * W) * s->fade[r0 + (size_t)r];
-    for (size_t t = 0; t < c->num_tiles; t++)
-        for (size_t j = 0; j < tile_lanes; j++)
-            UNROLL for (int v = 0; v < C; v++) {
-                vu lane = load_u(c->v[t] + j * dim + d + (size_t)v * W);
-                UNROLL for (int r = 0; r < R; r++)
-                    acc[r][v] = lane_fma(acc[r][v], lane, weights + r * CHUNK, t * tile_lanes + j, kind);
-            }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < C; v++)
-            store_f(s->sums + (r0 + (size_t)r) * dim + d + (size_t)v * W, acc[r][v]);
-}
-
-/* The last dimensions, where head_dim is no multiple of a vector: the same through a copy of those few. */
-static void weigh_tail(enum kind kind, const struct scratch *s, size_t r, const struct chunk *c, size_t dim, size_t d) {
-    size_t tile_lanes = TILE / pair_of(kind), rest = dim - d;
-    float padded[TILE] = {0};
-    memcpy(padded, s->sums + r * dim + d, rest * 4);
-    vf acc = load_f(padded) * s->fade[r];
-    for (size_t t = 0; t < c->num_tiles; t++)
-        for (size_t j = 0; j < tile_lanes; j++) {
-            memcpy(padded, c->v[t] + j * dim + d, rest * 4);
-            acc = lane_fma(acc, load_u(padded), s->scores + r * CHUNK, t * tile_lanes + j, kind);
+/* The scores of a block of rows, `num` from row r on, become weights; peak, mass and fade of the rows move on. Lanes of
+ * other rows, behind them, keep their peak. */
+__attribute__((noinline)) static void soften(const struct attend_args *a, struct scratch *s, const struct chunk *chunk,
+                                             size_t r, size_t num, int64_t key, int64_t end, enum kind kind) {
+    int64_t group = group_of(a), first = s->position;
+    size_t columns = chunk->num_tiles * TILE;
+    int all_see_all = end <= first + 1 && !a->window;
+    if (columns % (2 * W)) { /* pairs of vectors are made into weights: the odd one gets a hidden neighbour */
+        for (size_t i = 0; i < num; i++) store_f(s->scores + i * CHUNK + columns, splat(0));
+        columns += W;
+    }
+    float peaks[W];
+    store_f(peaks, splat(-INFINITY));
+    for (size_t i = 0; i < num; i++) {
+        int64_t low = 0, high = end - key;
+        if (!all_see_all) {
+            int64_t position = first + (int64_t)(r + i) / group;
+            if (a->window) low = position - a->window + 1 - key;
+            if (position + 1 < end) high = position + 1 - key;
         }
-    store_f(padded, acc);
-    memcpy(s->sums + r * dim + d, padded, rest * 4);
+        peaks[i] = highest(a, chunk, s->scores + i * CHUNK, columns, low, high);
+    }
+    float bits = bits_of(a);
+    vf old = load_f(s->span.peak + r), top = max_f(load_f(peaks) * bits, old);
+    store_f(s->fade + r, exp2_f(old - top, 1));
+    store_f(s->span.peak + r, top);
+    for (size_t i = 0; i < num; i++) {
+        float *mass = s->span.mass + (r + i) * W;
+        vf sum = weights_of(s->scores + i * CHUNK, columns, bits, s->span.peak[r + i], chunk->v_scales, kind);
+        store_f(mass, load_f(mass) * s->fade[r + i] + sum);
+    }
 }
 
-INLINE void weigh_rows(enum kind kind, int R, const struct scratch *s, size_t r, const struct chunk *c, size_t dim) {
-    size_t d = 0;
-    enum { MOST = W == 8 ? 2 : 4 };
-    for (; d + MOST * W <= dim; d += MOST * W) weigh(kind, R, MOST, s, r, c, dim, d);
-    for (; d + W <= dim; d += W) weigh(kind, R, 1, s, r, c, dim, d);
-    for (size_t i = 0; d < dim && i < (size_t)R; i++) weigh_tail(kind, s, r + i, c, dim, d);
+/* How many of a chunk's tiles rows before `last` see: a prompt's early queries fewer than its late ones. */
+INLINE size_t tiles_seen(const struct attend_args *a, const struct scratch *s, size_t num_tiles, size_t last,
+                         int64_t key) {
+    int64_t visible = s->position + 1 - key; /* of the first query */
+    if (visible >= (int64_t)num_tiles * TILE) return num_tiles;
+    visible += (int64_t)(last - 1) / group_of(a);
+    size_t num = visible > 0 ? (size_t)(visible + TILE - 1) / TILE : 0;
+    return num < num_tiles ? num : num_tiles;
+}
+
+/* Scores, softmax and weighted sums of the task's rows over keys [begin, stop), which lie in one span: s->span moves
+ * on. */
+INLINE void attend_span(const struct attend_args *a, const struct attend_task *task, struct scratch *s, int64_t begin,
+                        int64_t stop, enum kind kind) {
+    size_t dim = (size_t)a->pool.head_dim, row_floats = dim / pair_of(kind) * width_of(kind);
+    size_t block = BLOCK_STRIPS * s->strip_rows, next;
+    int64_t num_queries = task->num_queries;
+    for (int64_t key = begin; key < stop; key += CHUNK) {
+        int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
+        int64_t next_end = end + CHUNK < task->key_end ? end + CHUNK : task->key_end;
+        prefetch_int8(a, task, a->pool.v, key, end);
+        struct chunk c = locate(a, task, key, end, &s->copies, kind);
+        look_ahead(a, task, end, next_end, &c);
+        size_t num_tiles = c.num_tiles;
+        for (size_t first = 0; first < s->num_rows; first += block) {
+            size_t last = first + block < s->num_rows ? first + block : s->num_rows;
+            if (num_queries > 1) c.num_tiles = tiles_seen(a, s, num_tiles, last, key);
+            if (c.num_tiles == 0) continue;
+            for (size_t r = first; r < last; r = next) {
+                next = r + s->strip_rows < last ? r + s->strip_rows : last;
+                score_strip(kind, next - r, s->rows + r * row_floats, &c, dim, s->scores + (r - first) * CHUNK);
+            }
+            if (first == 0) prefetch_int8(a, task, a->pool.k, end, next_end);
+            soften(a, s, &c, first, last - first, key, end, kind);
+            for (size_t r = first; r < last; r = next) {
+                next = r + s->strip_rows < last ? r + s->strip_rows : last;
+                weigh_strip(kind, next - r, s->scores + (r - first) * CHUNK, s->fade + r, s->span.sums + r * dim, &c,
+                            dim);
+            }
+        }
+    }
 }
 
 /* The result of one row: sums / mass, a sink counted in. */
 INLINE void finish_row(const struct attend_args *a, const struct attend_task *task, int64_t r, const float *sums,
-                       float peak, float mass) {
+                       float peak, const float *masses) {
     int64_t dim = a->pool.head_dim, group = group_of(a), head = task->head * group + r % group;
-    int64_t token = a->query_starts[task->slice] + task->first_query + r / group;
-    float factor = 1.f / mass;
+    float mass = sum_f(load_f(masses)), factor = 1.f / mass;
     if (a->sinks) {
         float sink = a->sinks[head] * 1.44269504f, top = fmaxf(peak, sink), share = exp2f(peak - top);
         factor = share / (mass * share + exp2f(sink - top));
     }
     struct view from = {(void *)sums, 0, DT_F32};
-    struct view out = {a->out, (size_t)((token * a->num_heads + head) * dim), (enum dtype)a->pool.dtype};
+    size_t at = (size_t)((token_of(a, task, r / group) * a->num_heads + head) * dim);
+    struct view out = {a->out, at, (enum dtype)a->pool.dtype};
     for (int64_t d = 0; d < dim; d += W) put(out, d, dim, get(from, d, dim) * factor);
-}
-
-/* Scores, softmax and weighted sums of the task's rows over keys [begin, stop) of one span, from nothing. */
-INLINE void attend_span(const struct attend_args *a, const struct attend_task *task, struct scratch *s, int64_t begin,
-                        int64_t stop, enum kind kind) {
-    int64_t group = group_of(a), context = a->context_lens[task->slice];
-    size_t dim = (size_t)a->pool.head_dim, rows = (size_t)(task->num_queries * group);
-    int64_t first = context - (a->query_starts[task->slice + 1] - a->query_starts[task->slice]) + task->first_query;
-    memset(s->sums, 0, rows * dim * sizeof(float));
-    for (size_t r = 0; r < rows; r++) s->peak[r] = -1e30f, s->mass[r] = 0;
-    for (int64_t key = begin; key < stop; key += CHUNK) {
-        int64_t end = key + CHUNK < stop ? key + CHUNK : stop;
-        prefetch(a, task, a->pool.v, 0, key, end);
-        struct chunk c = locate(a, task, key, end, &s->copies, kind);
-        size_t t = 0, columns = c.num_tiles * TILE, lanes = dim / pair_of(kind);
-        for (; t + STEP_TILES <= c.num_direct; t += STEP_TILES)
-            tile_dot_rows(kind, STEP_TILES, rows, s->rows, dim, c.k + t, c.lane_stride, lanes, s->scores + t * TILE,
-                          CHUNK);
-        for (; t < c.num_tiles; t++)
-            tile_dot_rows(kind, 1, rows, s->rows, dim, c.k + t, t < c.num_direct ? c.lane_stride : TILE, lanes,
-                          s->scores + t * TILE, CHUNK);
-        prefetch(a, task, a->pool.k, 1, end, end + CHUNK < task->key_end ? end + CHUNK : task->key_end);
-        if (columns % (2 * W)) { /* pairs of vectors below: the odd one gets a hidden neighbour */
-            for (size_t r = 0; r < rows; r++) store_f(s->scores + r * CHUNK + columns, splat(0));
-            columns += W;
-        }
-        for (size_t r = 0; r < rows; r++) {
-            int64_t position = first + (int64_t)r / group;
-            int64_t low = a->window ? position - a->window + 1 - key : 0;
-            int64_t high = (position + 1 < end ? position + 1 : end) - key;
-            soften(a, s, &c, r, columns, low, high, kind);
-        }
-        size_t r = 0;
-        for (; r + STEP_ROWS <= rows; r += STEP_ROWS) weigh_rows(kind, STEP_ROWS, s, r, &c, dim);
-        switch (rows - r) {
-        case 1: weigh_rows(kind, 1, s, r, &c, dim); break;
-        case 2: weigh_rows(kind, 2, s, r, &c, dim); break;
-        case 3: weigh_rows(kind, 3, s, r, &c, dim); break;
-        default: break;
-        }
-    }
 }
 
 /* Join a later span's sums, peak and mass of one row to those of all spans before it. Never inlined: one piece of code,
  * one rounding. */
 __attribute__((noinline)) static void join(float *sums, float *peak, float *mass, const float *later, float later_peak,
-                                           float later_mass, int64_t dim) {
+                                           const float *later_mass, int64_t dim) {
     float top = fmaxf(*peak, later_peak);
     float keep = exp2_f(splat(*peak - top), 1)[0], add = exp2_f(splat(later_peak - top), 1)[0];
     struct view to = {sums, 0, DT_F32}, from = {(void *)later, 0, DT_F32};
     for (int64_t d = 0; d < dim; d += W) put(to, d, dim, get(to, d, dim) * keep + get(from, d, dim) * add);
-    *peak = top, *mass = *mass * keep + later_mass * add;
+    store_f(mass, load_f(mass) * keep + load_f(later_mass) * add);
+    *peak = top;
 }
 
-/* All spans of a task, first to last: joined and written out, or each left as a record for attend_merge. */
+static void begin_span(struct state *state, size_t rows, size_t dim) {
+    memset(state->sums, 0, rows * dim * sizeof(float));
+    memset(state->mass, 0, rows * W * sizeof(float));
+    for (size_t r = 0; r < rows; r++) state->peak[r] = -1e30f;
+}
+
+static void read_record(struct state *state, size_t rows, size_t dim, const float *record) {
+    for (size_t r = 0; r < rows; r++, record += RECORD_FLOATS(dim)) {
+        memcpy(state->sums + r * dim, record, dim * sizeof(float));
+        memcpy(state->mass + r * W, record + dim, W * sizeof(float));
+        state->peak[r] = record[dim + TILE];
+    }
+}
+
+static void write_record(const struct state *state, size_t rows, size_t dim, float *record) {
+    for (size_t r = 0; r < rows; r++, record += RECORD_FLOATS(dim)) {
+        memcpy(record, state->sums + r * dim, dim * sizeof(float));
+        memcpy(record + dim, state->mass + r * W, W * sizeof(float));
+        record[dim + TILE] = state->peak[r];
+    }
+}
+
+/* The span at hand joins those before it, if there are any. */
+static void end_span(struct scratch *s, size_t rows, size_t dim, int is_first) {
+    struct state span = s->span;
+    if (is_first) {
+        s->span = s->joined, s->joined = span;
+        return;
+    }
+    for (size_t r = 0; r < rows; r++)
+        join(s->joined.sums + r * dim, s->joined.peak + r, s->joined.mass + r * W, span.sums + r * dim, span.peak[r],
+             span.mass + r * W, (int64_t)dim);
+}
+
+/* All spans of a task, first to last: joined and written out, or each left as a record, the first one joined to what
+ * came before. */
 INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    int64_t dim = a->pool.head_dim, rows = task->num_queries * group_of(a);
+    size_t dim = (size_t)a->pool.head_dim, rows = rows_of(a, task);
+    int is_first = 1;
+    cut_rows(s, rows);
+    s->position = INT32_MAX;
+    if (!task->sharers)
+        s->position = a->context_lens[task->slice] - a->query_starts[task->slice + 1] + a->query_starts[task->slice] +
+                      task->first_query;
     load_rows(a, task, s, kind);
-    struct scratch joined = *s;
-    joined.sums = s->joined_sums, joined.peak = s->joined_peak, joined.mass = s->joined_mass;
-    float *record = task->partial;
+    for (int64_t span = 0; task->before && span < task->key_begin / SPAN; span++, is_first = 0) {
+        read_record(&s->span, rows, dim, task->before + span * task->before_stride);
+        end_span(s, rows, dim, is_first);
+    }
+    float *record = task->records;
     for (int64_t begin = task->key_begin, stop; begin < task->key_end; begin = stop) {
         stop = (begin / SPAN + 1) * SPAN < task->key_end ? (begin / SPAN + 1) * SPAN : task->key_end;
-        if (record) joined.sums = record;
-        if (record || begin == task->key_begin) {
-            attend_span(a, task, &joined, begin, stop, kind);
-        } else {
-            attend_span(a, task, s, begin, stop, kind);
-            for (int64_t r = 0; r < rows; r++)
-                join(joined.sums + r * dim, joined.peak + r, joined.mass + r, s->sums + r * dim, s->peak[r], s->mass[r],
-                     dim);
-        }
+        if (task->before && begin % SPAN)
+            read_record(&s->span, rows, dim, task->before + begin / SPAN * task->before_stride);
+        else
+            begin_span(&s->span, rows, dim);
+        attend_span(a, task, s, begin, stop, kind);
+        end_span(s, rows, dim, is_first);
+        is_first = 0;
         if (record) {
-            memcpy(record + rows * dim, joined.peak, (size_t)rows * sizeof(float));
-            memcpy(record + rows * (dim + 1), joined.mass, (size_t)rows * sizeof(float));
-            record += rows * (dim + 2);
+            write_record(&s->joined, rows, dim, record);
+            record += rows * RECORD_FLOATS(dim), is_first = 1;
         }
     }
-    for (int64_t r = 0; !task->partial && r < rows; r++)
-        finish_row(a, task, r, joined.sums + r * dim, joined.peak[r], joined.mass[r]);
+    for (size_t r = 0; !task->records && r < rows; r++)
+        finish_row(a, task, (int64_t)r, s->joined.sums + r * dim, s->joined.peak[r], s->joined.mass + r * W);
 }
 
 /* How scores are multiplied: numbers of an int8 pool are widened to what the queries' type is multiplied in. */
@@ -253,16 +340,16 @@ static void attend(const struct attend_args *a, const struct attend_task *task, 
         attend_as(a, task, &s, kind_of(DT_BF16));
 }
 
-/* Join the spans of all parts, which cover the keys of one set of rows from first to last. */
+/* Join the records of all parts, which cover the keys of one set of rows from first to last. */
 static void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
-    int64_t dim = a->pool.head_dim, rows = parts->num_queries * group_of(a), record = rows * (dim + 2);
+    int64_t dim = a->pool.head_dim, rows = (int64_t)rows_of(a, parts), width = RECORD_FLOATS(dim);
     for (int64_t r = 0; r < rows; r++) {
-        float *into = parts[0].partial, *peak = into + rows * dim + r, *mass = peak + rows;
+        float *into = parts[0].records + r * width;
         for (int64_t p = 0; p < num_parts; p++)
             for (int64_t span = 0; span < spans_of(&parts[p]); span++) {
-                const float *from = parts[p].partial + span * record, *own = from + rows * dim + r;
-                if (p + span > 0) join(into + r * dim, peak, mass, from + r * dim, own[0], own[rows], dim);
+                const float *from = parts[p].records + (span * rows + r) * width;
+                if (p + span > 0) join(into, into + dim + TILE, into + dim, from, from[dim + TILE], from + dim, dim);
             }
-        finish_row(a, parts, r, into + r * dim, *peak, *mass);
+        finish_row(a, parts, r, into, into[dim + TILE], into + dim);
     }
 }

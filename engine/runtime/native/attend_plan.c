@@ -1,12 +1,33 @@
-/* Attention of a batch: cut it into tasks (attend_task), let the team take them, join what was cut. */
+/* Attention of a batch: find the keys that sequences share, cut the work into tasks (attend_task), let the team take
+ * them, join what was cut. */
 #include <stdatomic.h>
 #include <stdlib.h>
 
-#include "quire_cpu.h"
+#include "attend_prefix.h"
+
+/* Where a slice finds what its query has of the keys it shares. */
+struct share {
+    int64_t num_keys; /* 0: it shares none */
+    const float *records;
+    int64_t stride, head_stride;
+};
+
+struct plan {
+    const struct attend_args *args;
+    struct share *shares;        /* [num_slices] */
+    struct prefixes prefixes;    /* what the shares are of */
+    struct attend_task *covers;  /* a slice and a tile of its queries each, with all the keys they see by themselves */
+    struct attend_task *tasks;   /* those of prefixes first, for the others begin where they end */
+    float *prefix_records, *records;
+    int64_t num_covers, num_tasks, num_prefix_tasks;
+    int64_t group, heads, width; /* width: floats of a row's record */
+    int64_t spans;               /* that a task may take before it is cut */
+    int threads;
+};
 
 struct attend_job {
     const struct attend_args *args;
-    struct attend_task *tasks;
+    const struct attend_task *tasks;
     int64_t num_tasks;
     size_t scratch_bytes;
     atomic_llong next;
@@ -25,8 +46,17 @@ static void take_tasks(void *context) {
     free(scratch);
 }
 
-/* The keys that queries [first, first + num) of a slice see between them. */
-static struct attend_task cover(const struct attend_args *a, int64_t slice, int64_t first, int64_t num) {
+static enum status run_tasks(const struct plan *plan, int64_t begin, int64_t end) {
+    if (begin == end) return QUIRE_OK;
+    size_t scratch = active_kernels()->attend_scratch(plan->args);
+    struct attend_job job = {plan->args, plan->tasks + begin, end - begin, scratch, 0, 0};
+    team_run(take_tasks, &job, plan->threads);
+    return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
+}
+
+/* The keys that queries [first, first + num) of a slice see between them, but for those it shares. */
+static struct attend_task cover(const struct plan *plan, int64_t slice, int64_t first, int64_t num) {
+    const struct attend_args *a = plan->args;
     int64_t num_queries = a->query_starts[slice + 1] - a->query_starts[slice];
     int64_t start = a->context_lens[slice] - num_queries + first;
     int64_t begin = a->window ? start - a->window + 1 : 0;
@@ -34,90 +64,162 @@ static struct attend_task cover(const struct attend_args *a, int64_t slice, int6
         .slice = slice,
         .first_query = first,
         .num_queries = num,
-        .key_begin = begin > 0 ? begin / CHUNK * CHUNK : 0,
+        .key_begin = begin > 0 ? begin / CHUNK * CHUNK : plan->shares[slice].num_keys,
         .key_end = start + num,
     };
 }
 
-/* Visit every (slice, tile of queries): latest queries first, for they see most and should start early. */
-#define FOR_EACH_COVER(task, a, per_tile)                                                             \
-    for (int64_t slice_ = 0; slice_ < (a)->num_slices; slice_++)                                      \
-        for (int64_t num_ = (a)->query_starts[slice_ + 1] - (a)->query_starts[slice_],               \
-                     at_ = (num_ - 1) / (per_tile) * (per_tile);                                      \
-             at_ >= 0; at_ -= (per_tile))                                                             \
-            for (struct attend_task task = cover(a, slice_, at_, num_ - at_ < (per_tile) ? num_ - at_ : (per_tile)), \
-                                    *once_ = &task;                                                   \
-                 once_; once_ = NULL)
-
-struct plan {
-    struct attend_task *tasks;
-    float *partials;
-    int64_t num_tasks;
-    int threads;
-};
-
-/* The keys from `begin` that one share takes: up to a multiple of SPAN, `spans` of them or what is left. */
-static int64_t share_end(const struct attend_task *task, int64_t begin, int64_t spans) {
-    int64_t end = (begin / SPAN + spans) * SPAN;
-    return end < task->key_end ? end : task->key_end;
-}
-
-/* Cut the batch so that a thread has about four shares: by slice, head and tile of queries, and where that is too few,
- * by spans of keys; the last kind leaves partial results that attend_merge joins. */
-static enum status make_plan(const struct attend_args *a, struct plan *plan) {
-    int64_t group = a->num_heads / a->pool.num_kv_heads, heads = a->pool.num_kv_heads, dim = a->pool.head_dim;
-    int64_t per_tile = group < ROWS ? ROWS / group : 1, work = 0, spans = INT32_MAX, count = 0, rows = 0;
-    FOR_EACH_COVER(task, a, per_tile) work += heads * (task.key_end - task.key_begin);
-    plan->threads = work * dim * 2 > WORTH_SHARING ? team_size() : 1;
-    if (plan->threads > 1) spans = work / (4 * plan->threads) / SPAN + 1;
-    FOR_EACH_COVER(task, a, per_tile) {
-        int64_t parts = (spans_of(&task) - 1) / spans + 1;
-        count += heads * parts;
-        if (parts > 1) rows += heads * spans_of(&task) * task.num_queries * group;
+/* All (slice, tile of queries): latest queries first, for they see most and should start early. */
+static enum status make_covers(struct plan *plan) {
+    const struct attend_args *a = plan->args;
+    int64_t per_tile = plan->group < ROWS ? ROWS / plan->group : 1;
+    for (int64_t slice = 0; slice < a->num_slices; slice++)
+        plan->num_covers += (a->query_starts[slice + 1] - a->query_starts[slice] + per_tile - 1) / per_tile;
+    plan->covers = malloc((size_t)plan->num_covers * sizeof *plan->covers);
+    if (!plan->covers) return QUIRE_NO_MEMORY;
+    struct attend_task *next = plan->covers;
+    for (int64_t slice = 0; slice < a->num_slices; slice++) {
+        int64_t num = a->query_starts[slice + 1] - a->query_starts[slice];
+        for (int64_t at = (num - 1) / per_tile * per_tile; at >= 0; at -= per_tile)
+            *next++ = cover(plan, slice, at, num - at < per_tile ? num - at : per_tile);
     }
-    plan->tasks = malloc((size_t)count * sizeof *plan->tasks);
-    plan->partials = rows ? malloc((size_t)(rows * (dim + 2)) * sizeof(float)) : NULL;
-    if (!plan->tasks || (rows && !plan->partials)) return QUIRE_NO_MEMORY;
-    struct attend_task *next = plan->tasks;
-    float *partial = plan->partials;
-    FOR_EACH_COVER(task, a, per_tile) {
-        int is_cut = spans_of(&task) > spans;
-        for (task.head = 0; task.head < heads; task.head++) {
-            for (int64_t begin = task.key_begin, end; begin < task.key_end; begin = end) {
-                end = share_end(&task, begin, spans);
-                *next = task;
-                next->key_begin = begin;
-                next->key_end = end;
-                if (is_cut) next->partial = partial, partial += spans_of(next) * task.num_queries * group * (dim + 2);
-                next++;
-            }
-        }
-    }
-    plan->num_tasks = next - plan->tasks;
     return QUIRE_OK;
 }
 
-static void merge_parts(const struct attend_args *a, const struct plan *plan) {
+/* Sharers of a prefix that one task takes, all but the last. */
+static int64_t sharers_per_task(const struct plan *plan, const struct prefix *prefix) {
+    int64_t most = plan->group < ROWS ? ROWS / plan->group : 1;
+    int64_t num_tasks = (prefix->num_slices + most - 1) / most;
+    return (prefix->num_slices + num_tasks - 1) / num_tasks;
+}
+
+static int64_t spans_before(int64_t num_keys) { return (num_keys + SPAN - 1) / SPAN; }
+
+/* One task for some sharers, a head and a span, which leaves a record. */
+static struct attend_task *add_prefix(struct plan *plan, const struct prefix *prefix, struct attend_task *next,
+                                      float *records) {
+    int64_t most = sharers_per_task(plan, prefix), num_spans = spans_before(prefix->num_keys);
+    int64_t row = plan->group * plan->width, head_stride = prefix->num_slices * num_spans * row;
+    for (int64_t first = 0; first < prefix->num_slices; first += most) {
+        int64_t num = prefix->num_slices - first < most ? prefix->num_slices - first : most;
+        float *at = records + first * num_spans * row;
+        for (int64_t i = 0; i < num; i++)
+            plan->shares[prefix->slices[first + i]] =
+                (struct share){prefix->num_keys, at + i * row, num * row, head_stride};
+        for (int64_t head = 0; head < plan->heads; head++)
+            for (int64_t begin = 0; begin < prefix->num_keys; begin += SPAN)
+                *next++ = (struct attend_task){
+                    .slice = prefix->slices[first],
+                    .head = head,
+                    .num_queries = num,
+                    .key_begin = begin,
+                    .key_end = begin + SPAN < prefix->num_keys ? begin + SPAN : prefix->num_keys,
+                    .sharers = prefix->slices + first,
+                    .records = at + head * head_stride + begin / SPAN * num * row,
+                };
+    }
+    return next;
+}
+
+/* The keys from `begin` that one task takes: up to a multiple of SPAN, `spans` of them or what is left. */
+static int64_t part_end(const struct attend_task *cover, int64_t begin, int64_t spans) {
+    int64_t end = (begin / SPAN + spans) * SPAN;
+    return end < cover->key_end ? end : cover->key_end;
+}
+
+/* A cover's tasks: one a head, or where it is cut several, which leave records. */
+static struct attend_task *add_cover(const struct plan *plan, const struct attend_task *cover, struct attend_task *next,
+                                     float **records) {
+    const struct share *share = &plan->shares[cover->slice];
+    int is_cut = spans_of(cover) > plan->spans;
+    for (int64_t head = 0; head < plan->heads; head++)
+        for (int64_t begin = cover->key_begin, end; begin < cover->key_end; begin = end, next++) {
+            end = part_end(cover, begin, plan->spans);
+            *next = *cover;
+            next->head = head, next->key_begin = begin, next->key_end = end;
+            if (share->num_keys && begin == cover->key_begin)
+                next->before = share->records + head * share->head_stride, next->before_stride = share->stride;
+            if (!is_cut) continue;
+            next->records = *records;
+            *records += spans_of(next) * cover->num_queries * plan->group * plan->width;
+        }
+    return next;
+}
+
+/* Cut the batch so that a thread has about four shares: by slice, head and tile of queries, and where that is too few,
+ * by spans of keys; the last kind leaves records that attend_merge joins. */
+static enum status make_tasks(struct plan *plan) {
+    const struct prefixes *prefixes = &plan->prefixes;
+    int64_t dim = plan->args->pool.head_dim, work = 0, rows = 0, prefix_rows = 0;
+    for (int64_t i = 0; i < plan->num_covers; i++) work += plan->covers[i].key_end - plan->covers[i].key_begin;
+    for (int64_t i = 0; i < prefixes->num; i++) {
+        const struct prefix *p = &prefixes->all[i];
+        int64_t num_spans = spans_before(p->num_keys), per_task = sharers_per_task(plan, p);
+        work += p->num_keys * p->num_slices;
+        plan->num_prefix_tasks += plan->heads * num_spans * ((p->num_slices + per_task - 1) / per_task);
+        prefix_rows += plan->heads * num_spans * p->num_slices * plan->group;
+    }
+    work *= plan->heads;
+    plan->threads = work * dim * 2 > WORTH_SHARING ? team_size() : 1;
+    plan->spans = plan->threads > 1 ? work / (4 * plan->threads) / SPAN + 1 : INT32_MAX;
+    plan->num_tasks = plan->num_prefix_tasks;
+    for (int64_t i = 0; i < plan->num_covers; i++) {
+        const struct attend_task *cover = &plan->covers[i];
+        int64_t parts = (spans_of(cover) - 1) / plan->spans + 1;
+        plan->num_tasks += plan->heads * parts;
+        if (parts > 1) rows += plan->heads * spans_of(cover) * cover->num_queries * plan->group;
+    }
+    plan->tasks = malloc((size_t)plan->num_tasks * sizeof *plan->tasks);
+    plan->records = rows ? malloc((size_t)(rows * plan->width) * sizeof(float)) : NULL;
+    plan->prefix_records = prefix_rows ? malloc((size_t)(prefix_rows * plan->width) * sizeof(float)) : NULL;
+    if (!plan->tasks || (rows && !plan->records) || (prefix_rows && !plan->prefix_records)) return QUIRE_NO_MEMORY;
+    struct attend_task *next = plan->tasks;
+    float *records = plan->prefix_records;
+    for (int64_t i = 0; i < prefixes->num; i++) {
+        const struct prefix *p = &prefixes->all[i];
+        next = add_prefix(plan, p, next, records);
+        records += plan->heads * spans_before(p->num_keys) * p->num_slices * plan->group * plan->width;
+    }
+    records = plan->records;
+    for (int64_t i = 0; i < plan->num_covers; i++) next = add_cover(plan, &plan->covers[i], next, &records);
+    return QUIRE_OK;
+}
+
+static enum status make_plan(const struct attend_args *a, struct plan *plan) {
+    plan->args = a;
+    plan->heads = a->pool.num_kv_heads, plan->group = a->num_heads / plan->heads;
+    plan->width = RECORD_FLOATS(a->pool.head_dim);
+    plan->shares = calloc((size_t)a->num_slices, sizeof *plan->shares);
+    if (!plan->shares) return QUIRE_NO_MEMORY;
+    enum status status = find_prefixes(a, &plan->prefixes);
+    if (status != QUIRE_OK) return status;
+    for (int64_t i = 0; i < plan->prefixes.num; i++)
+        for (int64_t s = 0; s < plan->prefixes.all[i].num_slices; s++)
+            plan->shares[plan->prefixes.all[i].slices[s]].num_keys = plan->prefixes.all[i].num_keys;
+    status = make_covers(plan);
+    return status == QUIRE_OK ? make_tasks(plan) : status;
+}
+
+static void merge_parts(const struct plan *plan) {
     const struct attend_task *end = plan->tasks + plan->num_tasks;
-    for (const struct attend_task *task = plan->tasks, *after; task < end; task = after) {
-        for (after = task + 1; after < end && after->partial && after->key_begin == after[-1].key_end &&
+    for (const struct attend_task *task = plan->tasks + plan->num_prefix_tasks, *after; task < end; task = after) {
+        for (after = task + 1; after < end && after->records && after->key_begin == after[-1].key_end &&
                                after->head == task->head && after->slice == task->slice; after++) {}
-        if (task->partial) active_kernels()->attend_merge(a, task, after - task);
+        if (task->records) active_kernels()->attend_merge(plan->args, task, after - task);
     }
 }
 
 EXPORT int32_t quire_attend(const struct attend_args *a) {
     struct plan plan = {0};
     enum status status = make_plan(a, &plan);
-    if (status == QUIRE_OK) {
-        struct attend_job job = {a, plan.tasks, plan.num_tasks, active_kernels()->attend_scratch(a), 0, 0};
-        team_run(take_tasks, &job, plan.threads);
-        if (atomic_load(&job.out_of_memory))
-            status = QUIRE_NO_MEMORY;
-        else if (plan.partials)
-            merge_parts(a, &plan);
-    }
-    free(plan.partials);
+    if (status == QUIRE_OK) status = run_tasks(&plan, 0, plan.num_prefix_tasks);
+    if (status == QUIRE_OK) status = run_tasks(&plan, plan.num_prefix_tasks, plan.num_tasks);
+    if (status == QUIRE_OK && plan.records) merge_parts(&plan);
+    free(plan.prefix_records);
+    free(plan.records);
     free(plan.tasks);
+    free(plan.covers);
+    free_prefixes(&plan.prefixes);
+    free(plan.shares);
     return status;
 }

@@ -23,6 +23,8 @@ struct chunk {
     const uint32_t *k[CHUNK / TILE], *v[CHUNK / TILE];
     size_t num_tiles, num_direct, lane_stride; /* tiles from num_direct on are copies, TILE lanes apart */
     const float *k_scales, *v_scales;          /* [CHUNK], 0 from the last key on; NULL unless the pool is int8 */
+    int is_cold;                               /* V is worth fetching while scores are made, */
+    const char *next_k[CHUNK / TILE];          /* and these tiles of K, or NULL, while they are used as weights */
 };
 
 /* Where tiles that cannot be read in place are copied to. */
@@ -38,9 +40,8 @@ INLINE const char *block_at(const struct attend_args *a, const void *base, const
     return (const char *)base + size * (size_t)(task->head * a->pool.head_stride + block * a->pool.block_stride);
 }
 
-/* Copy keys [key, end) of a tile, value by value, into a whole tile of K and one of V. */
-/* The same where a tile lies in one block and a lane is four bytes: vectors under a mask, as every decode step ends in a
- * tile like this. */
+/* Copy keys [key, end) of a tile into a whole tile of K and one of V, where the tile lies in one block and a lane is
+ * four bytes: vectors under a mask, as every decode step ends in a tile like this. */
 INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
                             struct layout l, char *k_tile, char *v_tile) {
     size_t num = (size_t)(end - key), o = (size_t)key % l.block_size, row = l.dim * 4, whole = num / l.pair;
@@ -60,6 +61,7 @@ INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_tas
         for (size_t d = 0; d < l.dim; d++) memcpy(v_tile + whole * row + d * 4, v + whole * row + d * 4, 2);
 }
 
+/* The same for any pool, value by value. */
 static void copy_tile(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
                       char *k_tile, char *v_tile) {
     struct layout l = layout_of(&a->pool);
@@ -180,19 +182,37 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
     return c;
 }
 
-/* Ask for what lies whole in [key, end) of K, or of V, ahead of its use: blocks are scattered, so the machine cannot
- * guess where the next one is. Prompt tiles do without, their arithmetic hides the way. */
-INLINE void prefetch(const struct attend_args *a, const struct attend_task *task, const void *base, int is_key,
-                     int64_t key, int64_t end) {
+/* Whether a task should fetch ahead: blocks are scattered, so the machine cannot guess where the next one is. Prompt
+ * tiles and shared prefixes do without, their arithmetic hides the way. */
+INLINE int is_fetching(const struct attend_args *a, const struct attend_task *task) {
+    return a->pool.block_size >= TILE && task->num_queries == 1;
+}
+
+/* What is to be fetched while the chunk is computed with: its V, and K of [key, end). Line by line between products,
+ * for lines asked for in a burst wait for one another, and the products behind them. */
+INLINE void look_ahead(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
+                       struct chunk *c) {
     struct layout l = layout_of(&a->pool);
-    if (l.block_size < TILE || task->num_queries > 1) return;
-    size_t run = is_key && l.block_size > TILE ? TILE * l.lane : TILE * l.dim * l.size; /* bytes that lie together */
-    size_t num_runs = TILE * l.dim * l.size / run;
+    c->is_cold = is_fetching(a, task) && !a->pool.is_int8;
+    for (size_t t = 0; t < CHUNK / TILE; t++, key += TILE) {
+        size_t o = (size_t)key % l.block_size;
+        int is_whole = c->is_cold && key + TILE <= end;
+        c->next_k[t] = is_whole ? block_at(a, a->pool.k, task, key, l.size) + o * l.lane : NULL;
+    }
+}
+
+/* Ask for what lies whole in [key, end) of an int8 pool's K, or V, ahead of its being widened. */
+INLINE void prefetch_int8(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
+                          int64_t end) {
+    struct layout l = layout_of(&a->pool);
+    if (!a->pool.is_int8 || !is_fetching(a, task)) return;
+    int is_key = base == a->pool.k;
+    size_t run = is_key && l.block_size > TILE ? TILE * l.lane : TILE * l.dim; /* bytes that lie together */
     for (; key + TILE <= end; key += TILE) {
         size_t o = (size_t)key % l.block_size;
-        const char *block = block_at(a, base, task, key, l.size), *tile = block + o * (is_key ? l.lane : l.dim * l.size);
-        for (size_t r = 0; r < num_runs; r++)
+        const char *block = block_at(a, base, task, key, 1), *tile = block + o * (is_key ? l.lane : l.dim);
+        for (size_t r = 0; r < TILE * l.dim / run; r++)
             for (size_t i = 0; i < run; i += 64) __builtin_prefetch(tile + r * l.block_size * l.lane + i, 0, 2);
-        if (a->pool.is_int8) __builtin_prefetch(block + l.block_size * l.dim + o * 4, 0, 2);
+        __builtin_prefetch(block + l.block_size * l.dim + o * 4, 0, 2);
     }
 }

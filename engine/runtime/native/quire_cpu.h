@@ -24,7 +24,7 @@ enum {
     PANEL = 32,  /* weight rows that lie side by side */
     CHUNK = 128, /* keys between two updates of the running softmax */
     SPAN = 256,  /* keys whose result is joined to that of the spans before; a task is cut between spans only */
-    ROWS = 64,   /* query rows (queries x heads of a group) that share one pass over the keys */
+    ROWS = 96,   /* query rows (queries x heads of a group) that share one pass over the keys */
 };
 
 /* One layer's K and V pool. Strides count elements. In an int8 pool a block of one head is followed by a float32 scale
@@ -59,14 +59,21 @@ struct attend_args {
     float scale, softcap;        /* softcap 0: none */
 };
 
-/* A share of attention: some queries of one slice and kv head against some of the keys.
+/* A share of attention: some queries of one kv head against some of the keys of one slice, which may be others' too.
  *
  * Chunks and spans begin at multiples of their size in the sequence, wherever a task begins, and spans are joined first
  * to last by one function. So a query's result is a function of its own sequence: the same bits alone or in a batch, as
- * a decode step or inside a prompt chunk, on one thread or many. */
+ * a decode step or inside a prompt chunk, on one thread or many, with keys that it shares or without.
+ *
+ * A record is what a span comes to, row by row: head_dim sums, what is to be added up to the mass, the peak. */
+#define RECORD_FLOATS(head_dim) ((head_dim) + TILE + 1)
+
 struct attend_task {
     int64_t slice, head, first_query, num_queries, key_begin, key_end;
-    float *partial; /* NULL: join and write out; else a record a span, rows x (head_dim + 2): sums, peak, mass */
+    const int32_t *sharers; /* NULL; or num_queries slices, whose one query each sees all these keys */
+    float *records;         /* NULL: join and write out; else leave a record a span */
+    const float *before;    /* NULL; or the task's first row in the records of the spans before key_begin, the last of */
+    int64_t before_stride;  /* which may have been cut at a chunk; records lie so many floats apart */
 };
 
 /* Spans that a task touches. */
