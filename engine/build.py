@@ -7,18 +7,31 @@ user left open is decided here, from the model and from measured memory, and tol
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.errors import ConfigError, MemoryBudgetError
+from engine.core.errors import ConfigError
+from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
+from engine.runtime.cuda.budget import describe_use, hold_to_share, measure_memory, run_full_steps
+from engine.runtime.cuda.card import check_card, explain_absence
+from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.kv_cache import KVCache, block_bytes, default_cpu_budget, fit_pool, resolve_kv_dtype
+from engine.runtime.kv_cache import (
+    KVCache,
+    PoolBudget,
+    block_bytes,
+    default_cpu_budget,
+    fit_pool,
+    resolve_kv_dtype,
+)
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
@@ -42,46 +55,40 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     device = _resolve_device(config.device)
     if device.type == "cpu":
         _load_kernels(config.cpu_kernels, report)
-    backend_name = config.attention_backend
-    load_backend(backend_name, device)  # a wrong name is told before minutes of loading
+    load_backend(config.attention_backend, device)  # a wrong name is told before minutes of loading
+    dtype = resolve_dtype(config, device)
+    if device.type == "cuda":
+        check_card(device, dtype)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
-    model = load_model(config, device, resolve_dtype(config, device), report)
+    model = load_model(config, device, dtype, report)
     _check_model_len(config, model)
     _share_threads(config.num_threads, model)
 
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
     bytes_per_block = block_bytes(model.attention_specs, config.block_size, kv_dtype)
-    model_len = config.max_model_len or model.max_model_len
-    useful_blocks = max_num_seqs * -(-model_len // config.block_size)
-    if config.kv_cache_memory_bytes is not None:
-        budget = config.kv_cache_memory_bytes
-    elif device.type == "cuda":
-        budget = _measure_cuda_budget(config, model, device, max_num_seqs, max_num_batched_tokens)
-    else:
-        budget = min(default_cpu_budget(), useful_blocks * bytes_per_block)
-    size = fit_pool(
-        budget, bytes_per_block, config.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
-    )
-    scheduler_config = SchedulerConfig(
-        num_blocks=size.num_blocks,
+    settings = SchedulerConfig(
+        num_blocks=max_num_seqs + max_num_batched_tokens // config.block_size + 1,  # enough for one full step
         block_size=config.block_size,
-        max_model_len=size.max_model_len,
+        max_model_len=config.max_model_len or model.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         policy=config.scheduling_policy,
     )
-    report(Progress("kv_pool", _describe(scheduler_config, bytes_per_block, model)))
-    runner = _make_runner(model, scheduler_config, backend_name, kv_dtype, device)
-    report(Progress("warm_up", f"one step on {device.type}"))
-    num_tokens = min(16, size.max_model_len, max_num_batched_tokens)
-    runner.run(warm_up_plan(scheduler_config, num_seqs=1, num_tokens=num_tokens)).wait()
-    library = native()
-    if library is not None and device.type == "cpu":
-        library.keep_memory()  # now that all that lives long has its place
+    make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
+    captures = False  # whether decode steps become CUDA graphs; what those take is measured with the rest
+    budget = _pool_budget(config, settings, model, device, bytes_per_block, make_runner, captures)
+    size = fit_pool(
+        budget, bytes_per_block, config.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
+    )
+    settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
+    report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
+    runner = make_runner(settings)
+    if captures:
+        runner.capture(report)
     return Engine(
-        Scheduler(scheduler_config),
-        runner,
+        Scheduler(settings),
+        _warm_up(runner, config, settings, model, device, report),
         vocab_size=model.vocab_size,
         depth=int(device.type == "cuda" if config.async_scheduling is None else config.async_scheduling),
         limits=QueueLimits(
@@ -91,8 +98,59 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     )
 
 
+def _pool_budget(
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    model: CausalLM,
+    device: torch.device,
+    bytes_per_block: int,
+    make_runner: Callable[[SchedulerConfig], ModelRunner],
+    captures: bool,
+) -> PoolBudget:
+    if config.kv_cache_memory_bytes is not None:
+        return PoolBudget(config.kv_cache_memory_bytes)
+    if device.type == "cpu":
+        useful_blocks = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
+        return PoolBudget(min(default_cpu_budget(), useful_blocks * bytes_per_block))
+    memory = measure_memory(
+        make_runner,
+        settings,
+        device,
+        share=config.gpu_memory_utilization,
+        num_tensors=2 * len(model.attention_specs),
+        vocab_size=model.vocab_size,
+        captures=captures,
+    )
+    remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
+    return PoolBudget(memory.pool, str(memory), remedy)
+
+
+def _warm_up(
+    runner: ModelRunner,
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    model: CausalLM,
+    device: torch.device,
+    report: Report,
+) -> Runner:
+    """Have all that lives long made now, by a step on a CPU and by full ones on a GPU; the runner that serves."""
+    report(Progress("warm_up", f"on {device.type}"))
+    if device.type == "cuda":
+        if config.kv_cache_memory_bytes is None:
+            hold_to_share(device, config.gpu_memory_utilization)
+        run_full_steps(runner, settings, device, model.vocab_size)
+        report(Progress("memory", describe_use(device)))
+        return CudaRunner(runner, device)
+    num_tokens = min(16, settings.max_model_len, settings.max_num_batched_tokens)
+    runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait()
+    library = native()
+    if library is not None:
+        library.keep_memory()  # now that all that lives long has its place
+    return runner
+
+
 def _make_runner(
-    model: CausalLM, config: SchedulerConfig, backend_name: str, kv_dtype: torch.dtype, device: torch.device
+    model: CausalLM, backend_name: str, kv_dtype: torch.dtype, device: torch.device, config: SchedulerConfig
 ) -> ModelRunner:
     backend = load_backend(backend_name, device)
     kv_cache = KVCache(
@@ -108,9 +166,11 @@ def _make_runner(
 
 def _resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is 'cuda', but torch sees no CUDA device here; use 'cpu' or 'auto'.")
+        raise ConfigError(f"--device is 'cuda', but {explain_absence()}; use 'cpu' or 'auto'.")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)  # an engine before this one may have been held to a share
     return torch.device(name)
 
 
@@ -154,42 +214,12 @@ def _check_model_len(config: EngineConfig, model: CausalLM) -> None:
         )
 
 
-def _measure_cuda_budget(
-    config: EngineConfig, model: CausalLM, device: torch.device, max_num_seqs: int, max_num_batched_tokens: int
-) -> int:
-    """Bytes left for the pool: the share we may use, less what others use, the weights, and a full step's peak."""
-    num_blocks = max_num_seqs + max_num_batched_tokens // config.block_size + 1
-    trial = SchedulerConfig(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
-    weights = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
-    runner = _make_runner(model, trial, config.attention_backend, kv_dtype, device)
-    try:
-        runner.run(warm_up_plan(trial, max_num_seqs, max_num_batched_tokens)).wait()
-    except torch.OutOfMemoryError:
-        raise MemoryBudgetError(
-            f"A step of {max_num_batched_tokens} tokens of {max_num_seqs} sequences does not fit what {config.model} "
-            f"leaves of the memory of {device}; lower --max-num-batched-tokens or --max-num-seqs."
-        ) from None
-    pool = num_blocks * block_bytes(model.attention_specs, config.block_size, kv_dtype)
-    step = torch.cuda.max_memory_allocated(device) - weights - pool
-    runner.close()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * config.gpu_memory_utilization) - others - weights - step
-
-
-def _describe(config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:
+def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:
     size = config.num_blocks * bytes_per_block / (1 << 30)
-    shorter = (
-        "" if config.max_model_len == model.max_model_len else f" (the model's own limit is {model.max_model_len})"
-    )
+    shorter = ""
+    if config.max_model_len < model.max_model_len:
+        why = "--max-model-len auto: as many as the pool holds; " if asked_len is None else ""
+        shorter = f" ({why}the model's own limit is {model.max_model_len})"
     return (
         f"{config.num_blocks} blocks of {config.block_size} tokens, {size:.2f} GiB; "
         f"contexts up to {config.max_model_len} tokens{shorter}"

@@ -57,8 +57,14 @@ def _split(value: object) -> object:
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
+def _none_if_auto(value: object) -> object:
+    return None if value == "auto" else value
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+
+Length = Annotated[int | None, BeforeValidator(_none_if_auto)]
 
 
 def _setting(default: Any, metavar: str, text: str, *, unset: str = "", **limits: Any) -> Any:
@@ -102,11 +108,11 @@ class ModelSettings(BaseModel):
         _choices(*QUANTIZATIONS),
         "weights on a CPU: gguf as their file has them (auto, unless --dtype names another format), or int8",
     )
-    max_model_len: int | None = _setting(
+    max_model_len: Length = _setting(
         _ENGINE.max_model_len,
         "TOKENS",
-        "longest prompt plus answer",
-        unset="the model's context, or what the KV pool holds",
+        "longest prompt plus answer; auto is the model's context, or as much of it as the KV pool holds",
+        unset="auto",
     )
     seed: int = _setting(_ENGINE.seed, "N", "seed of dummy weights")
 

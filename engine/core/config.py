@@ -39,7 +39,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     device: str = "auto"
     seed: int = 0
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # --max-model-len auto: the model's own, or what the pool holds of it
     block_size: int = 16
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

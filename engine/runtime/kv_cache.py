@@ -20,7 +20,6 @@ from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
 
 _MIB = 1 << 20
-_HOW_TO_GROW = "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
 
 
 class KVCache:
@@ -49,7 +48,7 @@ class KVCache:
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
                 f"A KV pool of {num_blocks} blocks needs {needed} MiB, which {device.type} memory does not have; "
-                "lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len."
+                "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
         self._paged_step = backend.paged_step(self._keys, self._values)
@@ -102,27 +101,42 @@ class PoolSize(NamedTuple):
     max_model_len: int
 
 
+class PoolBudget(NamedTuple):
+    """Bytes that the pool may have, where the rest went, and what would bring more."""
+
+    num_bytes: int
+    account: str = ""
+    remedy: str = "raise --kv-cache-memory-bytes"
+
+
 def fit_pool(
-    budget_bytes: int, bytes_per_block: int, block_size: int, *, model_len: int, asked_len: int | None
+    budget: PoolBudget, bytes_per_block: int, block_size: int, *, model_len: int, asked_len: int | None
 ) -> PoolSize:
     """As many blocks as the budget holds, and the longest sequence they can serve.
 
-    Where `asked_len` (--max-model-len) is None the length is lowered to what fits; a length that was asked for and does
-    not fit is a MemoryBudgetError, and so is a budget below one block.
+    Where `asked_len` is None (--max-model-len auto) the length is lowered to what fits; a length that was asked for and
+    does not fit is a MemoryBudgetError, and so is a budget below one block.
     """
-    num_blocks = budget_bytes // bytes_per_block
+    num_blocks = budget.num_bytes // bytes_per_block
+    account = f" ({budget.account})" if budget.account else ""
     if num_blocks < 1:
         raise MemoryBudgetError(
-            f"The KV pool may use {max(budget_bytes, 0) / _MIB:.1f} MiB, and one block of {block_size} tokens needs "
-            f"{bytes_per_block / _MIB:.1f} MiB; {_HOW_TO_GROW}, or choose a smaller model."
+            f"The KV pool may use {_mib(max(budget.num_bytes, 0))} MiB{account}, and one block of {block_size} tokens "
+            f"needs {_mib(bytes_per_block)} MiB; {budget.remedy}, or choose a smaller model."
         )
     capacity = num_blocks * block_size
     if asked_len is not None and asked_len > capacity:
+        asked_blocks = -(-asked_len // block_size)
         raise MemoryBudgetError(
-            f"--max-model-len is {asked_len}, and the KV pool's {num_blocks} blocks hold {capacity} tokens; "
-            f"set it to at most {capacity}, or {_HOW_TO_GROW}."
+            f"--max-model-len is {asked_len}, which needs {asked_blocks} blocks of K/V ({_mib(asked_blocks * bytes_per_block)} "
+            f"MiB), and the KV pool's {num_blocks} blocks hold {capacity} tokens{account}; set it to at most {capacity}, "
+            f"or to auto for as much as fits, or {budget.remedy}."
         )
     return PoolSize(num_blocks, min(asked_len or model_len, capacity))
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f}"
 
 
 def default_cpu_budget() -> int:

@@ -9,7 +9,15 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import kv_cache
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache, PoolSize, block_bytes, default_cpu_budget, fit_pool, resolve_kv_dtype
+from engine.runtime.kv_cache import (
+    KVCache,
+    PoolBudget,
+    PoolSize,
+    block_bytes,
+    default_cpu_budget,
+    fit_pool,
+    resolve_kv_dtype,
+)
 
 CPU = torch.device("cpu")
 
@@ -46,19 +54,22 @@ def test_the_kv_dtype_that_is_asked_for() -> None:
 
 
 def test_the_budget_is_used_up() -> None:
-    assert fit_pool(1000, 90, 16, model_len=64, asked_len=None) == PoolSize(11, 64)
-    assert fit_pool(1000, 90, 16, model_len=64, asked_len=50) == PoolSize(11, 50)
+    assert fit_pool(PoolBudget(1000), 90, 16, model_len=64, asked_len=None) == PoolSize(11, 64)
+    assert fit_pool(PoolBudget(1000), 90, 16, model_len=64, asked_len=50) == PoolSize(11, 50)
 
 
 def test_a_length_nobody_asked_for_is_lowered() -> None:
-    assert fit_pool(1000, 90, 16, model_len=8192, asked_len=None) == PoolSize(11, 176)
+    assert fit_pool(PoolBudget(1000), 90, 16, model_len=8192, asked_len=None) == PoolSize(11, 176)
 
 
 def test_a_length_that_was_asked_for_is_refused_with_the_largest_that_fits() -> None:
+    budget = PoolBudget(11 << 20, "weights take the rest", "pay more")
     with pytest.raises(
-        MemoryBudgetError, match=r"--max-model-len is 177, .* 11 blocks hold 176 tokens; .* at most 176"
+        MemoryBudgetError,
+        match=r"--max-model-len is 177, which needs 12 blocks .*\(12\.0 MiB\), .* 11 blocks hold 176 tokens "
+        r"\(weights take the rest\); set it to at most 176, or to auto .*, or pay more",
     ):
-        fit_pool(1000, 90, 16, model_len=8192, asked_len=177)
+        fit_pool(budget, 1 << 20, 16, model_len=8192, asked_len=177)
 
 
 @pytest.mark.parametrize("budget", [89 << 20, 0, -5])
@@ -66,7 +77,7 @@ def test_less_than_a_block_is_an_error(budget: int) -> None:
     with pytest.raises(
         MemoryBudgetError, match=r"one block of 16 tokens needs 90\.0 MiB; raise --kv-cache-memory-bytes"
     ):
-        fit_pool(budget, 90 << 20, 16, model_len=64, asked_len=None)
+        fit_pool(PoolBudget(budget), 90 << 20, 16, model_len=64, asked_len=None)
 
 
 def test_more_than_there_is_is_an_error() -> None:

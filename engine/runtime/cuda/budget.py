@@ -1,0 +1,169 @@
+"""What a CUDA device's memory goes to: measured on full steps before the pool is allocated, checked and told afterwards.
+
+The share (--gpu-memory-utilization) is of the whole card: what other processes and the CUDA context hold counts too. All
+is measured on the card itself or as what torch has reserved, never as what it has handed out: a cache that is split up
+costs as much as one that is used. Runs once, on the thread that starts the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import MemoryBudgetError
+from engine.core.plan import StepPlan
+from engine.core.types import SamplingParams
+from engine.runtime.runner import ModelRunner, warm_up_plan
+
+_GIB = 1 << 30
+_SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this
+_TOLERANCE = 0.01  # of the card: how far torch's cache may grow beyond the share before it is emptied
+_NUM_TOP = 20  # log probabilities a token, the most that OpenAI's API knows
+
+
+class CudaMemory(NamedTuple):
+    """Bytes of one card."""
+
+    total: int
+    share: int  # what may be in use, by whomever
+    others: int  # other processes, the CUDA context, loaded kernels
+    weights: int
+    step: int  # the most that a step takes beside weights and pool
+    graphs: int
+    rounding: int  # of the pool's tensors
+
+    @property
+    def pool(self) -> int:
+        """What is left for K and V. Negative where the rest is too much already."""
+        return self.share - self.others - self.weights - self.step - self.graphs - self.rounding
+
+    def __str__(self) -> str:
+        return (
+            f"of {_gib(self.total)} GiB, {_gib(self.share)} may be used: weights {_gib(self.weights)}, a full step "
+            f"{_gib(self.step)}, CUDA graphs {_gib(self.graphs)}, other processes and CUDA itself {_gib(self.others)}, "
+            f"which leaves {_gib(max(self.pool, 0))} for K/V"
+        )
+
+
+def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
+    """The largest steps there can be: as many prompts as may run, drawing by every rule; and one whose prompt is scored."""
+    params = SamplingParams(
+        max_tokens=2,
+        temperature=1.0,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias=((0, 1.0),),
+        min_tokens=1,
+        eos_token_ids=frozenset({0}),
+        logprobs=min(_NUM_TOP, vocab_size),
+    )
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
+    crowd = warm_up_plan(config, config.max_num_seqs, num_tokens)
+    crowd = crowd._replace(slices=[piece._replace(params=params) for piece in crowd.slices])
+    scored = warm_up_plan(config, 1, min(config.max_num_batched_tokens, config.max_model_len))
+    scored = scored._replace(slices=[piece._replace(params=params, prompt_logprobs=0) for piece in scored.slices])
+    return [crowd, scored]
+
+
+def measure_memory(
+    make_runner: Callable[[SchedulerConfig], ModelRunner],
+    config: SchedulerConfig,
+    device: torch.device,
+    *,
+    share: float,
+    num_tensors: int,
+    vocab_size: int,
+    captures: bool,
+) -> CudaMemory:
+    """Run full steps over a small pool and see what the card has left; with `captures`, record CUDA graphs as well.
+
+    `config` is the engine's but for its pool, `num_tensors` of which the real one will have. The model is loaded, and
+    nothing but it is left behind. Raises MemoryBudgetError if the card is too small even for that.
+    """
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_reserved(device)
+    try:
+        step, graphs = _try(make_runner(config), config, device, vocab_size, captures)
+        is_full = False
+    except (torch.OutOfMemoryError, MemoryBudgetError):
+        is_full = True
+    # Out of the handler, whose exception holds on to the step's tensors.
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if is_full:
+        raise MemoryBudgetError(
+            f"A step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences does not fit what the "
+            f"weights ({_gib(weights)} GiB) leave of the memory of {device}, {_gib(free)} of {_gib(total)} GiB; lower "
+            "--max-num-batched-tokens or --max-num-seqs."
+        )
+    others = total - free - torch.cuda.memory_reserved(device)
+    return CudaMemory(total, int(total * share), others, weights, step, graphs, num_tensors * _SEGMENT)
+
+
+def _try(
+    runner: ModelRunner, config: SchedulerConfig, device: torch.device, vocab_size: int, captures: bool
+) -> tuple[int, int]:
+    """Bytes that full steps take at their peak, and that graphs keep."""
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for plan in full_steps(config, vocab_size):
+        runner.run(plan).wait()
+    step = torch.cuda.max_memory_reserved(device) - before
+    graphs = 0
+    if captures:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        runner.capture(lambda _: None)
+        torch.cuda.empty_cache()
+        graphs = free - torch.cuda.mem_get_info(device)[0]
+    runner.close()
+    return step, graphs
+
+
+def run_full_steps(runner: ModelRunner, config: SchedulerConfig, device: torch.device, vocab_size: int) -> None:
+    """Have torch's cache hold what full steps need, so that none has to ask the card for it while others wait.
+
+    Raises MemoryBudgetError if that does not fit beside what the card holds already.
+    """
+    try:
+        for plan in full_steps(config, vocab_size):
+            runner.run(plan).wait()
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise MemoryBudgetError(
+            f"A step of {config.max_num_batched_tokens} tokens of {config.max_num_seqs} sequences does not fit beside "
+            f"weights and KV pool: {_gib(free)} of {_gib(total)} GiB of {device} are free; lower --kv-cache-memory-bytes "
+            "or --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs."
+        ) from error
+
+
+def hold_to_share(device: torch.device, share: float) -> None:
+    """From now on torch empties its cache, and then fails, rather than take the card beyond the share.
+
+    A little beyond is let through: at the very edge, a cache that is split up would be emptied again and again.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    fraction = min(share + _TOLERANCE, 1.0) - others / total
+    torch.cuda.set_per_process_memory_fraction(min(max(fraction, 0.0), 1.0), device)
+
+
+def describe_use(device: torch.device) -> str:
+    """What the card holds now."""
+    free, total = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)
+    return (
+        f"{_gib(total - free)} of {_gib(total)} GiB in use ({(total - free) / total:.1%}), {_gib(ours)} of them for "
+        "weights, K/V, CUDA graphs and steps"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f}"

@@ -1,0 +1,50 @@
+"""Whether a CUDA device can be served at all, asked before minutes of loading. Start-up thread."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from engine.core.errors import ConfigError
+
+_FIRST_WITH_BFLOAT16 = (8, 0)
+
+
+def explain_absence() -> str:
+    """Why torch sees no CUDA device."""
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA"
+    return (
+        f"torch ({torch.__version__}, made for CUDA {torch.version.cuda}) sees no CUDA device here; nvidia-smi says "
+        "whether there is one, and whether its driver is recent enough"
+    )
+
+
+def check_card(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a card that torch's build has no kernels for, or that cannot multiply `dtype`."""
+    capability = torch.cuda.get_device_capability(device)
+    card = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
+    built_for = torch.cuda.get_arch_list()
+    if not _runs_on(built_for, capability):
+        raise ConfigError(
+            f"This torch ({torch.__version__}) has no kernels for {card}, only for {', '.join(built_for)}; install one "
+            "that was built for it, or use --device cpu."
+        )
+    if dtype == torch.bfloat16 and capability < _FIRST_WITH_BFLOAT16:
+        raise ConfigError(
+            f"{card} cannot multiply bfloat16, which needs 8.0 or newer; set --dtype to float16, or to float32 if the "
+            "model's numbers are too large for that."
+        )
+
+
+def _runs_on(built_for: list[str], capability: tuple[int, int]) -> bool:
+    """Code for sm_XY runs on newer cards of the same generation, sm_XYa on that card alone, compute_XY on all newer."""
+    targets = [match for match in map(re.compile(r"(sm|compute)_(\d+)(\d)([a-z]?)").fullmatch, built_for) if match]
+    for kind, major, minor, suffix in (match.groups() for match in targets):
+        target = int(major), int(minor)
+        if target == capability or (
+            not suffix and target <= capability and (kind == "compute" or target[0] == capability[0])
+        ):
+            return True
+    return not targets  # a build that does not say

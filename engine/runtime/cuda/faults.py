@@ -1,0 +1,75 @@
+"""What goes wrong on a CUDA device, in the words that the engine knows: out of memory, or lost.
+
+A device that is out of memory is made ready for a smaller step; one that reports any other error of CUDA's is lost to
+this process, since every later call would report it again. Engine thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.core.errors import DeviceLostError, DeviceMemoryError
+from engine.core.plan import PendingStep, Runner, StepPlan, StepResult
+
+_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+_LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_")
+
+
+class CudaStep:
+    """A launched step, guarded."""
+
+    def __init__(self, runner: CudaRunner, step: PendingStep) -> None:
+        self._runner, self._step = runner, step
+
+    def wait(self) -> StepResult:
+        """Block until the device is done, and read."""
+        try:
+            return self._step.wait()
+        except RuntimeError as error:
+            fault = to_fault(error)
+        raise self._runner.settle(fault)
+
+
+class CudaRunner:
+    """A Runner on a CUDA device, which raises DeviceMemoryError and DeviceLostError in place of torch's errors."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self._runner, self._device = runner, device
+        self._is_lost = False
+
+    def run(self, plan: StepPlan) -> CudaStep:
+        """Launch a step."""
+        try:
+            return CudaStep(self, self._runner.run(plan))
+        except RuntimeError as error:
+            fault = to_fault(error)
+        # Out of the handler: the exception it holds keeps alive the tensors of the step that failed.
+        raise self.settle(fault)
+
+    def settle(self, fault: Exception) -> Exception:
+        """Have the device ready for what comes next, as far as it can be; returns what is to be raised."""
+        if isinstance(fault, DeviceMemoryError):
+            try:
+                # The next step may write where a copy of this one is still reading.
+                torch.cuda.synchronize(self._device)
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                fault = to_fault(error)
+        self._is_lost |= isinstance(fault, DeviceLostError)
+        return fault
+
+    def close(self) -> None:
+        """Give back memory, unless there is no device any more to give it back to."""
+        if not self._is_lost:
+            self._runner.close()
+
+
+def to_fault(error: RuntimeError) -> Exception:
+    """What an error of torch's means; an error that is not the device's is itself."""
+    told = str(error)
+    line = told.strip().partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in told for sign in _MEMORY):
+        return DeviceMemoryError(". ".join(line.split(". ")[:2]).removesuffix("."))  # what follows is advice
+    if isinstance(error, torch.AcceleratorError) or any(sign in told for sign in _LOST):
+        return DeviceLostError(f"the CUDA device is lost: {line.removesuffix('.')}")
+    return error
