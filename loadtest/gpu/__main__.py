@@ -22,7 +22,7 @@ from types import FrameType
 from loadtest.comparison import ROOT, describe_host
 from loadtest.gpu.figures import PartError, read_findings
 from loadtest.gpu.parts import PARTS, Part
-from loadtest.gpu.report import Results
+from loadtest.gpu.report import NO_CARD, Results
 from loadtest.gpu.task import Task
 from loadtest.plots import PlotError
 
@@ -43,11 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = describe_host()
     results = Results(host | {"commit": options.commit or host["commit"]}, options.rehearse)
     deadline = time.monotonic() + options.limit
+    names = [part.name for part in PARTS]
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as scratch:
         for part in PARTS:
-            if not options.only or part.name in options.only:
+            if part.name in (options.only or names) or part is PARTS[0]:  # whose rates the others are held against
                 _run(part, Path(scratch), options, deadline, results)
                 results.write(options.out)
+            if results.card == NO_CARD and not options.rehearse:
+                print("torch sees no CUDA device here; --rehearse runs this without one.", file=sys.stderr)
+                return 2
     try:
         results.draw(options.out)
     except PlotError as error:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from loadtest.gpu.figures import Figure
+from loadtest.gpu.figures import Figure, PartError
 from loadtest.gpu.task import BF16_RATE, COPY_BANDWIDTH, Task
 from loadtest.gpu.timing import median_s
 
@@ -19,7 +19,7 @@ def run(task: Task) -> None:
     """Name the machine, copy memory, multiply matrices."""
     on_card = torch.cuda.is_available()
     if not on_card and not task.is_rehearsal:
-        raise RuntimeError("torch sees no CUDA device here; `--rehearse` runs this without one.")
+        raise PartError("there is no card to measure")
     device = torch.device("cuda" if on_card else "cpu")
     task.notebook.detail("card", _describe(device))
     num_bytes, rows = (_COPY_BYTES, _MATRIX_ROWS) if on_card else (1 << 24, 256)

@@ -13,6 +13,7 @@ from loadtest.gpu.parts import TARGET_CARD, TARGETS
 from loadtest.plots import PlotError, require_matplotlib
 from loadtest.report import without_nan
 
+NO_CARD = "no card"
 _REHEARSAL = "A REHEARSAL on a CPU with tiny shapes: no number here says anything about any card."
 
 
@@ -29,7 +30,7 @@ class Results:
     @property
     def card(self) -> str:
         machine = self.findings.get("machine", Findings())
-        return str(machine.details.get("card", {}).get("name", "no card"))
+        return str(machine.details.get("card", {}).get("name", NO_CARD))
 
     def figures(self) -> Iterator[Figure]:
         for findings in self.findings.values():

@@ -25,7 +25,7 @@ def median_s(calls: Sequence[Callable[[], object]]) -> float:
 
 def num_copies(num_bytes: int) -> int:
     """How many sets of inputs of this size outgrow the caches."""
-    return max(1, min(64, L2_BYTES // max(num_bytes, 1))) if torch.cuda.is_available() else 1
+    return max(1, min(64, -(-L2_BYTES // max(num_bytes, 1)))) if torch.cuda.is_available() else 1
 
 
 def _median_on_device(calls: Sequence[Callable[[], object]]) -> float:

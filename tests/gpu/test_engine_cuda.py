@@ -12,6 +12,7 @@ from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.types import Request, SamplingParams, TokenEvent
 from engine.loop import Engine
+from engine.runtime.runner import ModelRunner
 from tests.cpu.test_models_families import CASES, save_tiny
 
 pytestmark = [
@@ -55,6 +56,33 @@ def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> 
     assert answers(build(tmp_path, "cuda", async_scheduling=depth)) == expected
     tight = build(tmp_path, "cuda", async_scheduling=depth, max_num_batched_tokens=16)
     assert answers(tight) == expected
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma2"])
+def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> None:
+    save_tiny(CASES[name], tmp_path)
+    assert answers(build(tmp_path, "cuda")) == answers(build(tmp_path, "cuda", attention_backend="reference"))
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
+def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path) -> None:
+    save_tiny(CASES["qwen3"], tmp_path)
+    engine, eager = (build(tmp_path, "cuda", async_scheduling=depth) for _ in range(2))
+    assert isinstance(engine._runner, ModelRunner)
+    assert isinstance(eager._runner, ModelRunner)
+    assert engine._runner._graphs is not None
+    eager._runner._graphs = None
+    assert answers(engine) == answers(eager)
+
+
+@pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
+def test_preempted_requests_say_the_same(depth: bool, tmp_path: Path) -> None:
+    save_tiny(CASES["qwen3"], tmp_path)
+    expected = answers(build(tmp_path, "cpu"))
+    crowded = build(tmp_path, "cuda", async_scheduling=depth, block_size=4, kv_cache_memory_bytes=96 << 10)
+    assert crowded.config.num_blocks == 16  # one of the longest contexts, for nine sequences
+    assert answers(crowded) == expected
+    assert crowded.stats.preemptions > 0
 
 
 def test_the_pool_stays_within_its_share(tmp_path: Path) -> None:
