@@ -140,12 +140,12 @@ def test_a_nucleus_far_below_the_best_digits(monkeypatch: pytest.MonkeyPatch, ca
     check(logits, [wish(seed, top_k=2 + 560 * seed, temperature=2.0) for seed in range(5)])
 
 
-def kept(logits: Tensor, one: Wish) -> Tensor:
+def kept(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
     """Which tokens each row may draw, by the kernels' limits."""
-    logits, draws = logits.to(DEVICE), draws_of([one] * len(logits))
+    logits, draws = logits.to(DEVICE), draws_of(wishes)
     peaks = torch.stack([part.amax(-1) for part in logits.split(sampling._TILE, 1)], 1).contiguous()
     limits = sampling_filter.find_limits(logits, draws, peaks, sampling._TILE)
-    scores = (logits - logits.amax(-1, keepdim=True)) / one.temperature
+    scores = (logits - logits.amax(-1, keepdim=True)) / draws.temperature[:, None]
     return (scores.view(torch.int32) & 0x7FFFFFFF) <= limits[:, None]
 
 
@@ -158,7 +158,7 @@ def test_a_filter_keeps_the_defined_tokens(monkeypatch: pytest.MonkeyPatch, capa
     for top_k, top_p, min_p in itertools.product((0, 10, 499), (1.0, 0.8), (0.0, 0.02)):
         if top_k == 0 and top_p == 1:
             continue
-        found = kept(logits, wish(0, top_k=top_k, top_p=top_p, min_p=min_p))
+        found = kept(logits, [wish(0, top_k=top_k, top_p=top_p, min_p=min_p)] * 2)
         for row, mask in zip(logits, found, strict=True):
             probs = torch.softmax(row.double(), -1)
             probs[row < row.max() + lowest_score(min_p)] = 0
@@ -168,6 +168,18 @@ def test_a_filter_keeps_the_defined_tokens(monkeypatch: pytest.MonkeyPatch, capa
             last = int((best.values.cumsum(-1) - best.values < top_p).nonzero().max())
             expected = (probs > 0) & (row >= row[best.indices[last]])
             assert mask.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("capacity", [100, 4000])
+def test_a_nucleus_of_thousands_ends_at_the_right_token(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
+    """top_p lies in the middle of a token's mass, which is some 0.0003 of the whole."""
+    cut(monkeypatch, 2048, capacity)
+    sizes = torch.randint(1, 3000, (5,)).tolist()
+    logits = (torch.randn(5, 3000) * 0.1).double()
+    probs = torch.softmax(logits, -1).sort(-1, descending=True).values
+    middles = probs.cumsum(-1) - probs / 2
+    wishes = [wish(0, top_p=middles[row, size - 1].item()) for row, size in enumerate(sizes)]
+    assert kept(logits.float(), wishes).sum(-1).tolist() == sizes
 
 
 def test_tokens_ruled_out_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
