@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_engine
+from engine.build import _pool_budget, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.reference import ReferenceAttention
+from engine.runtime.cuda.budget import CudaMemory, full_steps
+from engine.runtime.kv_cache import PoolSize, fit_pool
 from engine.runtime.native.library import native
 from engine.runtime.runner import ModelRunner
 
+GIB = 1 << 30
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, KV heads, head size, tokens, float32
 
 
@@ -136,6 +139,41 @@ def test_what_cannot_be_is_refused_in_a_sentence(folder: str) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"--device is 'cuda', but (this )?torch .*; use 'cpu' or 'auto'"):
             build(folder, device="cuda")
+
+
+def test_the_steps_that_memory_is_measured_on_can_be_computed(folder: str) -> None:
+    engine = build(folder, max_num_seqs=5, max_num_batched_tokens=64)
+    crowd, scored = [engine._runner.run(plan).wait() for plan in full_steps(engine.config, engine.vocab_size)]
+    assert (len(crowd.token_ids), len(crowd.logprobs), crowd.errors) == (5, 5, {})
+    assert {len(entry.top) for entry in crowd.logprobs.values()} == {20}
+    assert [len(entries) for entries in scored.prompt_logprobs.values()] == [63]
+
+
+def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_rest_went(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(folder, max_num_seqs=5, max_num_batched_tokens=64)
+    memory = CudaMemory(GIB, GIB // 2, GIB // 8, GIB // 8, GIB // 8, GIB // 16, 0)
+
+    def measure(make_runner: object, settings: SchedulerConfig, device: torch.device, **how: object) -> CudaMemory:
+        assert settings == engine.config
+        assert how == {"share": 0.5, "num_tensors": 4, "vocab_size": 96, "captures": True}
+        return memory
+
+    monkeypatch.setattr("engine.build.measure_memory", measure)
+    config = EngineConfig(model=folder, gpu_memory_utilization=0.5)
+    model, device = engine._runner._model, torch.device("cuda")
+    budget = _pool_budget(config, engine.config, model, device, GIB // 64, lambda _: None, captures=True)  # type: ignore[arg-type,return-value]
+    assert budget.num_bytes == GIB // 16
+    assert fit_pool(budget, GIB // 64, 16, model_len=512, asked_len=None) == PoolSize(4, 64)
+    with pytest.raises(MemoryBudgetError) as refused:
+        fit_pool(budget, GIB // 64, 16, model_len=512, asked_len=100)
+    assert str(refused.value) == (
+        "--max-model-len is 100, which needs 7 blocks of K/V (112.0 MiB), and the KV pool's 4 blocks hold 64 tokens (of 1.00 "
+        "GiB, 0.50 may be used: weights 0.12, a full step 0.12, CUDA graphs 0.06, other processes and CUDA itself 0.12, which "
+        "leaves 0.06 for K/V); set it to at most 64, or to auto for as much as fits, or raise --gpu-memory-utilization, or "
+        "lower --max-num-batched-tokens or --max-num-seqs."
+    )
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

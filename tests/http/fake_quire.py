@@ -1,6 +1,6 @@
 """The `quire` command with the real everything but the model: build_engine returns an engine over the fake runner.
 
-FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the engine dies.
+FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the device is lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.errors import MemoryBudgetError
+from engine.core.errors import DeviceLostError, MemoryBudgetError
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.plan import PendingStep, StepPlan
 from engine.core.scheduler import Scheduler
@@ -30,7 +30,7 @@ class MortalRunner(FakeRunner):
     def run(self, plan: StepPlan) -> PendingStep:
         self.steps_left -= 1
         if self.steps_left < 0:
-            raise RuntimeError("the device fell off the bus")
+            raise DeviceLostError("the device fell off the bus")
         return super().run(plan)
 
 

@@ -94,13 +94,14 @@ class Live:
         limits: QueueLimits = QueueLimits(),  # noqa: B008 - immutable
         fail: Callable[[SequenceSlice], str | None] | None = None,
         step_s: float = 0.0,
+        depth: int = 0,
         **app: Any,
     ) -> None:
         self.gate = Gate()
         self.scheduler = Scheduler(config)
         cost = CostModel(step_s=step_s, token_s=0.0)
         self.runner = FakeRunner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
-        self.engine = Engine(self.scheduler, self.runner, vocab_size=VOCAB_SIZE, limits=limits)
+        self.engine = Engine(self.scheduler, self.runner, vocab_size=VOCAB_SIZE, depth=depth, limits=limits)
         self.app = create_app(self.engine, byte_tokenizer(), replace(APP, **app))
         self.context = self.app.state.context
         self.url = ""

@@ -16,7 +16,10 @@ import httpx
 import pytest
 from harness import CONFIG, WAIT_S, Live, eventually
 
-from engine.core.plan import SequenceSlice
+from engine.core.errors import DeviceLostError, DeviceMemoryError
+from engine.core.fake_runner import FakeStep
+from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.stats import FailureCause
 from engine.core.types import AbortCause
 from engine.loop import QueueLimits
 
@@ -173,6 +176,78 @@ def test_a_request_that_fails_fails_alone(serve: Serve, stream: bool) -> None:
     assert body["error"]["code"] == "compute_error"
     assert "broke the model" in body["error"]["message"]
     assert httpx.post(live.url + COMPLETIONS, json={"prompt": "fine|"}).json()["choices"][0]["text"] == "fine"
+    assert live.engine.stats.failed[FailureCause.NOT_FINITE] == 1
+
+
+def full_for(live: Live, letter: str) -> Callable[[StepPlan], FakeStep]:
+    """The runner's `run` on a device that has no memory for prompts with this letter in them."""
+    honest = live.runner.run
+
+    def run(plan: StepPlan) -> FakeStep:
+        if any(ord(letter) in piece.tokens[: piece.num_prompt] for piece in plan.slices):
+            raise DeviceMemoryError("CUDA out of memory")
+        return honest(plan)
+
+    return run
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_device_has_no_memory_for_ends_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool, depth: int
+) -> None:
+    live = serve(step_s=0.005, depth=depth)
+    monkeypatch.setattr(live.runner, "run", full_for(live, "!"))
+    fields = {"prompt": "endless", "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", live.url + COMPLETIONS, json=fields) as response:
+        lines = response.iter_lines()
+        next(lines)
+        failed = httpx.post(live.url + COMPLETIONS, json={"prompt": "large!", "n": 2, "stream": stream})
+        said = [line.removeprefix("data: ") for line in lines if line]
+    assert said[-1] == "[DONE]"
+    text = "".join(choice["text"] for line in said[:-1] for choice in json.loads(line)["choices"])
+    assert len(text) == 59, "the first one was read above"
+    if stream:
+        *_, error, done = [line for line in failed.text.split("\n\n") if line]
+        assert done == "data: [DONE]"
+        body = json.loads(error.removeprefix("data: "))
+    else:
+        assert failed.status_code == 500
+        body = failed.json()
+    assert body["error"]["code"] == "compute_error"
+    assert "no memory left to compute this request" in body["error"]["message"]
+    stats = live.engine.stats
+    assert (stats.failed[FailureCause.OUT_OF_MEMORY], stats.out_of_memory_steps) == (2, 2)
+    assert httpx.get(live.url + "/health").status_code == 200
+    shown = httpx.get(live.url + "/metrics").text
+    assert 'quire_requests_failed_total{cause="out_of_memory",model_name="parrot"} 2.0' in shown
+    assert 'quire_out_of_memory_steps_total{model_name="parrot"} 2.0' in shown
+    live.check_idle()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_lost_device_turns_health_red_and_ends_every_stream(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    live = serve(depth=depth, **SLOW)
+    with httpx.stream("POST", live.url + COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+
+        def lose(plan: StepPlan) -> FakeStep:
+            raise DeviceLostError("the CUDA device is lost: CUDA error: unspecified launch failure")
+
+        monkeypatch.setattr(live.runner, "run", lose)
+        said = [line.removeprefix("data: ") for line in lines if line]
+    assert said[-1] == "[DONE]"
+    assert "the CUDA device is lost" in json.loads(said[-2])["error"]["message"]
+    health = httpx.get(live.url + "/health")
+    assert health.status_code == 503
+    assert "the CUDA device is lost: CUDA error" in health.json()["error"]["message"]
+    assert (
+        'quire_requests_failed_total{cause="engine_death",model_name="parrot"} 1.0'
+        in httpx.get(live.url + "/metrics").text
+    )
 
 
 def test_when_the_engine_dies_every_stream_hears_it_and_health_turns_red(
