@@ -19,7 +19,14 @@ from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import from_pool, to_pool
 from engine.runtime.attention.reference import ReferenceAttention, dense_attention
 from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits
+from engine.runtime.cuda.attention_decode import (
+    MAX_SPLIT_KEYS,
+    MAX_SPLITS,
+    MIN_SPLIT_KEYS,
+    Splits,
+    attend_decodes,
+    choose_splits,
+)
 from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_shape
 from engine.runtime.cuda.store import store_kv, view_pool
 from tests.cpu.test_models_families import CASES, save_tiny
@@ -232,9 +239,9 @@ def test_list_tiles_covers_every_row_once_and_begins_with_the_longest() -> None:
 
 def test_splits_fill_the_device_and_bound_the_longest() -> None:
     assert choose_splits(8, 100, 132).num == 1  # too short to be cut
-    assert choose_splits(8, 8192, 132).num == 33
-    assert choose_splits(2048, 4096, 132).num == 1  # as many programs as the device wants
-    assert choose_splits(2048, 32_768, 132).num == 8
+    assert choose_splits(8, 8192, 132) == Splits(33, MIN_SPLIT_KEYS)
+    assert choose_splits(2048, 8192, 132).num == 1  # as many programs as the device wants
+    assert choose_splits(2048, 32_768, 132) == Splits(4, MAX_SPLIT_KEYS)
     assert choose_splits(1, 1 << 20, 132).num == MAX_SPLITS
     assert choose_splits(64, 4097, 132) == choose_splits(64, 8192, 132)
 
@@ -322,51 +329,61 @@ def test_copies_whole_blocks() -> None:
     assert torch.equal(pool[6], before[7])
 
 
-def replay_cases() -> tuple[Case, Case]:
-    """What is captured, four slices, and what it is replayed on: three, with longer contexts."""
-    spec = make_spec(64, 4)
-    return (
-        Case(spec, [(3, 1), (9, 1), (0, 1), (30, 1)], 16, torch.float32, seed=1),
-        Case(spec, [(150, 1), (2, 1), (40, 1)], 16, torch.float32, seed=2),
-    )
+class Replayed:
+    """A step of four prepared once, as for a captured graph, and what its tensors are made to say afterwards."""
+
+    def __init__(self) -> None:
+        spec = make_spec(64, 4)
+        prepared = Case(spec, [(3, 1), (9, 1), (0, 1), (30, 1)], 16, torch.float32, seed=1)
+        self.case = Case(spec, [(150, 1), (2, 1), (40, 1)], 16, torch.float32, seed=2)
+        self.case.store_all(is_new_too=False)
+        self.batch = prepared.batch()
+        wide = torch.zeros((4, 10), dtype=torch.int32, device=DEVICE)
+        self.batch.block_tables = wide
+        for s, blocks in enumerate(prepared.tables):
+            wide[s, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        self.backend, self.pools = TritonPagedAttention(), (prepared.k_pool, prepared.v_pool)
+        self.backend.prepare(self.batch)
+        self.q, self.k, self.v = prepared.q, *prepared.new()
+
+    def attend(self) -> Tensor:
+        return self.backend.attend(self.case.spec, self.q, self.k, self.v, *self.pools)
+
+    def refill(self) -> None:
+        """Three slices of other lengths, and one that stands for nothing."""
+        batch = self.case.batch()
+        self.batch.slots.copy_(torch.cat([batch.slots, torch.full_like(batch.slots[:1], -1)]))
+        self.batch.context_lens.copy_(torch.cat([batch.context_lens, torch.zeros_like(batch.context_lens[:1])]))
+        self.batch.block_tables[:3] = batch.block_tables
+        for tensor, rows in zip((self.q, self.k, self.v), (self.case.q, *self.case.new()), strict=True):
+            tensor.fill_(torch.nan)[:3] = rows
+
+    def check(self, out: Tensor) -> None:
+        self.case.check(out[:3])
+        assert (out[3] == 0).all()
 
 
-def test_a_reserved_step_serves_fewer_slices() -> None:
-    """The launches of a step of four, as a captured graph holds them, over metadata that a step of three has filled."""
-    captured, case = replay_cases()
-    backend = TritonPagedAttention()
-    backend.reserve(6, 32, DEVICE)
-    backend.prepare(captured.batch())
-    step = backend._step
-    case.store_all(is_new_too=False)
-    backend.prepare(case.batch())
-    backend._step = step
-    q, k, v = (torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in (case.q, *case.new()))
-    num_empty = case.k_pool.isnan().sum()
-    out = backend.attend(case.spec, q, k, v, case.k_pool, case.v_pool)
-    case.check(out[:3])
-    assert (out[3] == 0).all()
-    assert num_empty - case.k_pool.isnan().sum() == k[:3].numel()
+def test_a_prepared_step_goes_by_what_its_tensors_say() -> None:
+    step = Replayed()
+    step.pools = step.case.k_pool, step.case.v_pool
+    num_empty = step.case.k_pool.isnan().sum()
+    step.refill()
+    step.check(step.attend())
+    assert num_empty - step.case.k_pool.isnan().sum() == step.k[:3].numel()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 def test_a_captured_step_can_be_replayed() -> None:
-    captured, case = replay_cases()
-    case.store_all(is_new_too=False)
-    backend = TritonPagedAttention()
-    backend.reserve(6, 32, DEVICE)
-    q, k, v = (torch.zeros_like(x[:1]).expand(4, -1, -1).contiguous() for x in (case.q, *case.new()))
-    backend.prepare(captured.batch())
-    backend.attend(case.spec, q, k, v, captured.k_pool, captured.v_pool)  # compiles
+    step = Replayed()
+    step.attend()  # compiles, and stores in the first pool
+    step.pools = step.case.k_pool, step.case.v_pool
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(case.spec, q, k, v, case.k_pool, case.v_pool)
-    q[:3], k[:3], v[:3] = case.q, *case.new()
-    backend.prepare(case.batch())
+        out = step.attend()
+    step.refill()
     graph.replay()
-    case.check(out[:3])
-    assert (out[3] == 0).all()
+    step.check(out)
 
 
 def test_a_head_that_is_too_wide_is_refused() -> None:

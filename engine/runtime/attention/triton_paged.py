@@ -1,9 +1,9 @@
 """The CUDA backend: Triton kernels that attend in the paged pool, one launch for all decodes and one for all prompts.
 
-`prepare` lists once a step which slices are which. A step of single queries alone launches kernels in `attend` and does
-nothing else, and after `reserve` these read their metadata where it always is: such a step may be captured in a CUDA
-graph and replayed after another `prepare`. Prompt tiles depend on the heads that share a kv head, so they are listed when
-the first layer with a given number asks; they travel from pinned memory. Nothing here waits for the device. Engine thread.
+`prepare` lists once a step which slices are which. A step of single queries alone takes nothing but kernels, which read
+the batch's own tensors: it may be captured in a CUDA graph, and replayed on whatever these say then. The host's context
+lengths decide only how fine contexts are cut. Prompt tiles depend on the heads that share a kv head, so they are listed
+when the first layer with a given number asks; they travel from pinned memory. Nothing waits for the device. Engine thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class TritonPagedAttention:
 
     def __init__(self) -> None:
         self._step: _Step | None = None
-        self._fixed: _Tensors | None = None
         self._copies: tuple[list[tuple[int, int]], Tensor] | None = None  # pairs, and the same on the device
         self._num_sms = 0  # until the first step
 
@@ -74,20 +73,6 @@ class TritonPagedAttention:
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Not the library's."""
 
-    def reserve(self, max_slices: int, max_width: int, device: torch.device) -> None:
-        """Give steps of single queries metadata at fixed addresses: at most so many slices, and blocks a context.
-
-        Called before the first capture. A graph of N slices then serves any step of at most N: what `prepare` finds no
-        slice for has no context and stores nothing. It keeps the number of splits it was captured with, which suits
-        contexts of about that length and is right for all.
-        """
-        self._fixed = _Tensors(
-            slots=torch.full((max_slices,), -1, dtype=torch.int64, device=device),
-            query_starts=torch.arange(max_slices + 1, dtype=torch.int32, device=device),
-            context_lens=torch.zeros(max_slices, dtype=torch.int32, device=device),
-            block_tables=torch.zeros((max_slices, max_width), dtype=torch.int32, device=device),
-        )
-
     def prepare(self, batch: Batch) -> None:
         """Tell decodes from prompts; prompt tiles are listed when the first layer asks."""
         device = batch.slots.device
@@ -96,12 +81,8 @@ class TritonPagedAttention:
         tensors = _Tensors(batch.slots, batch.query_starts, batch.context_lens, batch.block_tables)
         decodes = [s for s, length in enumerate(lens) if length == 1]
         prefills = [s for s, length in enumerate(lens) if length > 1]
-        if prefills:
-            listed = _to_device(decodes, torch.int32, device)
-        else:
-            if self._fixed is not None:
-                tensors = _refill(self._fixed, tensors)
-            listed = tensors.query_starts  # 0, 1, 2 ...: with one query each, also the slices' own numbers
+        # Where all have one query, the starts 0, 1, 2 ... are also the slices' own numbers.
+        listed = _to_device(decodes, torch.int32, device) if prefills else batch.query_starts
         longest = max((batch.context_lens_host[s] for s in decodes), default=0)
         self._step = _Step(batch, tensors, len(decodes), longest, listed, prefills, {})
 
@@ -131,17 +112,6 @@ def _tiles(step: _Step, spec: AttentionSpec, q: Tensor) -> Tensor:
         tiles = list_tiles(step.prefills, batch.query_lens_host, batch.context_lens_host, *key)
         step.tiles[key] = _to_device(tiles, torch.int32, q.device)
     return step.tiles[key]
-
-
-def _refill(fixed: _Tensors, step: _Tensors) -> _Tensors:
-    """Have the fixed tensors say what the step's do, and nothing of what a step before it said."""
-    num_slices, width = step.block_tables.shape
-    fixed.slots.fill_(-1)
-    fixed.slots[:num_slices] = step.slots
-    fixed.context_lens.zero_()
-    fixed.context_lens[:num_slices] = step.context_lens
-    fixed.block_tables[:num_slices, :width] = step.block_tables
-    return fixed
 
 
 def _count_sms(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from engine.runtime.cuda.store import PoolView
 MAX_SPLITS = 64
 # Chosen by reasoning, to be swept on a card: fewer keys than a split's minimum are not worth a partial result, and more
 # than its maximum would keep one program busy long after the others where contexts are ragged.
-MIN_SPLIT_KEYS, MAX_SPLIT_KEYS = 128, 4096
+MIN_SPLIT_KEYS, MAX_SPLIT_KEYS = 128, 8192
 PROGRAMS_PER_SM = 2
 MERGED_SPLITS = tl.constexpr(16)  # at once
 
@@ -37,12 +37,13 @@ class Splits(NamedTuple):
 def choose_splits(num_programs: int, max_context: int, num_sms: int) -> Splits:
     """Enough splits to fill the device and to bound the longest; `num_programs` is slices times kv heads.
 
-    The context counts by its power of two, so that the choice is stable from step to step.
+    The context counts by its power of two, so that the choice is stable from step to step. Where there are programs enough
+    without splits, only contexts longer than MAX_SPLIT_KEYS are cut.
     """
     bucket = max(MIN_SPLIT_KEYS, triton.next_power_of_2(max_context))
     to_fill = -(-PROGRAMS_PER_SM * num_sms // num_programs)
-    num = max(1, min(max(to_fill, bucket // MAX_SPLIT_KEYS), bucket // MIN_SPLIT_KEYS, MAX_SPLITS))
-    return Splits(num, bucket // num)
+    num = min(max(to_fill, bucket // MAX_SPLIT_KEYS, 1), bucket // MIN_SPLIT_KEYS, MAX_SPLITS)
+    return Splits(num, MIN_SPLIT_KEYS if to_fill > 1 else MAX_SPLIT_KEYS)
 
 
 @triton.jit

@@ -61,12 +61,12 @@ def _store_rows(rows, pool, scales, at, scales_at, heads, dims, mask, NUM_HEADS:
     if scales is not None:
         rows = rows.to(tl.float32)
         peak = tl.max(tl.abs(rows), 1)
-        factor = tl.minimum(127.0 / peak, _MAX)
+        factor = tl.minimum(tl.div_rn(127.0, peak), _MAX)
         scaled = rows * factor[:, None]
         numbers = (scaled + _ROUND) - _ROUND
         # NaN, in a row with NaN or infinity, is stored as 0 beside a scale that makes NaN of the row again.
         is_broken = tl.max((rows != rows).to(tl.int32), 1) > 0
-        scale = tl.where(is_broken, float("nan"), peak / 127.0)
+        scale = tl.where(is_broken, float("nan"), tl.div_rn(peak, 127.0))
         rows = tl.where(scaled == scaled, numbers, 0.0)
         tl.store(scales + scales_at, scale, mask=heads < NUM_HEADS)
     tl.store(pool + at[:, None] + dims[None, :], rows.to(pool.dtype.element_ty), mask=mask)
