@@ -48,5 +48,6 @@ else
 fi
 mkdir -p "$out"
 
-export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Torn down after a trace, the tracer breaks graphs that are launched later.
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TEARDOWN_CUPTI=0
 "$python" -m loadtest.gpu --out "$out" "$@" 2>&1 | tee "$out/log.txt"
