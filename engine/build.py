@@ -78,6 +78,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
     captures = False  # whether decode steps become CUDA graphs; what those take is measured with the rest
     budget = _pool_budget(config, settings, model, device, bytes_per_block, make_runner, captures)
+    if budget.account:
+        report(Progress("memory", budget.account))
     size = fit_pool(
         budget, bytes_per_block, config.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
     )
