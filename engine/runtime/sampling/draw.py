@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.native.library import DRAW, Library, SampleArgs, native
+from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
 
@@ -31,13 +32,6 @@ class Wish(NamedTuple):
     min_p: float
     seed: int
     position: int
-
-
-class Drawn(NamedTuple):
-    """A token for each of R rows."""
-
-    ids: Tensor  # [R] int64
-    is_finite: Tensor  # [R] bool; False where the logits are not, and the id is void
 
 
 def draw(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
