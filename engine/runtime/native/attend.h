@@ -89,9 +89,10 @@ INLINE void load_rows(const struct attend_args *a, const struct attend_task *tas
             }
             if (++head == group) head = 0, query++;
         }
-        float *to = s->rows + begin * lanes * width;
-        for (size_t l = 0; l < lanes; l++)
-            for (size_t r = 0; r < num; r++, to += width) memcpy(to, from[r] + l * width, width * sizeof(float));
+        for (size_t r = num; r < STRIP_ROWS; r++) from[r] = from[0];
+        float *to = s->rows + begin * lanes * width; /* all that a strip may have, as a loop of known length is faster */
+        for (size_t l = 0; l < lanes; l++, to += num * width)
+            UNROLL for (size_t r = 0; r < STRIP_ROWS; r++) memcpy(to + r * width, from[r] + l * width, width * sizeof(float));
     }
 }
 
