@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import SCALE_BYTES
 from engine.runtime.attention.table import load_backend
 from loadtest.gpu import names
 from loadtest.gpu.figures import Figure
@@ -23,39 +25,52 @@ from loadtest.gpu.timing import median_s, num_copies
 
 _BLOCK_SIZE = 16
 _KV_HEADS, _HEAD_DIM = 8, 128
-DECODES: tuple[tuple[int, int, int], ...] = (  # heads, batch, context
-    (32, 1, 1024),
-    (32, 1, 8192),
-    (32, 32, 1024),
-    (32, 128, 1024),
-    (32, 128, 4096),
-    (32, 128, 8192),
-    (32, 256, 1024),
-    (16, 1, 1024),
-    (16, 128, 1024),
-    (16, 256, 1024),
+
+
+class Decode(NamedTuple):
+    """A batch that decodes; `kv` is the format of K and V where it is not bfloat16."""
+
+    heads: int
+    batch: int
+    context: int
+    kv: str = ""
+
+
+class Prefill(NamedTuple):
+    """Whole prompts of one length."""
+
+    heads: int
+    num: int
+    length: int
+
+
+DECODES = (
+    *(Decode(32, batch, context) for batch, context in ((1, 1024), (1, 8192), (32, 1024), (256, 1024))),
+    *(Decode(32, 128, context) for context in (1024, 4096, 8192)),
+    *(Decode(32, 128, context, "int8") for context in (1024, 8192)),
+    *(Decode(16, batch, 1024) for batch in (1, 128, 256)),
 )
-PREFILLS: tuple[tuple[int, list[int]], ...] = ((32, [1024] * 8), (32, [8192]), (16, [1024] * 8), (16, [8192]))
+PREFILLS = (*(Prefill(heads, num, length) for heads in (32, 16) for num, length in ((8, 1024), (1, 8192))),)
 
 
-def time_decode(task: Task, device: torch.device, heads: int, batch: int, context: int) -> None:
+def time_decode(task: Task, device: torch.device, case: Decode) -> None:
     """GB/s of the K and V that are read."""
     kv_heads, dim = _heads(task)
-    num_bytes = 2 * 2 * batch * context * kv_heads * dim
-    seconds = _attend_s(device, heads, kv_heads, dim, [1] * batch, [context] * batch, num_copies(num_bytes))
+    num_bytes = 2 * case.batch * case.context * kv_heads * (dim + SCALE_BYTES if case.kv else 2 * dim)
+    lens = [1] * case.batch, [case.context] * case.batch
+    seconds = _attend_s(device, case.heads, kv_heads, dim, *lens, num_copies(num_bytes), case.kv)
     limit = task.rates().copy_bytes_per_s / 1e9
-    task.notebook.figure(
-        Figure(names.decode_attention(heads, batch, context), num_bytes / seconds / 1e9, "GB/s", limit)
-    )
+    task.notebook.figure(Figure(names.decode_attention(*case), num_bytes / seconds / 1e9, "GB/s", limit))
 
 
-def time_prefill(task: Task, device: torch.device, heads: int, lens: list[int]) -> None:
+def time_prefill(task: Task, device: torch.device, case: Prefill) -> None:
     """TFLOP/s of the two products below the diagonal."""
     kv_heads, dim = _heads(task)
-    seconds = _attend_s(device, heads, kv_heads, dim, lens, lens, 1)
+    lens = [case.length] * case.num
+    seconds = _attend_s(device, case.heads, kv_heads, dim, lens, lens, 1)
     limit = task.rates().bf16_flops / 1e12
-    rate = attention_flops(heads, dim, lens) / seconds / 1e12
-    task.notebook.figure(Figure(names.prefill_attention(heads, len(lens), lens[0]), rate, "TFLOP/s", limit))
+    rate = attention_flops(case.heads, dim, lens) / seconds / 1e12
+    task.notebook.figure(Figure(names.prefill_attention(*case), rate, "TFLOP/s", limit))
 
 
 def _heads(task: Task) -> tuple[int, int]:
@@ -63,13 +78,20 @@ def _heads(task: Task) -> tuple[int, int]:
 
 
 def _attend_s(
-    device: torch.device, heads: int, kv_heads: int, dim: int, queries: list[int], contexts: list[int], copies: int
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    queries: list[int],
+    contexts: list[int],
+    copies: int,
+    kv: str = "",
 ) -> float:
     backend = load_backend("triton", device)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
     batch = _batch(device, queries, contexts)
     shape = backend.kv_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
-    pools = [[_random(shape, device) for _ in "kv"] for _ in range(copies)]
+    pools = [[_int8(shape, device) if kv else _random(shape, device) for _ in "kv"] for _ in range(copies)]
     q = _random((sum(queries), heads, dim), device)
     k, v = (_random((sum(queries), kv_heads, dim), device) for _ in "kv")
     backend.prepare(batch)
@@ -81,6 +103,11 @@ def _attend_s(
 
 def _random(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.randn(tuple(shape), dtype=torch.bfloat16, device=device)
+
+
+def _int8(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Of one number, whose bytes as a scale are 0.0115: what the bytes are makes no difference to a reader of them."""
+    return torch.full((*shape[:-1], shape[-1] + SCALE_BYTES), 0x3C, dtype=torch.int8, device=device)
 
 
 def _batch(device: torch.device, queries: list[int], contexts: list[int]) -> Batch:

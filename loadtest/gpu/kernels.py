@@ -7,19 +7,19 @@ the same data. Tests say that results are right; here they are only seen to be f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from loadtest.gpu.attention import DECODES, PREFILLS, time_decode, time_prefill
+from loadtest.gpu.attention import DECODES, PREFILLS, Decode, Prefill, time_decode, time_prefill
 from loadtest.gpu.figures import Figure
 from loadtest.gpu.task import Task
 from loadtest.gpu.timing import median_s, num_copies
 
-_ROWS: tuple[int, ...] = (256, 8192)  # of a decode step and of a step of prompts
+_ROWS = (256, 8192)  # of a decode step and of a step of prompts
 
 
 def run(task: Task) -> None:
@@ -43,16 +43,17 @@ def run(task: Task) -> None:
 
 
 def _calls(task: Task, device: torch.device) -> list[partial[None]]:
-    decodes, prefills, rows = DECODES, PREFILLS, _ROWS
+    decodes: Sequence[Decode] = DECODES
+    prefills: Sequence[Prefill] = PREFILLS
+    rows: Sequence[int] = _ROWS
     if task.is_rehearsal:
-        decodes, prefills, rows = ((4, 2, 40),), ((4, [24, 24]),), (3,)
-    here = (task, device)
+        decodes, prefills, rows = (Decode(4, 2, 40), Decode(4, 2, 40, "int8")), (Prefill(4, 2, 24),), (3,)
     return [
-        *(partial(time_decode, *here, *case) for case in decodes),
-        *(partial(time_prefill, *here, *case) for case in prefills),
-        *(partial(kind, *here, num) for kind in (_time_norm, _time_rotation, _time_activation) for num in rows),
-        *(partial(_time_sampling, *here, rows[0], is_ranking) for is_ranking in (False, True)),
-        *(partial(_time_product, *here, num) for num in (1, 32, 256)),
+        *(partial(time_decode, task, device, case) for case in decodes),
+        *(partial(time_prefill, task, device, case) for case in prefills),
+        *(partial(kind, task, device, num) for kind in (_time_norm, _time_rotation, _time_activation) for num in rows),
+        *(partial(_time_sampling, task, device, rows[0], is_ranking) for is_ranking in (False, True)),
+        *(partial(_time_product, task, device, num) for num in (1, 32, 256)),
     ]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-def decode_attention(heads: int, batch: int, context: int) -> str:
-    return f"decode attention, {heads} heads, batch {batch}, context {context}"
+def decode_attention(heads: int, batch: int, context: int, kv: str = "") -> str:
+    return f"decode attention, {heads} heads, batch {batch}, context {context}{kv and f', {kv} K/V'}"
 
 
 def prefill_attention(heads: int, num: int, length: int) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, QuireError
 from loadtest.gpu import names
 from loadtest.gpu.drive import Drive, Step
 from loadtest.gpu.figures import Figure, PartError, read_findings
@@ -45,10 +45,8 @@ def run(task: Task, shape_name: str) -> None:
     """Everything about one shape in bfloat16."""
     with closing(_Measure(task, shape_name, shape_name)) as measure:
         measure.warm_up()
-        measure.throughput()
-        measure.decode_steps()
-        measure.prefills()
-        measure.idle()
+        for figures in (measure.throughput, measure.decode_steps, measure.prefills, measure.idle):
+            measure.attempt(figures)
 
 
 def run_variant(task: Task, shape_name: str, label: str, settings: dict[str, str], itemsizes: dict[str, float]) -> None:
@@ -88,7 +86,6 @@ class _Measure:
         max_len = 256 if task.is_rehearsal else _MAX_MODEL_LEN
         folder = write_model(self._shape, task.scratch / "models")
         self._drive = Drive(folder, max_model_len=max_len, dtype="bfloat16", **settings)
-
         self._notebook.detail("build_s", self._drive.build_s)
 
     def close(self) -> None:
@@ -100,6 +97,13 @@ class _Measure:
         list(self._drive.run(self._prompts(num, 16), [4 + index % 16 for index in range(num)], temperature=0.6))
         for _, length in self._sizes.prefills:
             list(self._drive.run(self._prompts(2, length), [2, 2]))
+
+    def attempt(self, figures: Callable[[], object]) -> None:
+        """What fails here need not stop what comes after it."""
+        try:
+            figures()
+        except (PartError, QuireError) as error:
+            self._notebook.fail(f"{figures.__name__}: {error}")
 
     def throughput(self) -> float:
         """Output tokens a second from the first request to the last answer."""
