@@ -14,13 +14,12 @@ import torch
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
-from engine.runtime.cuda.budget import describe_use, hold_to_share, measure_memory, run_full_steps
+from engine.runtime.cuda.budget import describe_use, full_steps, hold_to_share, measure_memory, shortage_told
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.host_cpus import usable_cpus
@@ -86,11 +85,14 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
     report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
     runner = make_runner(settings)
-    if captures:
-        runner.capture(report)
+    report(Progress("warm_up", f"on {device.type}"))
+    if device.type == "cuda":
+        _warm_up_cuda(runner, config, settings, model.vocab_size, device, report, captures)
+    else:
+        _warm_up_cpu(runner, settings)
     return Engine(
         Scheduler(settings),
-        _warm_up(runner, config, settings, model, device, report),
+        CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
         depth=int(device.type == "cuda" if config.async_scheduling is None else config.async_scheduling),
         limits=QueueLimits(
@@ -127,28 +129,32 @@ def _pool_budget(
     return PoolBudget(memory.pool, str(memory), remedy)
 
 
-def _warm_up(
+def _warm_up_cuda(
     runner: ModelRunner,
     config: EngineConfig,
     settings: SchedulerConfig,
-    model: CausalLM,
+    vocab_size: int,
     device: torch.device,
     report: Report,
-) -> Runner:
-    """Have all that lives long made now, by a step on a CPU and by full ones on a GPU; the runner that serves."""
-    report(Progress("warm_up", f"on {device.type}"))
-    if device.type == "cuda":
+    captures: bool,
+) -> None:
+    """Capture, have full steps reserve what they need, and tell what the card holds then."""
+    with shortage_told(settings, device):
+        if captures:
+            runner.capture(report)
         if config.kv_cache_memory_bytes is None:
             hold_to_share(device, config.gpu_memory_utilization)
-        run_full_steps(runner, settings, device, model.vocab_size)
-        report(Progress("memory", describe_use(device)))
-        return CudaRunner(runner, device)
+        for plan in full_steps(settings, vocab_size):
+            runner.run(plan).wait()
+    report(Progress("memory", describe_use(device)))
+
+
+def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
     num_tokens = min(16, settings.max_model_len, settings.max_num_batched_tokens)
     runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait()
     library = native()
     if library is not None:
         library.keep_memory()  # now that all that lives long has its place
-    return runner
 
 
 def _make_runner(

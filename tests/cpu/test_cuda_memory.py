@@ -12,17 +12,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.core.config import SchedulerConfig
+from engine.build import _warm_up_cuda
+from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.plan import StepPlan, StepResult
+from engine.core.types import Progress
 from engine.runtime.cuda.budget import (
     CudaMemory,
-    describe_use,
     full_steps,
-    hold_to_share,
     measure_memory,
-    run_full_steps,
 )
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner, to_fault
@@ -134,6 +133,13 @@ def measure(card: Card, share: float = 0.75, captures: bool = False, **taker: in
     )
 
 
+def warm_up(runner: Taker, captures: bool, **settings: object) -> list[Progress]:
+    report: list[Progress] = []
+    config = EngineConfig(model="", **settings)  # type: ignore[arg-type]  # mixed value types
+    _warm_up_cuda(runner, config, CONFIG, 96, CUDA, report.append, captures)  # type: ignore[arg-type]
+    return report
+
+
 # -- the budget --------------------------------------------------------------------------------------------------------
 
 
@@ -153,13 +159,13 @@ def test_with_that_pool_the_card_is_used_within_a_percent_of_the_share(
 ) -> None:
     memory = measure(card, share, captures)
     runner = Taker(card, pool=memory.pool + 4 * SEGMENT // 2)  # half of each tensor's last segment is not used
-    if captures:
-        runner.capture(None)
-    hold_to_share(CUDA, share)
-    run_full_steps(runner, CONFIG, CUDA, vocab_size=96)  # type: ignore[arg-type]
+    report = warm_up(runner, captures, gpu_memory_utilization=share)
+    assert bool(runner.graphs) == captures
     used = 80 * GIB - torch.cuda.mem_get_info(CUDA)[0]
     assert share - 0.01 <= used / (80 * GIB) <= share
-    assert describe_use(CUDA).startswith(f"{used / GIB:.2f} of 80.00 GiB in use ({used / 80 / GIB:.1%})")
+    (told,) = report
+    assert told.stage == "memory"
+    assert told.detail.startswith(f"{used / GIB:.2f} of 80.00 GiB in use ({used / 80 / GIB:.1%})")
     others = 3.5 + (0.25 if captures else 0.0)
     assert card.fraction == pytest.approx(min(share + 0.01, 1.0) - others / 80)
 
@@ -187,7 +193,8 @@ def test_a_step_too_large_for_the_card_is_told(card: Card) -> None:
 
 def test_a_step_too_large_for_what_the_pool_leaves_is_told(card: Card) -> None:
     with pytest.raises(MemoryBudgetError, match=r"does not fit beside weights and KV pool: .* of 80\.00 GiB of cuda"):
-        run_full_steps(Taker(card, pool=66 * GIB), CONFIG, CUDA, vocab_size=96)  # type: ignore[arg-type]
+        warm_up(Taker(card, pool=66 * GIB), captures=False, kv_cache_memory_bytes=66 * GIB)
+    assert card.fraction == 1.0, "a pool that was asked for in bytes is held to no share"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ costs as much as one that is used. Runs once, on the thread that starts the daem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -127,14 +128,11 @@ def _try(
     return step, graphs
 
 
-def run_full_steps(runner: ModelRunner, config: SchedulerConfig, device: torch.device, vocab_size: int) -> None:
-    """Have torch's cache hold what full steps need, so that none has to ask the card for it while others wait.
-
-    Raises MemoryBudgetError if that does not fit beside what the card holds already.
-    """
+@contextmanager
+def shortage_told(config: SchedulerConfig, device: torch.device) -> Iterator[None]:
+    """A scope in which the engine is made ready to serve; what is short there is a MemoryBudgetError."""
     try:
-        for plan in full_steps(config, vocab_size):
-            runner.run(plan).wait()
+        yield
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryBudgetError(
