@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
     bytes_per_block = block_bytes(model.attention_specs, config.block_size, kv_dtype)
     settings = SchedulerConfig(
-        num_blocks=max_num_seqs + max_num_batched_tokens // config.block_size + 1,  # enough for one full step
+        num_blocks=max_num_batched_tokens // config.block_size + 1,  # to measure a full step with
         block_size=config.block_size,
         max_model_len=config.max_model_len or model.max_model_len,
         max_num_seqs=max_num_seqs,

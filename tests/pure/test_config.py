@@ -103,6 +103,15 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
     assert (settings.port, settings.max_num_seqs, settings.block_size, settings.seed) == (3, 2, 32, 0)
 
 
+def test_a_length_of_auto_is_understood_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("max-model-len: auto\n")
+    assert load_settings(["--config", str(file)]).max_model_len is None
+    file.write_text("max-model-len: 1000\n")
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "auto")
+    assert load_settings(["--config", str(file)]).engine_config("m").max_model_len is None
+
+
 def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quire.yaml"
     file.write_text("served-model-name: [a, b]\napi-key: k1, k2\nmodel: some/model\n")

@@ -123,7 +123,7 @@ def _try(
         free, _ = torch.cuda.mem_get_info(device)
         runner.capture(lambda _: None)
         torch.cuda.empty_cache()
-        graphs = free - torch.cuda.mem_get_info(device)[0]
+        graphs = max(free - torch.cuda.mem_get_info(device)[0], 0)
     runner.close()
     return step, graphs
 
