@@ -6,6 +6,7 @@ attention backend's; bound together, pool and backend are the `attention` that a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,12 +15,21 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec
-from engine.runtime.attention.pool import SCALE_BYTES
+from engine.runtime.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    FromProjected,
+    InterleavingBackend,
+    RotatingBackend,
+    Rotation,
+)
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
 
 _MIB = 1 << 20
+_NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FIRST_WITH_FP8 = (8, 9)
 
 
 class KVCache:
@@ -35,15 +45,21 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate, in `dtype`; int8 goes with a scale for every row. Raises MemoryBudgetError if the device has not
-        that much."""
+        """Allocate, in `dtype`; a narrow one goes with a scale for every row. Raises ConfigError where the device does
+        not know the type, MemoryBudgetError if it has not that much memory."""
+        if dtype == torch.float8_e4m3fn:
+            require_fp8(device)
         self._specs, self._backend = specs, backend
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
-        if dtype == torch.int8:
+        if dtype in PEAKS:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
-            self._keys = [_allocate(shape, dtype, device) for shape in shapes]
-            self._values = [_allocate(shape, dtype, device) for shape in shapes]
+            if isinstance(backend, InterleavingBackend):
+                pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
+                self._keys, self._values = pools[::2], pools[1::2]
+            else:
+                self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+                self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
@@ -52,6 +68,8 @@ class KVCache:
             ) from error
 
         self._paged_step = backend.paged_step(self._keys, self._values)
+        is_narrow = dtype.itemsize == 1  # rows that are quantised on their way in
+        self._rotating = backend if isinstance(backend, RotatingBackend) and not is_narrow else None
 
     @property
     def paged_step(self) -> PagedStep | None:
@@ -62,36 +80,66 @@ class KVCache:
         """Attention of one layer over the prepared batch."""
         return self._backend.attend(self._specs[layer], q, k, v, self._keys[layer], self._values[layer])
 
+    @property
+    def from_projected(self) -> FromProjected | None:
+        """Attention of one layer from what was projected, where the backend does the rest by itself."""
+        return None if self._rotating is None else self._rotate_and_attend
+
+    def _rotate_and_attend(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
+        assert self._rotating is not None
+        keys, values = self._keys[layer], self._values[layer]
+        return self._rotating.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer."""
         for pool in (*self._keys, *self._values):
             self._backend.copy_blocks(pool, pairs)
 
 
-def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Not cleared: untouched pages of a CPU pool cost nothing then, and no backend reads what is unwritten."""
-    if device.type == "cpu":
-        return huge_pages.zeros(tuple(shape), dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
+def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Head-major tensors in main memory of which block b of each lies beside block b of all others.
+
+    A new block is then new memory in one place. Pool by pool, all pools would come to the end of a huge page in the same
+    step, which would wait for hundreds of new ones to be cleared.
+    """
+    num_blocks = shapes[0][1]
+    sizes = [math.prod(shape) // num_blocks for shape in shapes]
+    parts = huge_pages.zeros((num_blocks, sum(sizes)), dtype).split(sizes, dim=1)
+    return [
+        part.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
     """What one block costs over all layers: K and V of `block_size` positions."""
-    scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
+    scale_bytes = SCALE_BYTES if dtype in PEAKS else 0
     return block_size * sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs)
 
 
 def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
     """What --kv-cache-dtype comes to. Raises ConfigError where a head's row has no room for its scale."""
-    if setting != "int8":
+    if setting not in _NARROW:
         return model_dtype
     odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
     if odd is not None:
         raise ConfigError(
-            f"--kv-cache-dtype is 'int8', which needs a head_dim that is a multiple of {SCALE_BYTES}, and the model's "
-            f"is {odd}; leave it out."
+            f"--kv-cache-dtype is {setting!r}, which needs a head_dim that is a multiple of {SCALE_BYTES}, and the "
+            f"model's is {odd}; leave it out."
         )
-    return torch.int8
+    return _NARROW[setting]
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raise ConfigError for a device that has no instructions for e4m3."""
+    if device.type != "cuda":
+        raise ConfigError("--kv-cache-dtype is 'fp8'; choose one of auto, int8 on a CPU, which knows no fp8.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FIRST_WITH_FP8:
+        raise ConfigError(
+            f"--kv-cache-dtype is 'fp8', which needs compute capability {'.'.join(map(str, _FIRST_WITH_FP8))} or newer, "
+            f"and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; choose int8, which takes no "
+            "more memory."
+        )
 
 
 class PoolSize(NamedTuple):

@@ -17,6 +17,7 @@ class DenseAttention:
     """Causal attention over everything it has been shown, call by call."""
 
     paged_step = None
+    from_projected = None
 
     def __init__(self, specs: Sequence[AttentionSpec]) -> None:
         self._specs = specs

@@ -27,6 +27,7 @@ class Piecewise:
     """The same pool and batch, but every layer's attention is a call of its own."""
 
     paged_step = None
+    from_projected = None
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

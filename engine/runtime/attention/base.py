@@ -6,9 +6,9 @@ backend build its metadata once for all layers; the metadata is the backend's ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -81,8 +81,43 @@ class AttentionBackend(Protocol):
         ...
 
 
+class Rotation(NamedTuple):
+    """What queries and keys go through on their way from the projection to attention."""
+
+    norms: tuple[Tensor, Tensor] | None  # weights [head_dim] of an RMSNorm of every query head, and every key head
+    eps: float
+    angles: tuple[Tensor, Tensor] | None  # cos and signed sin [T, rope_dim], as Rotary makes them
+
+
+@runtime_checkable
+class InterleavingBackend(AttentionBackend, Protocol):
+    """One on a CPU whose head-major tensors need not be contiguous, so that a block of all layers can lie together."""
+
+    interleaves: bool
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """One that norms, rotates and stores in one pass."""
+
+    def rotate_and_attend(
+        self, spec: AttentionSpec, qkv: Tensor, rotation: Rotation, k_pool: Tensor, v_pool: Tensor
+    ) -> Tensor:
+        """`attend`, from what was projected: qkv [T, query heads, key heads and value heads, head_dim]."""
+        ...
+
+
+# Layer, qkv [T, all heads, head_dim] as projected, and what it goes through -> [T, num_heads, head_dim].
+FromProjected = Callable[[int, Tensor, Rotation], Tensor]
+
+
 class LayerAttention(Protocol):
     """What a model sees: attention of one layer over the step's batch. runtime/kv_cache.py binds it to the pool."""
+
+    @property
+    def from_projected(self) -> FromProjected | None:
+        """The same for a model that leaves a Rotation to the backend; None where it cannot."""
+        ...
 
     @property
     def paged_step(self) -> PagedStep | None:

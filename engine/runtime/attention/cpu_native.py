@@ -22,6 +22,7 @@ class CpuNativeAttention:
     """Few calls, no gathering, no padding."""
 
     graph_safe = False
+    interleaves = True
 
     def __init__(self) -> None:
         """Raises ConfigError where the library is not to be had."""
@@ -95,8 +96,8 @@ class CpuNativeAttention:
 def _pool(k: Tensor, v: Tensor) -> Pool:
     """One layer's, described, but for the type of its queries."""
     heads, _, block_size, width = k.shape
-    assert k.is_contiguous()
-    assert v.is_contiguous()
+    assert k.stride() == v.stride()
+    assert k.stride()[2:] == (width, 1)  # blocks and heads may lie wherever they do
     is_int8 = k.dtype == torch.int8
     dim = width - SCALE_BYTES * is_int8
     return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, is_int8=is_int8)

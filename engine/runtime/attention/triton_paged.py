@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.base import AttentionSpec, Batch, Rotation
+from engine.runtime.attention.pool import PEAKS
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_shape
-from engine.runtime.cuda.store import block_major_shape, copy_blocks, store_kv, view_pool
+from engine.runtime.cuda.rope_store import rotate_and_store
+from engine.runtime.cuda.store import PoolView, block_major_shape, copy_blocks, store_kv, view_pool
 
 MAX_HEAD_DIM = 256
 
@@ -92,9 +94,24 @@ class TritonPagedAttention:
         assert step is not None, "prepare comes before attend"
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         assert k_pool.dtype == v_pool.dtype
-        assert k_pool.dtype in (q.dtype, torch.int8)
-        pool, tensors = view_pool(k_pool, v_pool), step.tensors
-        store_kv(k, v, pool, tensors.slots)
+        assert k_pool.dtype in (q.dtype, *PEAKS)
+        pool = view_pool(k_pool, v_pool)
+        store_kv(k, v, pool, step.tensors.slots)
+        return self._attend(spec, q, pool, step)
+
+    def rotate_and_attend(
+        self, spec: AttentionSpec, qkv: Tensor, rotation: Rotation, k_pool: Tensor, v_pool: Tensor
+    ) -> Tensor:
+        """Norm, rotate and store in one launch, then attend. The pool is of the queries' type."""
+        step = self._step
+        assert step is not None, "prepare comes before attend"
+        norms, eps, angles = rotation
+        pools = (k_pool.transpose(1, 2), v_pool.transpose(1, 2))
+        q = rotate_and_store(qkv, angles, norms, eps, *pools, step.tensors.slots)
+        return self._attend(spec, q, view_pool(k_pool, v_pool), step)
+
+    def _attend(self, spec: AttentionSpec, q: Tensor, pool: PoolView, step: _Step) -> Tensor:
+        tensors = step.tensors
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.num_decodes:
             visible = min(step.longest_decode, spec.window or step.longest_decode)

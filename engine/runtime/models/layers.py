@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.attention.base import LayerAttention
+from engine.runtime.attention.base import LayerAttention, Rotation
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
 from engine.runtime.models.linear import Linear
 from engine.runtime.models.ops import add_rms_norm
@@ -108,12 +108,12 @@ class NoNorm:
 class HeadNorm:
     """RMSNorm of every query and key head, both in one pass over [T, heads, head_dim]."""
 
-    __slots__ = ("_eps", "_heads", "_offset", "_scale", "k", "q")
+    __slots__ = ("_heads", "_offset", "_scale", "eps", "k", "q")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         self.q = RMSNorm(config.head_dim, config.norm_eps, make, offset=config.norm_offset)
         self.k = RMSNorm(config.head_dim, config.norm_eps, make, offset=config.norm_offset)
-        self._eps = config.norm_eps
+        self.eps = config.norm_eps
         self._offset = config.norm_offset
         self._heads = (config.num_heads, config.num_kv_heads)
         self._scale = self.q.weight
@@ -126,7 +126,7 @@ class HeadNorm:
 
     def __call__(self, qk: Tensor) -> Tensor:
         x = qk.float() if self._offset else qk
-        return F.rms_norm(x, x.shape[-1:], None, self._eps).mul_(self._scale).to(qk.dtype)
+        return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self._scale).to(qk.dtype)
 
 
 class FullNorm:
@@ -178,6 +178,9 @@ class Attention:
         What `attention` gets are views into wider rows: a token's heads lie together, tokens do not.
         """
         qkv = self.qkv(x).view(self._shape)
+        if attention.from_projected is not None:
+            out = attention.from_projected(self._index, self._norm_whole(qkv), self._rotation(angles))
+            return self.o(out.flatten(1))
         qk = qkv[:, : self._heads]
         if self._norm is not None:
             qk = self._norm(qk)
@@ -185,6 +188,18 @@ class Attention:
             qk = rotate(qk, *angles)
         out = attention(self._index, qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :])
         return self.o(out.flatten(1))
+
+    def _norm_whole(self, qkv: Tensor) -> Tensor:
+        """Norms that a Rotation does not know, in place."""
+        if isinstance(self._norm, FullNorm):
+            qk = qkv[:, : self._heads]
+            qk.copy_(self._norm(qk))
+        return qkv
+
+    def _rotation(self, angles: Angles | None) -> Rotation:
+        if isinstance(self._norm, HeadNorm):
+            return Rotation((self._norm.q.weight, self._norm.k.weight), self._norm.eps, angles)
+        return Rotation(None, 0.0, angles)
 
     def tensors(self) -> Named:
         for matrix in self.matrices():

@@ -127,6 +127,11 @@ class _Overhear:
         """There is no pool."""
         return
 
+    @property
+    def from_projected(self) -> None:
+        """Nor a backend."""
+        return
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 

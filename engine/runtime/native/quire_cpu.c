@@ -88,7 +88,8 @@ static void run_embed(const void *args, int64_t begin, int64_t end) { active->em
 static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
 
 EXPORT int32_t quire_store(const struct store_args *a) {
-    run_ranges(a->pool.is_int8 ? run_store_int8 : run_store, a, a->num_tokens, 2 * a->pool.num_kv_heads * a->pool.head_dim, WORTH_SHARING);
+    int64_t values = 2 * a->pool.num_kv_heads * a->pool.head_dim;
+    run_ranges(a->pool.is_int8 ? run_store_int8 : run_store, a, a->num_tokens, values, WORTH_SHARING);
     return QUIRE_OK;
 }
 

@@ -197,41 +197,4 @@ INLINE enum kind kind_of(enum dtype dtype) {
     return dtype == DT_F32 ? KIND_F32 : dtype == DT_BF16 ? KIND_BF16 : KIND_F16;
 }
 
-/* out[r][t * TILE + i] = row r . (tile t, column i): R rows times T tiles, kept in registers throughout. */
-INLINE void tile_dot(enum kind kind, int R, int T, const float *rows, size_t row_stride, const uint32_t *const *tiles,
-                     size_t lane_stride, size_t num_lanes, float *out, size_t out_stride) {
-    vf acc[4][4][NV];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int t = 0; t < T; t++)
-            UNROLL for (int v = 0; v < NV; v++) acc[r][t][v] = splat(0);
-    for (size_t l = 0; l < num_lanes; l++)
-        UNROLL for (int t = 0; t < T; t++)
-            UNROLL for (int v = 0; v < NV; v++) {
-                vu lane = load_u(tiles[t] + l * lane_stride + v * W);
-                UNROLL for (int r = 0; r < R; r++)
-                    acc[r][t][v] = lane_fma(acc[r][t][v], lane, rows + r * row_stride, l, kind);
-            }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int t = 0; t < T; t++)
-            UNROLL for (int v = 0; v < NV; v++) store_f(out + r * out_stride + t * TILE + v * W, acc[r][t][v]);
-}
-
-/* W-many registers fit: rows and tiles that tile_dot takes at once. */
-enum { STEP_ROWS = W == 4 ? 2 : 4, STEP_TILES = W == 16 ? 4 : 1 };
-
-INLINE void tile_dot_rows(enum kind kind, int T, size_t num_rows, const float *rows, size_t row_stride,
-                          const uint32_t *const *tiles, size_t lane_stride, size_t num_lanes, float *out,
-                          size_t out_stride) {
-    for (size_t r = 0; r < num_rows; r += STEP_ROWS) {
-        const float *from = rows + r * row_stride;
-        float *to = out + r * out_stride;
-        switch (num_rows - r < STEP_ROWS ? num_rows - r : STEP_ROWS) {
-        case 1: tile_dot(kind, 1, T, from, row_stride, tiles, lane_stride, num_lanes, to, out_stride); break;
-        case 2: tile_dot(kind, 2, T, from, row_stride, tiles, lane_stride, num_lanes, to, out_stride); break;
-        case 3: tile_dot(kind, 3, T, from, row_stride, tiles, lane_stride, num_lanes, to, out_stride); break;
-        default: tile_dot(kind, 4, T, from, row_stride, tiles, lane_stride, num_lanes, to, out_stride); break;
-        }
-    }
-}
-
 #endif
