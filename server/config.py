@@ -139,7 +139,7 @@ class DeviceSettings(BaseModel):
     kv_cache_dtype: str = _setting(
         _ENGINE.kv_cache_dtype,
         _choices(*KV_CACHE_DTYPES),
-        "number format of the KV pool; auto is the model's, int8 holds nearly twice the tokens",
+        "number format of the KV pool; auto is the model's, int8, and on CUDA fp8, hold nearly twice the tokens",
     )
     block_size: int = _setting(_ENGINE.block_size, "TOKENS", "tokens a KV block holds, a power of two")
     swap_space: float = _setting(_ENGINE.swap_space, "GIB", "host memory for preempted sequences; only 0 works so far")

@@ -1,7 +1,7 @@
 """The Triton kernels: on a CUDA device where there is one, else on the CPU under Triton's interpreter.
 
-Triton reads the variable when it is imported, so it is set here, before a test module of this folder is. Three things that
-a device does and the interpreter of Triton 3.6 does not are mended with it.
+Triton reads the variable when it is imported, so it is set here, before a test module of this folder is. What a device
+does and the interpreter of Triton 3.6 does not is mended with it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ def interpret() -> None:
 
     builder, patch_tensor = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
     cast, dot = builder.cast_impl, builder.create_dot
+    floats = {
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.bfloat16: torch.bfloat16,
+        tl.float16: torch.float16,
+        tl.float32: torch.float32,
+    }
 
     def patch(tensor: Any, scope: Any) -> None:
         """A scalar is an array of one number, of which NumPy 2.4 makes no bound of a loop."""
@@ -31,11 +37,20 @@ def interpret() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     def rounding_cast(self: Any, source: Any, target: Any) -> Any:
-        """To bfloat16 it cuts digits off; devices round."""
-        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+        """To bfloat16 it cuts digits off, or takes integers for bits; devices round."""
+        if target.scalar != tl.bfloat16 or source.dtype.scalar not in (tl.float32, tl.int8):
             return cast(self, source, target)
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16)
         return interpreter.TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
+
+    def fp8_cast(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        """To fp8 it rounds ties up and loses the carry; devices round to even, and what is too large to the largest."""
+        numbers = torch.frombuffer(bytearray(source.data.tobytes()), dtype=floats[source.dtype.scalar]).float()
+        if target.scalar == tl.float8e4nv:
+            numbers = numbers.clamp(-448.0, 448.0)
+        bits = numbers.to(floats[target.scalar]).view(torch.uint8).numpy()
+        kind = interpreter._get_np_dtype(target)
+        return interpreter.TensorHandle(bits.view(kind).reshape(source.data.shape), target.scalar)
 
     def wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         """It multiplies the bits of bfloat16 as if they were integers."""
@@ -43,6 +58,7 @@ def interpret() -> None:
         return dot(self, a, b, *rest)
 
     interpreter._patch_lang_tensor, builder.cast_impl, builder.create_dot = patch, rounding_cast, wide_dot
+    builder.create_fp_to_fp = fp8_cast
 
 
 if not torch.cuda.is_available() and find_spec("triton"):

@@ -14,9 +14,10 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.core.types import Request, SamplingParams, TokenEvent
 from engine.loop import Engine
+from engine.runtime import kv_cache
 from engine.runtime.attention import table
 from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import from_pool, to_pool
+from engine.runtime.attention.pool import PEAKS, from_pool, to_pool
 from engine.runtime.attention.reference import ReferenceAttention, dense_attention
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_decode import (
@@ -35,6 +36,10 @@ from tests.gpu.test_engine_cuda import PATIENCE_S, build
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter computes with NumPy, which speaks up where infinities and NaN are meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+NEEDS_FP8 = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9),
+    reason="this card has no fp8: it needs compute capability 8.9",
+)
 HALVES = (torch.bfloat16, torch.float16)
 HEAD_DIMS, GROUPS, BLOCK_SIZES = (64, 80, 96, 128, 256), (1, 3, 4, 7, 8), (8, 16, 64)
 # Of a float32 result, in units of its last place: products on a device are three of TF32, which keep 21 bits.
@@ -119,22 +124,25 @@ class Case:
         row = 0
         for s, (start, num) in enumerate(self.steps):
             keys, values = (
-                from_pool(to_pool(x, self.pool_dtype or self.dtype), self.dtype) for x in (self.keys[s], self.values[s])
+                from_pool(to_pool(x, self.pool_dtype or self.dtype), torch.float32)
+                for x in (self.keys[s], self.values[s])
             )
             queries = self.q[row : row + num].double()
             exact = dense_attention(self.spec, queries, keys.double(), values.double(), start)
             # Weights are rounded once and so is the result, each by half a unit at most.
             ulps = 1.5 if self.dtype in HALVES else FLOAT32_ULPS
-            bound = ulps * torch.finfo(self.dtype).eps * values.double().abs().max()
+            # Weights of a narrow pool's values are not rounded to float16, in which there is no room for their scales.
+            is_wide = self.dtype == torch.float16 and self.k_pool.dtype in PEAKS
+            bound = ulps * torch.finfo(torch.bfloat16 if is_wide else self.dtype).eps * values.double().abs().max()
             error = (out[row : row + num].double() - exact).abs().max()
             assert error <= bound, f"slice {s}: {error:.2e} > {bound:.2e}"  # NaN is not at most anything
             row += num
 
 
 def empty_pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """NaN all over; bytes of 255 are NaN as the float32 scales of an int8 pool."""
-    if dtype == torch.int8:
-        return torch.full((*shape[:-1], shape[-1] + 4), -1, dtype=dtype, device=DEVICE)
+    """NaN all over; bytes of 255 are NaN as the float32 scales of a narrow pool, and as e4m3 too."""
+    if dtype in PEAKS:
+        return torch.full((*shape[:-1], shape[-1] + 4), -1, dtype=torch.int8, device=DEVICE).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 
@@ -249,13 +257,39 @@ def test_splits_fill_the_device_and_bound_the_longest() -> None:
 MIXED = [(0, 9), (20, 1), (33, 5), (64, 1), (0, 1), (15, 1)]  # the scheduler's order, not ours
 
 
-@pytest.mark.parametrize("pool_dtype", [None, torch.int8], ids=["same", "int8"])
+NARROW = [pytest.param(torch.int8, id="int8"), pytest.param(torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8)]
+
+
+@pytest.mark.parametrize("pool_dtype", [pytest.param(None, id="same"), *NARROW])
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("steps", [MIXED, MIXED[1:2] + MIXED[3:]], ids=["mixed", "decodes"])
 def test_a_step_through_the_backend(steps: list, block_size: int, pool_dtype: torch.dtype | None) -> None:
     """Stored and attended, from rows of one merged projection, as models hand them over; twice, as two layers would."""
-    spec = make_spec(64, 3, window=30, has_sinks=True)
-    case = Case(spec, steps, block_size, torch.bfloat16, seed=block_size, pool_dtype=pool_dtype)
+    step_through(make_spec(64, 3, window=30, has_sinks=True), steps, block_size, torch.bfloat16, pool_dtype)
+
+
+@pytest.mark.parametrize("pool_dtype", NARROW)
+@pytest.mark.parametrize(
+    ("dim", "variant", "dtype"),
+    [(80, {"softcap": 3.0}, torch.float32), (128, {}, torch.bfloat16), (64, {"window": 20}, torch.float16)],
+)
+def test_a_narrow_pool_of_any_model(dim: int, variant: dict, dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    """Keys beyond what e4m3 reaches, values below what it tells apart, for a model of any type."""
+    step_through(make_spec(dim, 3, **variant), MIXED, 16, dtype, pool_dtype, key_size=700.0, value_size=1e-4)
+
+
+def step_through(
+    spec: AttentionSpec,
+    steps: list,
+    block_size: int,
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype | None,
+    key_size: float = 1.0,
+    value_size: float = 1.0,
+) -> None:
+    case = Case(spec, steps, block_size, dtype, seed=block_size, pool_dtype=pool_dtype)
+    case.q, case.keys = case.q / key_size, [x * key_size for x in case.keys]
+    case.values = [x * value_size for x in case.values]
     case.store_all(is_new_too=False)
     merged = torch.cat([case.q, *case.new()], dim=1)
     q, k, v = merged.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -286,22 +320,24 @@ def test_it_errs_no_more_than_the_reference_backend_does() -> None:
     assert 0 < ours <= 3 * theirs
 
 
+@pytest.mark.parametrize("pool_dtype", NARROW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_an_int8_pool_are_within_half_a_step(dtype: torch.dtype) -> None:
+def test_rows_of_a_narrow_pool_are_within_half_a_step(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
     spec = make_spec(80, 1)
     rows = (torch.randn(50, 2, 80) * 10.0 ** torch.randint(-4, 4, (50, 2, 1))).to(DEVICE, dtype)
     rows[7, 1] = 0
     rows[9, 0, 3], rows[11, 0, 70] = torch.nan, torch.inf
-    pools = [empty_pool(TritonPagedAttention().kv_shape(spec, 5, 16), torch.int8) for _ in range(2)]
+    pools = [empty_pool(TritonPagedAttention().kv_shape(spec, 5, 16), pool_dtype) for _ in range(2)]
     store_kv(rows, rows.flip(0), view_pool(*pools), torch.arange(50, device=DEVICE))
-    steps = rows.float().abs().amax(-1, keepdim=True) / 127
     for pool, expected in ((pools[0], rows), (pools[1], rows.flip(0))):
         runs = pool.flatten(2)  # of one head in one block: the numbers of all rows, then their scales
         numbers = runs[..., : 16 * 80].unflatten(2, (16, 80)).float()
         scales = runs[..., 16 * 80 :].contiguous().view(torch.float32)
         read = (numbers * scales[..., None]).transpose(1, 2).flatten(0, 1)[:50]
         whole = expected.float().isfinite().all(-1)
-        steps = expected.float().abs().amax(-1, keepdim=True) / 127
+        steps = expected.float().abs().amax(-1, keepdim=True) / PEAKS[pool_dtype]
+        if pool_dtype == torch.float8_e4m3fn:  # three digits behind the point, but for what is small
+            steps = (expected.float().abs() / 8).maximum(steps * 2.0**-9)
         assert ((read - expected.float()).abs() <= steps * 0.5001)[whole].all()
         assert read[~whole].isnan().all()
         assert scales.transpose(1, 2).flatten(0, 1)[50:].isnan().all()  # untouched
@@ -317,16 +353,17 @@ def test_a_slot_below_zero_stores_nothing() -> None:
         assert pool.isnan().sum() == pool.numel() - rows[1].numel()
 
 
-def test_copies_whole_blocks() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_copies_whole_blocks(dtype: torch.dtype) -> None:
     backend = TritonPagedAttention()
     for _ in range(2):  # the second time the pairs are known
-        pool = torch.randn(backend.kv_shape(make_spec(64, 1), 8, 8), device=DEVICE)
-        before = pool.clone()
+        pool = torch.randn(backend.kv_shape(make_spec(64, 1), 8, 8), device=DEVICE).to(dtype)
+        before = pool.float()
         backend.copy_blocks(pool, [(1, 5), (2, 0)])
         for source, destination in ((1, 5), (2, 0), (3, 3), (1, 1)):
-            assert torch.equal(pool[destination], before[source])
+            assert torch.equal(pool[destination].float(), before[source])
     backend.copy_blocks(pool, [(7, 6)])
-    assert torch.equal(pool[6], before[7])
+    assert torch.equal(pool[6].float(), before[7])
 
 
 class Replayed:
@@ -418,6 +455,36 @@ def greedy(engine: Engine) -> dict[str, list[int]]:
             num_open -= event.finish_reason is not None
     engine.stop(0.0)
     return said
+
+
+@NEEDS_FP8
+def test_over_fp8_an_engine_says_what_it_says_with_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "require_fp8", lambda device: None)  # which refuses CPUs, not knowing the interpreter
+    save_tiny(CASES["qwen3"], tmp_path)
+    expected = greedy(build(tmp_path, DEVICE.type, attention_backend="reference", kv_cache_dtype="fp8"))
+    tried = build(tmp_path, DEVICE.type, attention_backend="triton", kv_cache_dtype="fp8", max_num_batched_tokens=20)
+    assert greedy(tried) == expected
+
+
+def test_a_card_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    with pytest.raises(ConfigError, match=r"needs compute capability 8\.9 or newer, and A card has 8\.0; choose int8"):
+        kv_cache.require_fp8(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    kv_cache.require_fp8(torch.device("cuda"))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is 'fp8'; choose one of auto, int8 on a CPU"):
+        kv_cache.require_fp8(torch.device("cpu"))
+
+
+def test_fp8_weighs_what_int8_weighs() -> None:
+    specs = [make_spec(64, 4), make_spec(128, 1)]
+    assert kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, specs) is torch.float8_e4m3fn
+    assert kv_cache.block_bytes(specs, 16, torch.float8_e4m3fn) == 2 * 16 * (64 + 4 + 2 * (128 + 4))
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'fp8', .* multiple of 4, and the model's is 10"):
+        kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, [make_spec(10, 1)])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])

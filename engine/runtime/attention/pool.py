@@ -1,8 +1,13 @@
-"""The head-major layout of a K or V pool: [num_kv_heads, num_blocks, block_size, head_dim], and what an int8 pool holds.
+"""The head-major layout of a K or V pool: [num_kv_heads, num_blocks, block_size, head_dim], and what a narrow pool holds.
 
-One head's run of adjacent blocks is one contiguous matrix, so attention can read it without a copy. In an int8 pool of
-any layout the last dimension is SCALE_BYTES longer, and so is what one token's row of one head takes: numbers from -127
-to 127, and the float32 they are to be multiplied by. Engine thread.
+One head's run of adjacent blocks is one contiguous matrix, so attention can read it without a copy. In a narrow pool, of
+int8 or fp8 (e4m3), the last dimension is SCALE_BYTES longer whatever the layout, and so is what one token's row of one
+head takes: numbers up to the PEAK of their type, and the float32 they are to be multiplied by. Engine thread.
+
+fp8 has an exponent of its own, and could go without a scale or with one a head. But keys of some models are larger than
+448, and much of what is smaller than 2^-6 would lie among the numbers that lose their digits; to place a head rightly
+somebody would have to see its numbers first. A scale a row is right for all, and the kernels spend it on scores and
+weights: one product for each of these instead of one for each number.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from torch import Tensor
 from engine.runtime.attention.base import AttentionSpec
 
 SCALE_BYTES = 4
+PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow pools, and the largest number of each
 
 
 def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -24,24 +30,26 @@ def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> t
 
 def store(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows [T, num_kv_heads, head_dim] at slots [T]."""
-    pool.flatten(1, 2).index_copy_(1, slots, to_pool(rows, pool.dtype).transpose(0, 1))
+    stored = to_pool(rows, pool.dtype).transpose(0, 1)
+    movable(pool).flatten(1, 2).index_copy_(1, slots, movable(stored))
 
 
 def to_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [..., head_dim] as a pool of `dtype` holds them. native/kv_store.h says the same, to the bit."""
-    if dtype != torch.int8:
+    if dtype not in PEAKS:
         return rows
     wide = rows.float()
     peak = wide.abs().amax(-1, keepdim=True)
-    factor = (torch.full_like(peak, 127.0) / peak).clamp(max=torch.finfo(torch.float32).max)
+    factor = (torch.full_like(peak, PEAKS[dtype]) / peak).clamp(max=torch.finfo(torch.float32).max)
     # A row with a NaN keeps a scale that makes NaN of all of it again.
-    numbers = (wide * factor).round().nan_to_num(0.0).to(torch.int8)
-    return torch.cat((numbers, (peak / 127.0).view(torch.int8)), -1)
+    numbers = (wide * factor).nan_to_num(0.0)
+    numbers = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
+    return torch.cat((movable(numbers), (peak / PEAKS[dtype]).view(torch.int8)), -1).view(dtype)
 
 
 def from_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a pool as numbers of `dtype`."""
-    if rows.dtype != torch.int8:
+    if rows.dtype not in PEAKS:
         return rows
     return (rows[..., :-SCALE_BYTES].float() * rows[..., -SCALE_BYTES:].view(torch.float32)).to(dtype)
 
@@ -49,4 +57,10 @@ def from_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy whole blocks (source, destination); all sources are read before any destination is written."""
     sources, destinations = torch.tensor(pairs, device=pool.device).unbind(1)
+    pool = movable(pool)
     pool.index_copy_(1, destinations, pool.index_select(1, sources))
+
+
+def movable(rows: Tensor) -> Tensor:
+    """The same memory as a type that torch moves by index: fp8 is not among them."""
+    return rows.view(torch.int8) if rows.dtype == torch.float8_e4m3fn else rows

@@ -1,6 +1,7 @@
 """What both attention kernels do with a tile of keys: gather it through the block table, score it, weigh the values.
 
-Softmax is online and in base 2 with float32 accumulators. The pool lies as store.py says. Device code: it knows no slices.
+Softmax is online and in base 2 with float32 accumulators. The pool lies as store.py says; the numbers of a narrow one go
+into the products as they are, and their scales to the scores and the weights. Device code: it knows no slices.
 """
 
 from __future__ import annotations
@@ -15,15 +16,12 @@ PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def load_rows(pool, scales, rows, scales_at, is_key, dims, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+def load_rows(pool, rows, is_key, dims, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
     """Rows of K or V that begin `rows` [N] elements into the pool: [N, BLOCK_D] of DTYPE, zero where there is nothing.
 
     What is masked is never read, so nothing stale in the pool can reach a result, not even as 0 * NaN.
     """
-    tile = tl.load(pool + rows[:, None] + dims[None, :], mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0)
-    if scales is not None:
-        scale = tl.load(scales + scales_at, mask=is_key, other=0.0)
-        tile = tile.to(tl.float32) * scale[:, None]
+    tile = tl.load(pool + rows[:, None] + dims[None, :], mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     return tile.to(DTYPE)
 
 
@@ -67,8 +65,10 @@ def attend_keys(
         offsets = keys % BLOCK_SIZE
         rows = blocks + offsets * HEAD_DIM
         scales_at = (blocks + BLOCK_SIZE * HEAD_DIM) // 4 + offsets
-        k = load_rows(k_pool, k_scales, rows, scales_at, is_key, dims, HEAD_DIM, q.dtype)
+        k = load_rows(k_pool, rows, is_key, dims, HEAD_DIM, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if k_scales is not None:
+            scores *= tl.load(k_scales + scales_at, mask=is_key, other=0.0)[None, :]
         if HAS_SOFTCAP:
             scores = soft_cap(scores, softcap)
         scores *= LOG2E
@@ -83,8 +83,13 @@ def attend_keys(
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 1)
-        v = load_rows(v_pool, v_scales, rows, scales_at, is_key, dims, HEAD_DIM, q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+        if v_scales is not None:
+            weights *= tl.load(v_scales + scales_at, mask=is_key, other=0.0)[None, :]
+            # float16 has no room for a small weight of a small value.
+            v = load_rows(v_pool, rows, is_key, dims, HEAD_DIM, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+        else:
+            v = load_rows(v_pool, rows, is_key, dims, HEAD_DIM, q.dtype)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
         peak = new_peak
     return peak, total, acc
 

@@ -1,7 +1,7 @@
 """The K/V pool of the Triton backend: its layout, and the kernel that stores new rows in it.
 
 [num_blocks, num_kv_heads, block_size, head_dim]: what a program reads of a block, one head's rows, is one contiguous run
-(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. In an int8 pool, whose
+(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. In a narrow pool, whose
 rows are four bytes longer (attention/pool.py), a head's run is first the numbers of all its rows, then their float32 scales:
 so the numbers are aligned and are read 16 at a time. Engine thread.
 """
@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.attention.pool import SCALE_BYTES
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
 
 
 class PoolView(NamedTuple):
-    """One layer's pool as the kernels take it. The scales are the same memory seen as float32; None without int8."""
+    """One layer's pool as the kernels take it. The scales are the same memory seen as float32, where a pool is narrow."""
 
     k: Tensor
     v: Tensor
@@ -40,12 +40,13 @@ def view_pool(k: Tensor, v: Tensor) -> PoolView:
     _, heads, block_size, width = k.shape
     assert k.is_contiguous()
     assert v.is_contiguous()
-    scales = [x.view(torch.float32) if x.dtype == torch.int8 else None for x in (k, v)]
+    scales = [x.view(torch.float32) if x.dtype in PEAKS else None for x in (k, v)]
     return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width), block_size)
 
 
 def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
     """Copy whole blocks; all sources are read before any destination is written."""
+    pool = movable(pool)
     pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
 
@@ -56,18 +57,19 @@ _MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _store_rows(rows, pool, scales, at, scales_at, heads, dims, mask, NUM_HEADS: tl.constexpr):
+def _store_rows(rows, pool, scales, at, scales_at, heads, dims, mask, NUM_HEADS: tl.constexpr, PEAK: tl.constexpr):
     """Rows [heads, dims] of one token to element offsets `at` [heads], and what they are multiplied by to `scales_at`."""
     if scales is not None:
         rows = rows.to(tl.float32)
         peak = tl.max(tl.abs(rows), 1)
-        factor = tl.minimum(tl.div_rn(127.0, peak), _MAX)
+        factor = tl.minimum(tl.div_rn(PEAK, peak), _MAX)
         scaled = rows * factor[:, None]
-        numbers = (scaled + _ROUND) - _ROUND
         # NaN, in a row with NaN or infinity, is stored as 0 beside a scale that makes NaN of the row again.
         is_broken = tl.max((rows != rows).to(tl.int32), 1) > 0
-        scale = tl.where(is_broken, float("nan"), tl.div_rn(peak, 127.0))
-        rows = tl.where(scaled == scaled, numbers, 0.0)
+        scale = tl.where(is_broken, float("nan"), tl.div_rn(peak, PEAK))
+        rows = tl.where(scaled == scaled, scaled, 0.0)
+        if pool.dtype.element_ty == tl.int8:  # to fp8, the conversion itself rounds
+            rows = (rows + _ROUND) - _ROUND
         tl.store(scales + scales_at, scale, mask=heads < NUM_HEADS)
     tl.store(pool + at[:, None] + dims[None, :], rows.to(pool.dtype.element_ty), mask=mask)
 
@@ -92,6 +94,7 @@ def _store_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PEAK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -104,9 +107,9 @@ def _store_kernel(
     at = block + offset * HEAD_DIM
     scales_at = (block + BLOCK_SIZE * HEAD_DIM) // 4 + offset
     rows = tl.load(k + token * k_stride + heads[:, None] * k_head_stride + dims[None, :], mask=mask, other=0)
-    _store_rows(rows, k_pool, k_scales, at, scales_at, heads, dims, mask, NUM_HEADS)
+    _store_rows(rows, k_pool, k_scales, at, scales_at, heads, dims, mask, NUM_HEADS, PEAK)
     rows = tl.load(v + token * v_stride + heads[:, None] * v_head_stride + dims[None, :], mask=mask, other=0)
-    _store_rows(rows, v_pool, v_scales, at, scales_at, heads, dims, mask, NUM_HEADS)
+    _store_rows(rows, v_pool, v_scales, at, scales_at, heads, dims, mask, NUM_HEADS, PEAK)
 
 
 def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:
@@ -133,5 +136,6 @@ def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:
         BLOCK_SIZE=pool.block_size,
         BLOCK_H=triton.next_power_of_2(heads),
         BLOCK_D=triton.next_power_of_2(dim),
+        PEAK=PEAKS.get(pool.k.dtype, 1.0),
         num_warps=4,
     )
