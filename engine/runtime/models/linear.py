@@ -9,12 +9,16 @@ a CPU the weight is packed once, for the first of these that the machine has:
 - oneDNN's layout, through operators private to torch, which are therefore tried on a small matrix first: 23 ms a step
   of the default model instead of 35.
 - F.linear, when neither works.
+
+On CUDA it is F.linear, or where the weight is made as float8_e4m3fn the product of cuda/fp8_linear.py, for which rows
+are quantised as they are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -27,7 +31,12 @@ from engine.runtime.native.ops import PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
 from engine.runtime.weights.checkpoint import StoredTensor
 
+if TYPE_CHECKING:
+    from engine.runtime.cuda.fp8_linear import Fp8Linear
+
 Kernel = Callable[[Tensor], Tensor]
+FP8_MULTIPLE = 16  # of both sides of a weight; the product asks for it
+FP8_FIRST_CAPABILITY = (9, 0)  # of cards; the first with a product of which every row has a scale
 _NATIVE = (PackedLinear, QuantisedLinear)
 _CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as quire_cpu.h has them
 
@@ -36,10 +45,11 @@ class Linear:
     """A weight [outputs, inputs] and perhaps a bias [outputs]; uninitialised until a checkpoint fills them.
 
     A part of the weight may be `keep`t as its file has it instead; what is then not written of `weight` takes no memory.
+    One of float8_e4m3fn has to be: numbers without their scales would be copied there.
     With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
     """
 
-    __slots__ = ("_activation", "_is_int8", "_kept", "_kernel", "bias", "weight")
+    __slots__ = ("_activation", "_fp8", "_is_int8", "_kept", "_kernel", "bias", "weight")
 
     def __init__(
         self,
@@ -55,6 +65,12 @@ class Linear:
         self._activation = activation
         self._kept: dict[int, StoredTensor] = {}
         self._kernel: Kernel = self._plain
+        self._fp8: Fp8Linear | None = None
+        if weight.dtype == torch.float8_e4m3fn:
+            from engine.runtime.cuda.fp8_linear import Fp8Linear  # imports Triton, which CPUs go without
+
+            fp8 = self._fp8 = Fp8Linear(weight, bias)
+            self._kernel = lambda x: self._activated(fp8(x))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, inputs] -> [T, outputs], half as many with an activation."""
@@ -72,12 +88,15 @@ class Linear:
         return self._kernel.rows if isinstance(self._kernel, PackedLinear) else None
 
     def keep(self, first_row: int, stored: StoredTensor) -> None:
-        """Rows `first_row` and on are to stay quantised, as `stored` has them."""
-        self._kept[first_row] = stored
+        """Rows `first_row` and on are to stay quantised, as `stored` has them; in fp8 they are quantised at once."""
+        if self._fp8 is not None:
+            self._fp8.load(first_row, stored.shape[0], stored.copy_to)
+        else:
+            self._kept[first_row] = stored
 
     def pack(self) -> None:
         """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did."""
-        if self.weight.device.type != "cpu":
+        if self.weight.device.type != "cpu" or self._fp8 is not None:
             return
         library, code = native(), _CODES[self._activation]
         quantised = self._quantised()

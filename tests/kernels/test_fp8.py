@@ -1,0 +1,144 @@
+"""Linears in fp8: rows as they are quantised against torch's own rounding, and their products against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
+from engine.runtime.models.config import Activation
+from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear
+from engine.runtime.weights.checkpoint import StoredTensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+pytestmark = [
+    # The interpreter computes with NumPy, which speaks up where infinities and NaN are meant.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and torch.cuda.get_device_capability() < FP8_FIRST_CAPABILITY,
+        reason="this card has no product of fp8 rows: it needs compute capability 9.0",
+    ),
+]
+ROUNDING = 2.0**-4  # of a number of e4m3, relative, at most
+
+
+@pytest.fixture(autouse=True)
+def product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's is a device's; here the same sum in float32, and what a device would refuse refused."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    **kwargs: bool,
+) -> Tensor:
+    assert a.dtype == b.dtype == FP8
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert a.shape[1] % FP8_MULTIPLE == b.shape[1] % FP8_MULTIPLE == 0
+    assert scale_a.dtype == scale_b.dtype == torch.float32
+    assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
+    assert scale_a.is_contiguous()
+    assert scale_b.is_contiguous()
+    assert out_dtype == BF16
+    assert bias is None or bias.dtype == BF16
+    assert kwargs == {"use_fast_accum": True}
+    y = (a.float() @ b.float()) * scale_a * scale_b
+    return (y if bias is None else y + bias.float()).to(out_dtype)
+
+
+def random(*shape: int, spread: int = 0) -> Tensor:
+    x = torch.randn(shape) * 10.0 ** torch.randint(-spread, spread + 1, (*shape[:-1], 1))
+    return x.to(DEVICE, BF16)
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    numbers = torch.full(x.shape, torch.nan, device=DEVICE).to(FP8)
+    scales = torch.full((x.shape[0], 1), torch.nan, device=DEVICE)
+    quantise_rows(x, numbers, scales)
+    return numbers, scales
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 576), (3, 1536), (2, 5000)])
+def test_rows_are_rounded_as_torch_rounds(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = random(*shape, spread=3).to(dtype)
+    numbers, scales = quantised(x)
+    peaks = x.float().abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(scales, peaks / 448, rtol=1e-6, atol=0)
+    expected = (x.float() * (448 / peaks)).to(FP8)
+    off = (numbers.view(torch.int8).int() - expected.view(torch.int8).int()).abs()
+    assert off.max() <= 1  # where the factor's last digit met a tie, of which numbers of few digits have many
+    assert off.float().mean() < 0.1
+    assert (numbers.float().abs().amax(-1) == 448).all()  # nothing is wasted, and nothing cut off
+    error = (numbers.double() * scales.double() - x.double()).abs()
+    assert bool((error <= (ROUNDING * 1.0001) * x.double().abs() + 2.0**-10 * 1.0001 * scales.double()).all())
+
+
+def test_rows_that_lie_apart_and_rows_that_are_broken() -> None:
+    x = random(6, 96)
+    x[1], x[2, 5], x[3, 7], x[4] = 0, torch.nan, torch.inf, 1e-35
+    numbers, scales = quantised(torch.cat((x, random(6, 32)), 1)[:, :96])
+    again = numbers.float() * scales
+    assert torch.equal(again[1], torch.zeros(96, device=DEVICE))
+    assert scales[1] == 0
+    assert again[2].isnan().sum() == 1
+    assert again[3].isnan().all()
+    for row in (0, 4, 5):
+        torch.testing.assert_close(again[row], x[row].float(), rtol=0.07, atol=float(x[row].abs().max()) * 2**-9 / 448)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "inputs", "outputs"), [(1, 64, 48), (7, 576, 192), (33, 256, 32)])
+def test_products_are_near_to_those_in_float64(num_rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
+    weight, bias = random(outputs, inputs, spread=2), random(outputs) if has_bias else None
+    x = random(num_rows, inputs, spread=2)
+    linear = Fp8Linear(torch.empty(outputs, inputs, device=DEVICE).to(FP8), bias)
+    for first, end in ((0, 16), (16, outputs)):
+        linear.load(first, end - first, lambda rows, part=weight[first:end]: rows.copy_(part))
+    y = linear(x)
+    assert (y.dtype, y.shape) == (BF16, (num_rows, outputs))
+    exact = F.linear(x.double(), weight.double())
+    y = y.double() - (0 if bias is None else bias.double())
+    # A factor is off by 1/16 of its size at most, by 1/38 as a mean; a term by 1.4 times that, and the terms' signs differ.
+    sizes = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1) * inputs**-0.5
+    if bias is not None:
+        sizes += bias.double().abs() / 8  # whose rounding is the result's
+    assert ((y - exact) / sizes).square().mean().sqrt() <= 0.05
+    # What was really rounded is multiplied without further loss, but for the result's own rounding.
+    numbers, scales = quantised(x)
+    rounded_weight, weight_scales = quantised(weight)
+    exact = F.linear(numbers.double() * scales.double(), rounded_weight.double() * weight_scales.double())
+    sizes = (numbers.double() * scales.double()).abs() @ (rounded_weight.double() * weight_scales.double()).abs().t()
+    sizes = 2**-10 * sizes + 2**-8 * (exact.abs() + (0 if bias is None else bias.double().abs()))
+    assert bool(((y - exact).abs() <= sizes).all())
+
+
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+def test_a_linear_is_filled_part_by_part(activation: Activation | None) -> None:
+    """As a checkpoint holds gates and ups, in any order, and packed afterwards like any other."""
+    parts = [random(32, 64), random(32, 64)]
+    weight = torch.empty(64, 64, device=DEVICE).to(FP8)
+    linear = Linear(weight, activation=activation)
+    for index in (1, 0):
+        linear.keep(32 * index, StoredTensor("part", (32, 64), 0, "file", lambda rows, i=index: rows.copy_(parts[i])))
+    linear.pack()
+    assert linear.weight.nbytes == 64 * 64
+    assert not linear.is_native
+    x = random(5, 64)
+    exact = F.linear(x.double(), torch.cat(parts).double())
+    if activation is not None:
+        gates, ups = exact.chunk(2, 1)
+        exact = F.silu(gates) * ups
+    assert (linear(x).double() - exact).norm() <= 0.1 * exact.norm()
+    assert linear.in_float32(x).dtype == torch.float32
