@@ -29,6 +29,7 @@ class Part(NamedTuple):
 _FP8_KV, _INT8_KV = "qwen3-0.6b, fp8 K/V", "qwen3-0.6b, int8 K/V"
 _FP8_WEIGHTS = "llama-3.1-8b, fp8 weights"
 _VARIANT = "offline:run_variant"  # of a shape: what it is called, the settings, and the bytes of a number
+_NARROW = {"kv_bytes": 132 / 128}  # a row has a float32 scale beside its 128 numbers
 PARTS = (
     Part("machine", 40, "machine:run"),
     Part("kernel-tests", 130, "suites:run_kernels"),
@@ -37,10 +38,9 @@ PARTS = (
     Part("engine-tests", 100, "suites:run_engine"),
     Part("llama-3.1-8b", 110, "offline:run", ("llama-3.1-8b",)),
     Part("http", 90, "serving:run", ("qwen3-0.6b",)),
-    Part("fp8-kv", 60, _VARIANT, ("qwen3-0.6b", _FP8_KV, {"kv_cache_dtype": "fp8"}, {"kv_bytes": 1.0})),
+    Part("fp8-kv", 60, _VARIANT, ("qwen3-0.6b", _FP8_KV, {"kv_cache_dtype": "fp8"}, _NARROW)),
     Part("fp8-weights", 60, _VARIANT, ("llama-3.1-8b", _FP8_WEIGHTS, {"quantization": "fp8"}, {"linear_bytes": 1.0})),
-    # A row of int8 has a float32 scale behind its 128 numbers.
-    Part("int8-kv", 60, _VARIANT, ("qwen3-0.6b", _INT8_KV, {"kv_cache_dtype": "int8"}, {"kv_bytes": 132 / 128})),
+    Part("int8-kv", 60, _VARIANT, ("qwen3-0.6b", _INT8_KV, {"kv_cache_dtype": "int8"}, _NARROW)),
     Part("http-8b", 80, "serving:run", ("llama-3.1-8b",)),
 )
 
