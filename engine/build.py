@@ -19,6 +19,7 @@ from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
+from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.budget import describe_use, full_steps, hold_to_share, measure_memory, shortage_told
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
@@ -75,7 +76,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         policy=config.scheduling_policy,
     )
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
-    captures = False  # whether decode steps become CUDA graphs; what those take is measured with the rest
+    captures = _captures(config, model, device)
     budget = _pool_budget(config, settings, model, device, bytes_per_block, make_runner, captures)
     if budget.account:
         report(Progress("memory", budget.account))
@@ -127,6 +128,12 @@ def _pool_budget(
     )
     remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
     return PoolBudget(memory.pool, str(memory), remedy)
+
+
+def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
+    """Whether decode steps become CUDA graphs; what those take is measured with the rest."""
+    is_wanted = device.type == "cuda" and not config.enforce_eager and model.graph_safe
+    return is_wanted and has_triton(device) and load_backend(config.attention_backend, device).graph_safe
 
 
 def _warm_up_cuda(

@@ -161,6 +161,9 @@ class SchedulingSettings(BaseModel):
     async_scheduling: bool | None = _setting(
         _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"
     )
+    enforce_eager: bool = _setting(
+        _ENGINE.enforce_eager, "", "on CUDA, launch decode steps kernel by kernel, without graphs"
+    )
     max_num_queued_reqs: int | None = _setting(
         _ENGINE.max_num_queued_reqs, "N", "requests that may wait; more are refused with 429", unset="1024"
     )

@@ -51,6 +51,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     cpu_kernels: str = "auto"
     async_scheduling: bool | None = None
+    enforce_eager: bool = False
     num_threads: int | None = None
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None

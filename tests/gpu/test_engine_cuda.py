@@ -10,9 +10,9 @@ import torch
 
 from engine.build import build_engine
 from engine.core.config import EngineConfig
+from engine.core.plan import StepPlan
 from engine.core.types import Request, SamplingParams, TokenEvent
 from engine.loop import Engine
-from engine.runtime.runner import ModelRunner
 from tests.cpu.test_models_families import CASES, save_tiny
 
 pytestmark = [
@@ -65,14 +65,21 @@ def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
-def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path) -> None:
+def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.runtime.cuda.graphs import DecodeGraphs, Outputs  # Triton's, which must not be there for other tests
+
     save_tiny(CASES["qwen3"], tmp_path)
-    engine, eager = (build(tmp_path, "cuda", async_scheduling=depth) for _ in range(2))
-    assert isinstance(engine._runner, ModelRunner)
-    assert isinstance(eager._runner, ModelRunner)
-    assert engine._runner._graphs is not None
-    eager._runner._graphs = None
-    assert answers(engine) == answers(eager)
+    launched, launch = [], DecodeGraphs.launch
+
+    def counting(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+        launched.append(len(plan.slices))
+        return launch(self, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "launch", counting)
+    eager = answers(build(tmp_path, "cuda", async_scheduling=depth, enforce_eager=True))
+    assert not launched
+    assert answers(build(tmp_path, "cuda", async_scheduling=depth)) == eager
+    assert launched
 
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])

@@ -487,7 +487,7 @@ def test_fp8_weighs_what_int8_weighs() -> None:
         kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, [make_spec(10, 1)])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "smollm3"])
 def test_an_engine_says_what_it_says_with_the_reference(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
     expected = greedy(build(tmp_path, "cpu", attention_backend="reference"))

@@ -136,6 +136,7 @@ class CausalLM(Protocol):
     vocab_size: int  # of the logits
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype
+    graph_safe: bool  # whether its forward pass may be captured in a CUDA graph
 
     @property
     def is_native(self) -> bool:

@@ -57,6 +57,9 @@ class DecodeGraphs:
         self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
         self._inputs = DecodeInputs(config, last_ids.device)
         self._sizes = graph_sizes(config.max_num_seqs)
+        # Of all graphs: each has its own results, and those of a large vocabulary would take gigabytes.
+        shape = (config.max_num_seqs, model.vocab_size)
+        self._logits = torch.empty(shape, dtype=torch.float32, device=last_ids.device)
         self._replays: dict[int, Callable[[], Outputs]] = {}
 
     def capture(self, report: Report) -> None:
@@ -104,7 +107,7 @@ class DecodeGraphs:
         batch, draws, seats = self._inputs.compute(num_rows, self._last_ids)
         self._backend.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
-        logits = self._model.logits(hidden)
+        logits = self._logits[:num_rows].copy_(self._model.logits(hidden))
         ids, is_finite = sample(logits, draws, is_ranking=False)
         self._last_ids.index_copy_(0, seats, ids)
         return Outputs(ids, is_finite, logits, seats, batch.ids)

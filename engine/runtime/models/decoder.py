@@ -107,6 +107,8 @@ class DecoderLayer:
 class Decoder:
     """A CausalLM. `served_len` is the longest sequence it will see, which some rope scalings must know."""
 
+    graph_safe = True
+
     def __init__(
         self, config: ModelConfig, *, served_len: int, dtype: torch.dtype, device: torch.device, is_int8: bool = False
     ) -> None:

@@ -55,6 +55,7 @@ class TransformersModel:
         self.max_model_len = max_model_len
         self.dtype: torch.dtype = model.dtype
         self.is_native = False
+        self.graph_safe = False  # what other code does on the host in between, nobody here knows
         self._body = model.get_decoder()
         self._head = model
         # The head's forward also scales and caps; giving it a body that returns known states keeps all of that.
