@@ -106,7 +106,7 @@ class ModelSettings(BaseModel):
     quantization: str = _setting(
         _ENGINE.quantization,
         _choices(*QUANTIZATIONS),
-        "weights on a CPU: gguf as their file has them (auto, unless --dtype names another format), or int8",
+        "weights on a CPU: gguf as their file has them (auto, unless --dtype names another format), or int8; on CUDA: fp8",
     )
     max_model_len: Length = _setting(
         _ENGINE.max_model_len,

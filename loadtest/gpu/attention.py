@@ -47,7 +47,7 @@ class Prefill(NamedTuple):
 DECODES = (
     *(Decode(32, batch, context) for batch, context in ((1, 1024), (1, 8192), (32, 1024), (256, 1024))),
     *(Decode(32, 128, context) for context in (1024, 4096, 8192)),
-    *(Decode(32, 128, context, "int8") for context in (1024, 8192)),
+    *(Decode(32, 128, context, kv) for kv in ("int8", "fp8") for context in (1024, 8192)),
     *(Decode(16, batch, 1024) for batch in (1, 128, 256)),
 )
 PREFILLS = (*(Prefill(heads, num, length) for heads in (32, 16) for num, length in ((8, 1024), (1, 8192))),)
@@ -91,7 +91,7 @@ def _attend_s(
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
     batch = _batch(device, queries, contexts)
     shape = backend.kv_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
-    pools = [[_int8(shape, device) if kv else _random(shape, device) for _ in "kv"] for _ in range(copies)]
+    pools = [[_narrow(shape, kv, device) if kv else _random(shape, device) for _ in "kv"] for _ in range(copies)]
     q = _random((sum(queries), heads, dim), device)
     k, v = (_random((sum(queries), kv_heads, dim), device) for _ in "kv")
     backend.prepare(batch)
@@ -105,9 +105,10 @@ def _random(shape: Sequence[int], device: torch.device) -> Tensor:
     return torch.randn(tuple(shape), dtype=torch.bfloat16, device=device)
 
 
-def _int8(shape: Sequence[int], device: torch.device) -> Tensor:
+def _narrow(shape: Sequence[int], kv: str, device: torch.device) -> Tensor:
     """Of one number, whose bytes as a scale are 0.0115: what the bytes are makes no difference to a reader of them."""
-    return torch.full((*shape[:-1], shape[-1] + SCALE_BYTES), 0x3C, dtype=torch.int8, device=device)
+    pool = torch.full((*shape[:-1], shape[-1] + SCALE_BYTES), 0x3C, dtype=torch.int8, device=device)
+    return pool.view(torch.float8_e4m3fn) if kv == "fp8" else pool
 
 
 def _batch(device: torch.device, queries: list[int], contexts: list[int]) -> Batch:

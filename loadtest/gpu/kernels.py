@@ -47,13 +47,15 @@ def _calls(task: Task, device: torch.device) -> list[partial[None]]:
     prefills: Sequence[Prefill] = PREFILLS
     rows: Sequence[int] = _ROWS
     if task.is_rehearsal:
-        decodes, prefills, rows = (Decode(4, 2, 40), Decode(4, 2, 40, "int8")), (Prefill(4, 2, 24),), (3,)
+        decodes = [Decode(4, 2, 40, kv) for kv in ("", "int8", "fp8")]
+        prefills, rows = (Prefill(4, 2, 24),), (3,)
     return [
         *(partial(time_decode, task, device, case) for case in decodes),
         *(partial(time_prefill, task, device, case) for case in prefills),
         *(partial(kind, task, device, num) for kind in (_time_norm, _time_rotation, _time_activation) for num in rows),
         *(partial(_time_sampling, task, device, rows[0], is_ranking) for is_ranking in (False, True)),
         *(partial(_time_product, task, device, num) for num in (1, 32, 256)),
+        *(partial(_time_fp8_product, task, device, num) for num in (1, 32, 256) if device.type == "cuda"),
     ]
 
 
@@ -148,3 +150,22 @@ def _time_product(task: Task, device: torch.device, num_rows: int) -> None:
     limit = 1e6 * max(num_bytes / rates.copy_bytes_per_s, num_rows * num_bytes / rates.bf16_flops)
     name = f"torch's product, {num_rows} rows, weights {size[0]} x {size[1]}"
     task.notebook.figure(Figure(name, seconds * 1e6, "us", limit, less_is_better=True))
+
+
+def _time_fp8_product(task: Task, device: torch.device, num_rows: int) -> None:
+    """The same in fp8, the quantising of x included; its limit is that of reading the weights."""
+    from engine.runtime.cuda.fp8_linear import Fp8Linear
+
+    shape = task.shape("llama-3.1-8b")
+    size = (2 * shape.ffn, shape.hidden)
+    x = torch.randn(num_rows, shape.hidden, dtype=torch.bfloat16, device=device)
+    calls: list[Callable[[], Tensor]] = []
+    for _ in range(num_copies(size[0] * size[1])):
+        linear = Fp8Linear(torch.empty(size, dtype=torch.float8_e4m3fn, device=device), None)
+        linear.load(0, size[0], lambda rows: rows.normal_())
+        calls.append(partial(linear, x))
+    if not bool(calls[0]().isfinite().all()):
+        raise RuntimeError("the result is not finite")
+    limit = 1e6 * size[0] * size[1] / task.rates().copy_bytes_per_s
+    name = f"product in fp8, {num_rows} rows, weights {size[0]} x {size[1]}"
+    task.notebook.figure(Figure(name, median_s(calls) * 1e6, "us", limit, less_is_better=True))

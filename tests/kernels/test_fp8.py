@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError
+from engine.core.types import Progress
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
+from engine.runtime.models import load
 from engine.runtime.models.config import Activation
+from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear
 from engine.runtime.weights.checkpoint import StoredTensor
+from tests.cpu.test_models_families import CASES, logits_of, save_tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -142,3 +151,75 @@ def test_a_linear_is_filled_part_by_part(activation: Activation | None) -> None:
         exact = F.silu(gates) * ups
     assert (linear(x).double() - exact).norm() <= 0.1 * exact.norm()
     assert linear.in_float32(x).dtype == torch.float32
+
+
+def matrices(model: Decoder) -> list[Linear]:
+    return [
+        matrix.linear
+        for layer in model._layers
+        for part in (layer._attention, layer._mlp)
+        for matrix in part.matrices()
+    ]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", ["llama-llama3", "gemma2"])
+def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path) -> None:
+    """All but the embedding, the head and the norms; its hidden states stay near to those in bfloat16."""
+    save_tiny(CASES[name], tmp_path)
+    config = EngineConfig(model=str(tmp_path), load_format=load_format, quantization="fp8")
+    told: list[Progress] = []
+    plain, fp8 = (
+        load._load_decoder(config, tmp_path, DEVICE, BF16, quantization, told.append)
+        for quantization in ("none", "fp8")
+    )
+    assert isinstance(fp8, Decoder)
+    assert {linear.weight.dtype for linear in matrices(fp8)} == {FP8}
+    assert fp8._head.weight.dtype != FP8
+    assert [line.detail for line in told if line.stage == "quantization"] == ["fp8: 21 matrices"]
+    ids = torch.arange(3, 15, device=DEVICE)
+    found, expected = (run(model, ids) for model in (fp8, plain))
+    assert (found - expected).norm() <= 0.2 * expected.norm()
+    assert (found - expected).norm() > 0
+
+
+def test_matrices_of_odd_sides_stay_as_they_are(tmp_path: Path) -> None:
+    save_tiny(CASES["llama-llama3"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", quantization="fp8")
+    told: list[Progress] = []
+    model = load._load_decoder(config, tmp_path, DEVICE, BF16, "fp8", told.append)
+    assert isinstance(model, Decoder)
+    assert [linear.weight.dtype == FP8 for linear in matrices(model)][:4] == [True, True, False, False]
+    detail = next(line.detail for line in told if line.stage == "quantization")
+    assert detail == "fp8: 12 matrices; 9, of sides that are no multiples of 16, stay as they are"
+    assert run(model, torch.arange(3, 15, device=DEVICE)).isfinite().all()
+
+
+def run(model: Decoder, ids: Tensor) -> Tensor:
+    with DEVICE:
+        return logits_of(model, ids, [len(ids)])
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((8, 9), BF16, r"needs compute capability 9\.0 or newer, and A card has 8\.9; leave it out"),
+        ((9, 0), torch.float16, r"--dtype is 'float16'; set it to bfloat16"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    with pytest.raises(ConfigError, match=rf"--quantization is 'fp8', .*{reason}"):
+        load._require_fp8(torch.device("cuda"), dtype)
+
+
+def test_a_cpu_is_refused(tmp_path: Path) -> None:
+    save_tiny(CASES["llama-llama3"], tmp_path)
+    config = EngineConfig(model=str(tmp_path), quantization="fp8")
+    with pytest.raises(ConfigError, match="fp8 weights are for a CUDA device, and the device is cpu; choose int8"):
+        load.load_model(config, torch.device("cpu"), BF16, lambda progress: None)

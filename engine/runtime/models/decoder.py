@@ -110,9 +110,16 @@ class Decoder:
     graph_safe = True
 
     def __init__(
-        self, config: ModelConfig, *, served_len: int, dtype: torch.dtype, device: torch.device, is_int8: bool = False
+        self,
+        config: ModelConfig,
+        *,
+        served_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_int8: bool = False,
+        is_fp8: bool = False,
     ) -> None:
-        make = Maker(dtype, device, is_int8)
+        make = Maker(dtype, device, is_int8, is_fp8)
         self.attention_specs: Sequence[AttentionSpec] = [
             AttentionSpec(
                 num_heads=config.num_heads,
@@ -185,7 +192,7 @@ class Decoder:
         return named
 
     def keepers(self) -> dict[str, Keep]:
-        """Where matrices go that stay quantised, under their checkpoint names; `tensors` has them as well."""
+        """Where matrices go that stay quantised or become fp8, under their checkpoint names; `tensors` has them as well."""
         head = "model.embed_tokens.weight" if self._config.tied_head else "lm_head.weight"
         named: dict[str, Keep] = {head: partial(self._head.keep, 0)}
         for index, layer in enumerate(self._layers):

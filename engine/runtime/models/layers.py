@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.runtime.attention.base import LayerAttention, Rotation
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
-from engine.runtime.models.linear import Linear
+from engine.runtime.models.linear import FP8_MULTIPLE, Linear
 from engine.runtime.models.ops import add_rms_norm
 from engine.runtime.models.rope import rotate
 from engine.runtime.weights.checkpoint import Keep
@@ -33,12 +33,15 @@ class Maker(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     is_int8: bool = False  # whether linears are to be
+    is_fp8: bool = False  # likewise, where their sides allow it
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool, activation: Activation | None = None) -> Linear:
-        weight, added = self.empty(outputs, inputs), self.empty(outputs) if bias else None
+        is_fp8 = self.is_fp8 and inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0
+        weight = self.empty(outputs, inputs, dtype=torch.float8_e4m3fn if is_fp8 else None)
+        added = self.empty(outputs) if bias else None
         return Linear(weight, added, is_int8=self.is_int8, activation=activation)
 
 

@@ -5,18 +5,23 @@ The decoder of models/decoder.py serves the families it knows; transformers' own
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
+from engine.core.types import Progress
 from engine.runtime.attention.base import CausalLM
+from engine.runtime.cuda.available import has_triton
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
+from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import Isa, native
-from engine.runtime.weights.checkpoint import Checkpoint, Report, fill
+from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, fill
 from engine.runtime.weights.dummy import fill_dummy
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint, read_json
 
@@ -29,6 +34,8 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
     path = resolve_model_path(config.model, config.revision)
     use_decoder = _use_decoder(config, path)
     quantization = _resolve_quantization(config, path, device, use_decoder)
+    if quantization == "fp8":
+        _require_fp8(device, dtype)
     try:
         if use_decoder:
             return _load_decoder(config, path, device, dtype, quantization, report)
@@ -55,7 +62,7 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> str:
-    """`none`, `gguf` or `int8`; auto leaves a GGUF file's weights as they are unless another format was named.
+    """`none`, `gguf`, `int8` or `fp8`; auto leaves a GGUF file's weights as they are unless another format was named.
 
     The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto asks for
     more. Raises ConfigError for what cannot be done here.
@@ -70,15 +77,38 @@ def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device
         return "none"
     if asked == "gguf" and not has_gguf:
         reason = "the weights do not come from a GGUF file; int8 quantises those of any"
-    elif device.type != "cpu":
-        reason = f"quantised weights are for a CPU, and the device is {device}"
+    elif asked == "fp8" and device.type != "cuda":
+        reason = f"fp8 weights are for a CUDA device, and the device is {device}; choose int8"
+    elif asked != "fp8" and device.type != "cpu":
+        reason = f"quantised weights are for a CPU, and the device is {device}; choose fp8"
     elif not use_decoder:
         reason = "transformers' code runs this model, which multiplies its weights itself"
+    elif asked == "fp8":
+        return asked
     elif not can_multiply:
         reason = "the native kernels are missing or switched off; see --cpu-kernels, or install a C compiler"
     else:
         return asked
     raise ConfigError(f"--quantization is {asked!r}, but {reason}.")
+
+
+def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError where torch has no product of fp8 rows."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_FIRST_CAPABILITY:
+        reason = (
+            f"which needs compute capability {'.'.join(map(str, FP8_FIRST_CAPABILITY))} or newer, and "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; leave it out"
+        )
+    elif not has_triton(device):
+        reason = "which needs the package triton; install it, or leave it out"
+    elif dtype != torch.bfloat16:
+        reason = (
+            f"whose products are bfloat16, and --dtype is {str(dtype).removeprefix('torch.')!r}; set it to bfloat16"
+        )
+    else:
+        return
+    raise ConfigError(f"--quantization is 'fp8', {reason}.")
 
 
 def _use_decoder(config: EngineConfig, path: Path) -> bool:
@@ -97,14 +127,32 @@ def _load_decoder(
         )
     model_config = read_config(checkpoint.config, checkpoint.source)
     served_len = config.max_model_len or model_config.max_positions
-    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, is_int8=quantization == "int8")
+    model = Decoder(
+        model_config,
+        served_len=served_len,
+        dtype=dtype,
+        device=device,
+        is_int8=quantization == "int8",
+        is_fp8=quantization == "fp8",
+    )
+    targets, keepers = model.tensors(), model.keepers() if quantization in ("gguf", "fp8") else {}
+    if quantization == "fp8":
+        keepers = _fp8_keepers(targets, keepers, report)
     if config.load_format == "dummy":
-        fill_dummy(model.tensors(), config.seed, report)
+        fill_dummy(targets, config.seed, report, keepers)
     else:
-        keepers = model.keepers() if quantization == "gguf" else {}
-        fill(model.tensors(), checkpoint, report, tied_head=model_config.tied_head, keepers=keepers)
+        fill(targets, checkpoint, report, tied_head=model_config.tied_head, keepers=keepers)
     model.finish()
     return model
+
+
+def _fp8_keepers(targets: Mapping[str, Tensor], keepers: Mapping[str, Keep], report: Report) -> dict[str, Keep]:
+    """Of the matrices that become fp8. The head does not, for its logits decide; nor does what its sides forbid."""
+    kept = {name: keep for name, keep in keepers.items() if targets[name].dtype == torch.float8_e4m3fn}
+    num_plain = len(keepers) - 1 - len(kept)
+    plain = f"; {num_plain}, of sides that are no multiples of {FP8_MULTIPLE}, stay as they are" if num_plain else ""
+    report(Progress("quantization", f"fp8: {len(kept)} matrices{plain}"))
+    return kept
 
 
 def _is_gguf(path: Path) -> bool:

@@ -61,8 +61,8 @@ def fill(
 ) -> None:
     """Copy a checkpoint into a model's empty weights: each exactly once, none missing, none left over.
 
-    Quantised tensors that have a keeper go there as they are, in place of the copy; an embedding that is the head as
-    well is copied too.
+    Quantised tensors that have a keeper go there as they are, in place of the copy, and so does all that becomes fp8; an
+    embedding that is the head as well is copied too.
     """
     keepers = keepers or {}
     stored = [tensor for tensor in checkpoint.tensors() if not tensor.name.endswith(_COMPUTED)]
@@ -82,7 +82,8 @@ def fill(
                 f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}, but the config asks for "
                 f"{list(target.shape)}."
             )
-        keep = keepers.get(tensor.name) if tensor.quantised is not None else None
+        is_kept = tensor.quantised is not None or target.dtype == torch.float8_e4m3fn
+        keep = keepers.get(tensor.name) if is_kept else None
         if keep is not None:
             keep(tensor)
         if keep is None or (tied_head and tensor.name == _EMBEDDING):

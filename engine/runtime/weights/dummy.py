@@ -7,19 +7,23 @@ billions would take a minute.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.core.types import Progress
-from engine.runtime.weights.checkpoint import Report
+from engine.runtime.weights.checkpoint import Keep, Report, StoredTensor
 
 _SCALE = 0.02  # what most models are initialised with
 _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
 
 
-def fill_dummy(targets: Mapping[str, Tensor], seed: int, report: Report) -> None:
-    """Norms are 1, biases 0, matrices random."""
+def fill_dummy(
+    targets: Mapping[str, Tensor], seed: int, report: Report, keepers: Mapping[str, Keep] | None = None
+) -> None:
+    """Norms are 1, biases 0, matrices random; those that have a keeper go there."""
+    keepers = keepers or {}
     total, done = sum(target.nbytes for target in targets.values()), 0
     drawn: Tensor | None = None
     for name, target in targets.items():
@@ -31,7 +35,11 @@ def fill_dummy(targets: Mapping[str, Tensor], seed: int, report: Report) -> None
             if drawn is None:
                 generator = torch.Generator().manual_seed(seed)
                 drawn = (torch.randn(_NUM_DRAWN, generator=generator) * _SCALE).to(target)
-            _tile(target, drawn)
+            keep = keepers.get(name)
+            if keep is None:
+                _tile(target, drawn)
+            else:
+                keep(StoredTensor(name, tuple(target.shape), target.nbytes, name, partial(_tile, drawn=drawn)))
         done += target.nbytes
         report(Progress("weights", name, done, total, "bytes"))
 
