@@ -152,6 +152,10 @@ def _time_product(task: Task, device: torch.device, num_rows: int) -> None:
     task.notebook.figure(Figure(name, seconds * 1e6, "us", limit, less_is_better=True))
 
 
+def _fill(rows: Tensor) -> None:
+    rows.normal_()
+
+
 def _time_fp8_product(task: Task, device: torch.device, num_rows: int) -> None:
     """The same in fp8, the quantising of x included; its limit is that of reading the weights."""
     from engine.runtime.cuda.fp8_linear import Fp8Linear
@@ -162,7 +166,7 @@ def _time_fp8_product(task: Task, device: torch.device, num_rows: int) -> None:
     calls: list[Callable[[], Tensor]] = []
     for _ in range(num_copies(size[0] * size[1])):
         linear = Fp8Linear(torch.empty(size, dtype=torch.float8_e4m3fn, device=device), None)
-        linear.load(0, size[0], lambda rows: rows.normal_())
+        linear.load(0, size[0], _fill)
         calls.append(partial(linear, x))
     if not bool(calls[0]().isfinite().all()):
         raise RuntimeError("the result is not finite")

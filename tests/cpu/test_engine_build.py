@@ -105,8 +105,8 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
 def test_one_batch_limit_yields_to_the_other(folder: str) -> None:
     few = build(folder, max_num_batched_tokens=16).config
     assert (few.max_num_seqs, few.max_num_batched_tokens) == (16, 16)
-    many = build(folder, max_num_seqs=600).config
-    assert (many.max_num_seqs, many.max_num_batched_tokens) == (600, 600)
+    many = build(folder, max_num_seqs=1100).config
+    assert (many.max_num_seqs, many.max_num_batched_tokens) == (1100, 1100)
 
 
 def test_a_small_pool_shortens_the_context_and_says_so(folder: str) -> None:
