@@ -55,7 +55,7 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     report: list[Progress] = []
     engine = build(folder, report)
     config = engine.config
-    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (128, 1024, 512)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (128, 512, 512)
     assert config.num_blocks == 128 * 512 // 16  # no more than all sequences could ever need
     assert engine.vocab_size == 96
     stages = list(dict.fromkeys(progress.stage for progress in report))

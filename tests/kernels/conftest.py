@@ -1,12 +1,10 @@
 """The Triton kernels: on a CUDA device where there is one, else on the CPU under Triton's interpreter.
 
-Triton reads the variable when it is imported, so it is set here, before a test module of this folder is. What a device
-does and the interpreter of Triton 3.6 does not is mended with it.
+tests/conftest.py has chosen which. What a device does and the interpreter of Triton 3.6 does not is mended here.
 """
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,9 +14,8 @@ import torch
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]  # Triton is made for Linux alone
 
 
-def interpret() -> None:
-    """Choose the interpreter."""
-    os.environ["TRITON_INTERPRET"] = "1"
+def mend() -> None:
+    """Mend the interpreter."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -62,4 +59,4 @@ def interpret() -> None:
 
 
 if not torch.cuda.is_available() and find_spec("triton"):
-    interpret()
+    mend()
