@@ -27,6 +27,7 @@ def run(task: Task) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         # Triton's interpreter, mended as the kernels' own tests need it; before anything imports Triton.
+        importlib.import_module("tests.conftest")
         importlib.import_module("tests.kernels.conftest")
     for call in _calls(task, device):
         try:
