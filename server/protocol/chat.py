@@ -201,7 +201,7 @@ class ChatForm:
         choice = ChatChoice(
             index=index,
             **content,
-            logprobs=chat_logprobs(self._envelope.tokenizer, delta) if self._body.logprobs else None,
+            logprobs=self._logprobs(delta),
             finish_reason=finish.value if finish else None,
         )
         if finish is not None:
@@ -209,6 +209,11 @@ class ChatForm:
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         return choice
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return chat_logprobs(self._envelope.tokenizer, delta, as_ids=self._body.return_tokens_as_token_ids)
 
     def _add_prompt(self, answer: ChatCompletion, delta: Delta) -> None:
         """What was asked to be told about the prompt, once it is known."""

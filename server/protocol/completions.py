@@ -137,4 +137,5 @@ class CompletionForm:
     def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
         if self._body.logprobs is None:
             return None
-        return completion_logprobs(self._envelope.tokenizer, delta, self._body.logprobs)
+        as_ids = self._body.return_tokens_as_token_ids
+        return completion_logprobs(self._envelope.tokenizer, delta, self._body.logprobs, as_ids=as_ids)

@@ -31,7 +31,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
             "dynatemp_range", "ec_transfer_params", "grammar", "guided_choice", "guided_decoding_backend",
             "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "json_schema",
             "kv_transfer_params", "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "mm_processor_kwargs",
-            "prompt_embeds", "regex", "repetition_detection", "return_prompt_text", "return_tokens_as_token_ids",
+            "prompt_embeds", "regex", "repetition_detection", "return_prompt_text",
             "stop_regex", "structured_outputs", "suffix", "thinking_token_budget", "top_n_sigma",
             "use_beam_search", "xtc_probability",
         ),
@@ -98,6 +98,7 @@ class SamplingBody(RequestBody):
     prompt_logprobs: Integer | None = Field(None, ge=0)
     truncate_prompt_tokens: Integer | None = Field(None, ge=-1)
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # how logprobs spell tokens
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-(2**31), lt=2**31)
@@ -109,8 +110,6 @@ class SamplingBody(RequestBody):
             _refuse("best_of", f"best_of is {self.best_of}; only n ({self.n}) is supported: nothing is ranked.")
         if self.stream_options is not None and not self.stream:
             _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
-        if self.stream and self.prompt_logprobs is not None:
-            _refuse("prompt_logprobs", "prompt_logprobs cannot be streamed; set stream to false.")
         if self.truncate_prompt_tokens == 0:
             _refuse("truncate_prompt_tokens", "truncate_prompt_tokens is 0; give at least 1, or -1 for what fits.")
         return self

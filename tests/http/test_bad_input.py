@@ -83,7 +83,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": -1}, "logprobs", "invalid_value"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
         ({"priority": 1}, "priority", "invalid_value"),

@@ -95,6 +95,17 @@ def test_a_stream_says_what_the_plain_answer_says(http: httpx.Client, post: Post
     assert not any("usage" in chunk for chunk in chunks)
 
 
+def test_a_stream_scores_as_the_plain_answer_does(http: httpx.Client, post: Post) -> None:
+    fields = {"prompt": ["né|", "abc"], "echo": True, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 4}
+    plain, chunks = post(PATH, **fields), stream(http, **fields)
+    for choice in plain["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in own) == choice["text"]
+        for key in choice["logprobs"]:
+            assert [entry for piece in own for entry in piece["logprobs"][key]] == choice["logprobs"][key]
+        assert [piece["prompt_logprobs"] for piece in own if "prompt_logprobs" in piece] == [choice["prompt_logprobs"]]
+
+
 def test_a_stream_reports_usage_when_asked(http: httpx.Client) -> None:
     *chunks, last = stream(http, prompt="hello|", stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in chunks)
@@ -174,6 +185,19 @@ def test_scoring_generates_nothing(post: Post) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
     assert choice["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"c": -0.5}]
+
+
+def test_scoring_what_is_cached_leaves_nothing_out(post: Post) -> None:
+    fields = {"prompt": "scored once, and scored again from the cache", "echo": True, "logprobs": 1, "max_tokens": 1}
+    first, second = post(PATH, **fields), post(PATH, **fields)
+    assert second["choices"] == first["choices"]
+    assert second["choices"][0]["logprobs"]["token_logprobs"].count(None) == 1
+
+
+def test_tokens_as_ids(post: Post) -> None:
+    choice = post(PATH, prompt="ab|", logprobs=1, max_tokens=1, return_tokens_as_token_ids=True)["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["token_id:97"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:97": -0.5}]
 
 
 def test_prompt_logprobs_and_token_ids(post: Post) -> None:

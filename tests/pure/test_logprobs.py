@@ -36,6 +36,25 @@ def test_completions() -> None:
     }
 
 
+def test_of_two_tokens_with_one_text_the_likelier_counts() -> None:
+    class Doubled(OneByteEach):
+        """Ids 256 and up spell the same bytes once more, as byte tokens beside a vocabulary's letters do."""
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return bytes([token_id % 256])
+
+    doubled: Tokenizer = Doubled()  # type: ignore[assignment]
+    entry = TokenLogprob(256 + ord("b"), -4.0, 9, ((ord("b"), -0.5), (256 + ord("b"), -4.0)))
+    delta = Delta(logprobs=[entry], logprob_ids=[entry.token_id], offsets=[0])
+    shaped = completion_logprobs(doubled, delta, 2)
+    assert (shaped.token_logprobs, shaped.top_logprobs) == ([-4.0], [{"b": -0.5}])
+    told_apart = completion_logprobs(doubled, delta, 2, as_ids=True)
+    assert told_apart.top_logprobs == [{"token_id:98": -0.5, "token_id:354": -4.0}]
+    assert told_apart.tokens == ["token_id:354"]
+    [token] = chat_logprobs(doubled, delta, as_ids=True).content
+    assert [token.token, *(top.token for top in token.top_logprobs)] == ["token_id:354", "token_id:98", "token_id:354"]
+
+
 def test_chat() -> None:
     def shaped(token: str, logprob: float, byte: int, **more: Any) -> dict[str, Any]:
         return {"token": token, "logprob": logprob, "bytes": [byte], **more}
