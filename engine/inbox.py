@@ -1,4 +1,4 @@
-"""The one way into the engine thread: requests, aborts and the order to stop, in the order they were sent.
+"""The one way into the engine thread: requests, aborts, looks and the order to stop, in the order they were sent.
 
 Any thread may put; only the engine thread takes. The lock here is the only one of the engine.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
+from engine.core.snapshot import Snapshot
 from engine.core.types import AbortCause, Request
 
 
@@ -28,7 +29,13 @@ class Stop(NamedTuple):
     deadline_s: float
 
 
-Message = Request | Abort | Stop
+class Look(NamedTuple):
+    """Tell how things stand; `reply` is called on the engine thread, must be quick and must not raise."""
+
+    reply: Callable[[Snapshot], None]
+
+
+Message = Request | Abort | Look | Stop
 
 
 class Inbox:
@@ -51,7 +58,7 @@ class Inbox:
             self._messages.extend(requests)
             self._changed.notify()
 
-    def put(self, message: Abort | Stop) -> None:
+    def put(self, message: Abort | Look | Stop) -> None:
         """Queue an order; never refused."""
         with self._changed:
             self._messages.append(message)

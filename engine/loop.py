@@ -2,7 +2,7 @@
 
     inbox -> scheduler.add / abort -> plan -> runner.run -> commit -> deliver, once a step
 
-The thread owns the scheduler and the runner. Everyone else talks to it through `submit`, `abort`, `stop` and the
+The thread owns the scheduler and the runner. Everyone else talks to it through `submit`, `abort`, `look`, `stop` and the
 numbers in `stats`. It knows no HTTP, no text and no tensors: the runner is handed in. `depth` 1 plans and launches the
 next step before it waits for the last one (overlap); 0 takes them one at a time.
 """
@@ -28,9 +28,10 @@ from engine.core.errors import (
 )
 from engine.core.plan import PendingStep, Runner, StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
-from engine.inbox import Abort, Inbox, Message, Stop
+from engine.inbox import Abort, Inbox, Look, Message, Stop
 
 log = logging.getLogger("quire.engine")
 
@@ -112,6 +113,13 @@ class Engine:
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
         self._inbox.put(Abort(request_id, cause, choice))
+
+    def look(self, reply: Callable[[Snapshot], None]) -> None:
+        """Ask how things stand; `reply` is called once, on the engine's thread, before its next step.
+
+        Nothing is made unless somebody asks. An engine that dies or stops first never replies.
+        """
+        self._inbox.put(Look(reply))
 
     def health(self) -> EngineHealth:
         """A cheap reading; runs nothing."""
@@ -237,6 +245,8 @@ class Engine:
                 self._scheduler.add(message)
             elif isinstance(message, Abort):
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
+            elif isinstance(message, Look):
+                message.reply(self._scheduler.snapshot(self.clock()))
             else:
                 self._stop_at_s = message.deadline_s
         if self._stop_at_s is not None and self.clock() >= self._stop_at_s:

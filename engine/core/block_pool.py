@@ -37,6 +37,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def cached_blocks(self) -> tuple[int, ...]:
+        """Oldest first."""
+        return tuple(self._cached)
+
+    @property
     def num_available(self) -> int:
         """Blocks that `alloc` can hand out: free ones, then cached ones by evicting them."""
         return len(self._free) + len(self._cached)

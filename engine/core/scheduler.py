@@ -24,6 +24,7 @@ from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence, Status
+from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
 
@@ -397,12 +398,23 @@ class Scheduler:
         self._next_seq_id += 1
         return self._next_seq_id
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> Snapshot:
+        """How things stand, for whoever looks."""
+        return take_snapshot(self.stats, self._memory.pool, self._living().values(), now)
+
+    def _living(self) -> dict[int, Sequence]:
+        """Everybody who may hold something, by sequence id."""
         living = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
         for flight in self._flights:
             children = [child for siblings in flight.children.values() for child in siblings]
             living.update({seq.seq_id: seq for seq in (*flight.owners, *children)})
+        return living
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
+        living = self._living()
         self._memory.check_integrity(living.values())
         for queue in (self._running, self._waiting):
             assert queue == sorted(queue, key=_order), "a queue is out of order"

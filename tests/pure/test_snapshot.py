@@ -1,0 +1,94 @@
+"""A look at the engine shows every holder of every block, at any moment, and changes nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from engine.core.fake_runner import FakeRunner
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Status
+from engine.core.snapshot import MAX_WAITING, Snapshot
+from engine.core.types import AbortCause
+from engine.loop import Engine
+from tests.pure.driver import VOCAB, Driver, config, request
+
+
+def check_adds_up(snapshot: Snapshot, num_blocks: int) -> None:
+    """Held, cached and free are the whole pool, and what is held is what the page tables name."""
+    named = {block for view in snapshot.sequences for block in view.blocks}
+    cached = set(snapshot.cached_blocks)
+    assert len(named) == snapshot.num_held_blocks
+    assert not named & cached
+    assert len(named) + len(cached) + snapshot.num_free_blocks == num_blocks
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_at_every_moment_the_page_tables_name_all_that_is_held(depth: int) -> None:
+    """In a pool too small for all, so that some are preempted, with shared prompts, forks and an abort."""
+    driver = Driver(config(num_blocks=16), depth)
+    asked = [request(f"r{i}", (1, 2, 3, 4, 5, 6, 7 + i), max_tokens=20, seed=i) for i in range(6)]
+    asked.append(request("forks", (9, 9, 9), n=3, max_tokens=8, min_tokens=8))
+    for each in asked:
+        driver.add(each)
+    seen: set[Status] = set()
+
+    def look() -> None:
+        snapshot = driver.scheduler.snapshot(driver.now)
+        check_adds_up(snapshot, 16)
+        seen.update(view.status for view in snapshot.sequences)
+
+    for turn in range(500):
+        if turn == 5:
+            driver.take(driver.scheduler.abort("r1", AbortCause.DISCONNECT, driver.now))
+        launched = driver.launch()
+        look()
+        if driver.launched and (len(driver.launched) > depth or not launched):
+            driver.commit()
+            look()
+    assert not driver.scheduler.has_work
+    assert {Status.WAITING, Status.RUNNING, Status.PREEMPTED} <= seen
+    driver.check_streams(aborted={"r1"})
+
+
+def test_a_sequence_is_shown_as_far_as_it_is() -> None:
+    driver = Driver(config())
+    driver.add(request("first", (1, 2, 3, 4, 5), max_tokens=8, min_tokens=8))
+    for _ in range(3):
+        driver.launch()
+        driver.commit()
+    driver.add(request("second", (1, 2, 3, 4, 9), max_tokens=8, min_tokens=8))
+    driver.launch()
+    driver.commit()
+    first, second = driver.scheduler.snapshot(driver.now).sequences
+    assert (first.request_id, first.status, first.num_prompt) == ("first", Status.RUNNING, 5)
+    assert (first.num_tokens, first.num_computed, first.num_cached) == (9, 8, 0)
+    assert (second.num_tokens, second.num_computed, second.num_cached) == (6, 5, 4)
+    assert second.blocks[0] == first.blocks[0], "the shared prompt is one block"
+
+
+def test_of_many_that_wait_only_some_are_shown_and_all_are_counted() -> None:
+    driver = Driver(config())
+    for index in range(MAX_WAITING + 10):
+        driver.add(request(f"r{index}"))
+    snapshot = driver.scheduler.snapshot(0.0)
+    assert (len(snapshot.sequences), snapshot.num_waiting) == (MAX_WAITING, MAX_WAITING + 10)
+
+
+def test_a_look_is_answered_while_idle_on_the_engines_thread() -> None:
+    settings = config()
+    engine = Engine(Scheduler(settings), FakeRunner(settings, vocab_size=VOCAB), vocab_size=VOCAB)
+    engine.start(lambda events: None)
+    seen: list[tuple[Snapshot, str]] = []
+    told = threading.Event()
+
+    def reply(snapshot: Snapshot) -> None:
+        seen.append((snapshot, threading.current_thread().name))
+        told.set()
+
+    engine.look(reply)
+    assert told.wait(20)
+    engine.stop(drain_s=0)
+    [(snapshot, thread)] = seen
+    assert (snapshot.num_free_blocks, snapshot.sequences, thread) == (24, (), "quire-engine")
