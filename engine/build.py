@@ -186,6 +186,7 @@ def _resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0)  # an engine before this one may have been held to a share
+        return torch.device(name, torch.cuda.current_device())  # some of torch.cuda takes no device without a number
     return torch.device(name)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.build import _warm_up_cuda
+from engine.build import _resolve_device, _warm_up_cuda
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
@@ -28,7 +28,7 @@ from engine.runtime.cuda.faults import CudaRunner, to_fault
 from engine.runtime.runner import warm_up_plan
 
 GIB, SEGMENT = 1 << 30, 2 << 20
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 CONFIG = SchedulerConfig(num_blocks=20, block_size=16, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64)
 
 
@@ -75,7 +75,9 @@ class Card:
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return self.total - self.others - self.memory_reserved() - self.driver, self.total
 
-    def set_per_process_memory_fraction(self, fraction: float, device: object = None) -> None:
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device | None = None) -> None:
+        if device is not None and device.index is None:
+            raise ValueError("Expected a torch.device with a specified index")  # as torch's own does
         self.fraction = fraction
 
     def get_device_capability(self, device: object) -> tuple[int, int]:
@@ -222,6 +224,16 @@ def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_the_device_has_a_number(name: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torch.cuda.set_per_process_memory_fraction cannot do without."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert _resolve_device(name) == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="specified index"):
+        torch.cuda._utils._get_device_index(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
