@@ -7,7 +7,7 @@ Everything here runs on the event loop. Whoever runs the application (server/ser
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -19,11 +19,13 @@ from server import errors
 from server.app_config import AppConfig
 from server.auth import KeyGuard
 from server.client import EngineClient
+from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import BodyLimit, RequestScope
 from server.protocol.limits import Limits
-from server.routes import chat, completions, models, operations, tokens
+from server.routes import chat, completions, live, models, operations, tokens
 from server.routes.context import Context
+from server.routes.page import load_files, page_router
 from server.text import Tokenizer
 from server.version import VERSION
 
@@ -37,8 +39,11 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         config=config,
         limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
         metrics=Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm"),
+        live=LiveView(engine),
         started_s=int(time.time()),
     )
+
+    page = load_files() if config.page else {}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -50,7 +55,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         title="Quire",
         version=VERSION,
         lifespan=lifespan,
-        middleware=_middleware(context),
+        middleware=_middleware(context, open_paths=page.keys()),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -60,10 +65,13 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     errors.install(app)
     for module in (completions, chat, models, tokens, operations):
         app.include_router(module.router)
+    if page:
+        app.include_router(live.router)
+        app.include_router(page_router(page))
     return app
 
 
-def _middleware(context: Context) -> list[Middleware]:
+def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """From the outside in. What a client without a key may cost ends at the guard."""
     config = context.config
     stack = [Middleware(RequestScope, metrics=context.metrics)]
@@ -78,6 +86,6 @@ def _middleware(context: Context) -> list[Middleware]:
             )
         )
     if config.api_keys:
-        stack.append(Middleware(KeyGuard, keys=config.api_keys))
+        stack.append(Middleware(KeyGuard, keys=config.api_keys, open_paths=open_paths))
     stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes))
     return stack

@@ -19,6 +19,7 @@ class AppConfig:
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     max_body_bytes: int = 32 * 1024 * 1024
     max_logprobs: int = 20
+    page: bool = True  # the playground and the live view at /
     strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
     stall_limit_s: float = 60.0  # busy for this long without a step: /health turns red
     shutdown_timeout_s: float = 30.0  # open requests may finish for this long

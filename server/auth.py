@@ -1,4 +1,4 @@
-"""API keys: who may call. Runs on the event loop, in front of every route but the two that probes ask.
+"""API keys: who may call. Runs on the event loop, in front of every route but what probes ask and the page's own files.
 
 A key is compared by its digest, in constant time and with every key known, so the time taken tells neither its length
 nor how much of it was right.
@@ -7,7 +7,7 @@ nor how much of it was right.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 
 from starlette.datastructures import Headers
@@ -15,19 +15,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+PROBE_PATHS = frozenset({"/health", "/ready"})
 
 
 class KeyGuard:
     """ASGI middleware: `Authorization: Bearer KEY` or 401."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self._app = app
+        self._open_paths = PROBE_PATHS.union(open_paths)
         self._digests = tuple(sha256(key.encode()).digest() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what presents a key, and what needs none."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._admits(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = ApiError(

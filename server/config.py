@@ -182,6 +182,7 @@ class HttpSettings(BaseModel):
     port: int = _setting(8000, "PORT", "port to bind; 0 takes a free one", ge=0, le=65535)
     max_body_bytes: ByteSize = _setting(_APP.max_body_bytes, "SIZE", "largest request body, such as 32MiB", ge=1)
     max_logprobs: int = _setting(_APP.max_logprobs, "N", "most logprobs a request may ask for", ge=0)
+    page: bool = _setting(_APP.page, "", "serve the playground and the live view of the engine at /")
     strict_fields: bool = _setting(_APP.strict_fields, "", "refuse requests with fields that nobody knows")
     metrics_compat: Literal["none", "vllm"] = _setting(
         "none", _choices("none", "vllm"), "also export metrics under another server's names"
@@ -248,6 +249,7 @@ class Settings(
             allowed_origins=self.allowed_origins,
             max_body_bytes=self.max_body_bytes,
             max_logprobs=self.max_logprobs,
+            page=self.page,
             strict_fields=self.strict_fields,
             stall_limit_s=self.stall_limit,
             shutdown_timeout_s=self.shutdown_timeout,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.protocol.chat import ChatBody, ChatForm
 from server.protocol.form import Envelope
 from server.routes.context import InContext, json_body
-from server.routes.generate import engine_requests, respond
+from server.routes.generate import answer_id, engine_requests, respond
 
 router = APIRouter()
 
@@ -26,5 +26,11 @@ async def create_chat_completion(
     prompt = body.truncate(ids, context.limits)
     params = body.params(context.limits, len(prompt))
     requests = engine_requests(context, body, [prompt], [params])
-    envelope = Envelope(id_prefix="chatcmpl", model=model, tokenizer=context.tokenizer, prompts=[prompt])
+    envelope = Envelope(
+        id_prefix="chatcmpl",
+        model=model,
+        tokenizer=context.tokenizer,
+        prompts=[prompt],
+        answer_id=answer_id(requests),
+    )
     return await respond(http, context, body, requests, body.text_rules(params), ChatForm(body, envelope))

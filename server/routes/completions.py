@@ -11,7 +11,7 @@ from engine.core.errors import InvalidRequestError
 from server.protocol.completions import CompletionBody, CompletionForm
 from server.protocol.form import Envelope
 from server.routes.context import Context, InContext, json_body
-from server.routes.generate import engine_requests, respond
+from server.routes.generate import answer_id, engine_requests, respond
 
 router = APIRouter()
 
@@ -25,7 +25,9 @@ async def create_completion(
     params = body.params(context.limits)
     prompts = await _prompt_ids(context, body)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    envelope = Envelope(id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts)
+    envelope = Envelope(
+        id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
+    )
     return await respond(
         http, context, body, requests, body.text_rules(params, echo=body.echo), CompletionForm(body, envelope)
     )

@@ -14,6 +14,7 @@ from engine.loop import Engine
 from server.app_config import AppConfig
 from server.client import EngineClient
 from server.errors import ApiError, shorten
+from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
@@ -38,6 +39,7 @@ class Context:
     config: AppConfig
     limits: Limits
     metrics: Metrics
+    live: LiveView
     started_s: int  # Unix time
 
     def check_model(self, name: str | None) -> str:

@@ -46,6 +46,11 @@ def engine_requests(
     ]
 
 
+def answer_id(requests: Sequence[Request]) -> str:
+    """What the answer is called outside: its requests' common name, by which the live view shows them too."""
+    return requests[0].request_id.partition("-")[0]
+
+
 async def respond(
     http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
 ) -> Response:

@@ -11,7 +11,7 @@ from harness import Live, eventually
 Serve = Callable[..., Live]
 GUARDED = (
     "/v1/models", "/v1/models/parrot", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/metrics",
-    "/version", "/load", "/docs", "/openapi.json", "/nowhere", "/health/", "//health",
+    "/version", "/load", "/docs", "/openapi.json", "/nowhere", "/health/", "//health", "/v1/engine/live", "/page", "/page/", "/page/../load",
 )  # fmt: skip
 
 
@@ -23,15 +23,15 @@ def locked(serve: Serve) -> str:
 @pytest.mark.parametrize("header", [None, "", "first", "Bearer", "Bearer firs", "Bearer firstt", "Basic first"])
 def test_without_a_key_nothing_but_the_probes_answers(locked: str, header: str | None) -> None:
     headers = {} if header is None else {"authorization": header}
-    with httpx.Client(base_url=locked, headers=headers) as http:
+    with httpx.Client(headers=headers) as http:
         for path in GUARDED:
             for method in ("GET", "POST", "OPTIONS"):
-                response = http.request(method, path)
+                response = http.request(method, locked + path)  # as spelled: a base_url would take //health for a host
                 assert response.status_code == 401, (method, path)
                 assert response.json()["error"]["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert response.headers["x-request-id"]
-        assert [http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        assert [http.get(locked + path).status_code for path in ("/health", "/ready")] == [200, 200]
 
 
 def test_each_key_opens(locked: str) -> None:

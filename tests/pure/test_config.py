@@ -156,7 +156,7 @@ def test_every_application_setting_reaches_the_application() -> None:
     argv = [
         "--served-model-name", "first", "second", "--api-key", "k", "--allowed-origins", "https://a.b",
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--strict-fields", "--stall-limit", "3",
-        "--shutdown-timeout", "4", "--metrics-compat", "vllm",
+        "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -166,6 +166,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         allowed_origins=("https://a.b",),
         max_body_bytes=1 << 20,
         max_logprobs=7,
+        page=False,
         strict_fields=True,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,

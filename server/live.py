@@ -1,0 +1,115 @@
+"""The engine as the page draws it: one look of the engine thread, shaped as JSON, shared by all who ask at that moment.
+
+Event loop. However many pages are open, the engine is asked at most once every MIN_AGE_S; when none is, never. No text
+of anybody is in it, and of a request's id only its first characters: enough to find one's own, too few to use another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic_core import to_json
+
+from engine.core.snapshot import SequenceView, Snapshot
+from engine.core.types import FinishReason
+from engine.loop import Engine
+from server.errors import ApiError
+
+MIN_AGE_S = 0.1
+PATIENCE_S = 5.0  # a look waits for the end of the step that runs
+TAG_CHARS = 8
+
+
+class LiveView:
+    """`document` is how things stand now, or stood MIN_AGE_S ago."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._taken_s = 0.0
+        self._taking: asyncio.Task[bytes] | None = None
+
+    async def document(self) -> bytes:
+        """Raises a 503 if the engine does not come round to it."""
+        now = self._engine.clock()
+        if self._taking is None or (self._taking.done() and now - self._taken_s >= MIN_AGE_S):
+            self._taken_s = now
+            self._taking = asyncio.create_task(self._take())
+        return await asyncio.shield(self._taking)  # who leaves must not take the look from the others
+
+    async def _take(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[Snapshot] = loop.create_future()
+
+        def settle(snapshot: Snapshot) -> None:
+            if not taken.done():
+                taken.set_result(snapshot)
+
+        def reply(snapshot: Snapshot) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, snapshot)
+
+        self._engine.look(reply)
+        try:
+            snapshot = await asyncio.wait_for(taken, PATIENCE_S)
+        except asyncio.TimeoutError:  # not the builtin's before Python 3.11
+            message = f"The engine did not answer within {PATIENCE_S:.0f} s: a step takes that long, or it has stopped."
+            raise ApiError(503, "engine_busy", message, type="service_unavailable_error") from None
+        return to_json(self._shape(snapshot))
+
+    def _shape(self, snapshot: Snapshot) -> dict[str, Any]:
+        config, stats = self._engine.config, self._engine.stats
+        return {
+            "object": "engine.live",
+            "time_s": snapshot.time_s,
+            "block_size": config.block_size,
+            "num_blocks": config.num_blocks,
+            "blocks": {
+                "held": snapshot.num_held_blocks,
+                "cached": len(snapshot.cached_blocks),
+                "free": snapshot.num_free_blocks,
+            },
+            "requests": {
+                "running": snapshot.num_running,
+                "waiting": snapshot.num_waiting,
+                "preempted": snapshot.num_preempted,
+            },
+            "totals": {
+                "steps": snapshot.steps,
+                "prompt_tokens": snapshot.prompt_tokens,
+                "generation_tokens": snapshot.generation_tokens,
+                "preemptions": snapshot.preemptions,
+                "finished": stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH],
+            },
+            "ttft": {"sum_s": snapshot.ttft_sum_s, "count": snapshot.ttft_count},
+            "itl": {"sum_s": snapshot.itl_sum_s, "count": snapshot.itl_count},
+            "cached_runs": runs(sorted(snapshot.cached_blocks)),
+            "sequences": [_sequence(view) for view in snapshot.sequences],
+        }
+
+
+def _sequence(view: SequenceView) -> dict[str, Any]:
+    return {
+        "seq_id": view.seq_id,
+        "tag": view.request_id[:TAG_CHARS],
+        "choice": view.choice,
+        "status": view.status.value,
+        "num_prompt": view.num_prompt,
+        "num_tokens": view.num_tokens,
+        "num_computed": view.num_computed,
+        "num_cached": view.num_cached,
+        "num_preemptions": view.num_preemptions,
+        "block_runs": runs(view.blocks),
+    }
+
+
+def runs(blocks: Iterable[int]) -> list[list[int]]:
+    """[first, length] of each run of adjacent blocks, in the order given: the pool hands out few and long ones."""
+    found: list[list[int]] = []
+    for block in blocks:
+        if found and block == found[-1][0] + found[-1][1]:
+            found[-1][1] += 1
+        else:
+            found.append([block, 1])
+    return found

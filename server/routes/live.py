@@ -1,0 +1,17 @@
+"""GET /v1/engine/live: the pool, who holds it, and the counts a rate is made of. The page polls it while it is looked at."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from server.routes.context import InContext
+
+router = APIRouter()
+
+
+@router.get("/v1/engine/live")
+async def live(context: InContext) -> Response:
+    """How the engine stands between two steps."""
+    document = await context.live.document()
+    return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

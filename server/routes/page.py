@@ -1,0 +1,79 @@
+"""The page at `/`: a playground and a live view of the engine, as static files from server/page/.
+
+Files are read once, at start, and only these are ever served: no path of a client reaches the file system. They hold no
+secret and are open without a key; the page asks for one and presents it to the API like any other client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+FOLDER = Path(__file__).parents[1] / "page"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file, ready to be sent."""
+
+    content: bytes
+    headers: dict[str, str]
+
+    def response(self, if_none_match: str | None) -> Response:
+        """The file, or a 304 for a browser that has it."""
+        if if_none_match == self.headers["etag"]:
+            return Response(status_code=304, headers=self.headers)
+        return Response(self.content, headers=self.headers)
+
+
+def load_files() -> dict[str, PageFile]:
+    """Every file of the page by its URL path; the HTML is `/`."""
+    files = {}
+    for path in sorted(FOLDER.iterdir()):
+        if path.suffix in MEDIA_TYPES:
+            content = path.read_bytes()
+            headers = {
+                "content-type": MEDIA_TYPES[path.suffix],
+                "etag": f'"{sha256(content).hexdigest()[:20]}"',
+                "cache-control": "no-cache",  # asked for anew each time, so that an update is seen at once
+            }
+            url = "/" if path.name == "index.html" else f"/page/{path.name}"
+            files[url] = PageFile(content, SECURITY_HEADERS | headers)
+    return files
+
+
+def page_router(files: dict[str, PageFile]) -> APIRouter:
+    """Routes for exactly these files."""
+    router = APIRouter()
+    options: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
+
+    def add(url: str, file: PageFile) -> None:
+        async def send(request: Request) -> Response:
+            return file.response(request.headers.get("if-none-match"))
+
+        router.add_api_route(url, send, **options)
+
+    for url, file in files.items():
+        add(url, file)
+    return router
