@@ -1,0 +1,195 @@
+"""The page in a real browser, over the real application and a model that repeats what it is told (tests/http/harness.py)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.http.harness import Live, eventually
+
+Serve = Callable[..., Live]
+Open = Callable[..., Page]
+PROMPT = "no end"  # as a completion it is answered with letters until max_tokens
+CENSUS = """canvas => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const colours = new Set();
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i + 3]) colours.add(`${data[i]},${data[i + 1]},${data[i + 2]}`);
+  }
+  return colours.size;
+}"""  # how many colours are on it
+
+
+def ask(page: Page, text: str, chat: int = 1) -> None:
+    box = page.get_by_label(f"Chat {chat}: message")
+    box.fill(text)
+    box.press("Enter")
+
+
+def card(page: Page, chat: int = 1) -> Locator:
+    return page.get_by_role("article", name=f"Chat {chat}", exact=True)
+
+
+def ask_without_end(page: Page, chat: int = 1) -> Locator:
+    card(page, chat).get_by_label("API").select_option("completion")
+    ask(page, PROMPT, chat)
+    answer = card(page, chat).locator(".answer .text")
+    expect(answer).to_have_text(re.compile("[a-z]{3}"))
+    return answer
+
+
+def test_a_question_is_answered_with_its_times_and_its_command(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(step_s=0.005))
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Seed").fill("7")
+    ask(page, "Who goes 'there'?")
+    expect(card(page).locator(".answer .text")).to_have_text("Who goes 'there'?")
+    expect(card(page).locator(".facts")).to_have_text(re.compile(r"TTFT [\d.]+ m?s  ·  TPOT [\d.]+ m?s  ·  18 tokens$"))
+    card(page).get_by_role("button", name="curl").click()
+    command = card(page).locator(".command").inner_text()
+    for part in ("/v1/chat/completions'", '"temperature":0,', '"seed":7', "Who goes '\\''there'\\''?"):
+        assert part in command
+    assert "Authorization" not in command
+    ask(page, "And now?")  # the history goes along, and the parrot repeats that too
+    expect(card(page).locator(".answer .text").nth(1)).to_have_text("Who goes 'there'?" * 2 + "And now?")
+
+
+def test_markup_from_a_model_stays_text(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve())
+    text = "<img src=x onerror=alert(1)><b>bold</b>"
+    ask(page, text)
+    expect(card(page).locator(".answer .text")).to_have_text(text)
+    assert card(page).locator(".log img, .log b").count() == 0
+
+
+def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> None:
+    live = serve(step_s=0.02)
+    page = open_page(live)
+    expect(page.locator("#running")).to_have_text("0")
+    quiet = page.locator("#pool").evaluate(CENSUS)
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_label("Ask every chat at once").check()
+    for chat in (1, 2):
+        card(page, chat).get_by_label("API").select_option("completion")
+    ask(page, PROMPT)
+    expect(page.locator("#running")).to_have_text("2")
+    expect(page.locator("#status")).to_have_text("computing")
+    expect(page.locator(".sequences li")).to_have_count(2)
+    expect(page.locator("#rate")).to_have_text(re.compile(r"^[1-9]\d*$"))
+    expect(page.locator("#ttft")).to_have_text(re.compile(r"\d m?s$"))
+    expect(page.locator("#tpot")).to_have_text(re.compile(r"\d m?s$"))
+    eventually(lambda: page.locator("#pool").evaluate(CENSUS) > quiet)
+    held = page.locator("#history-note")
+    expect(held).to_have_text(re.compile("^[1-9]"))
+    owns = [card(page, chat).evaluate("chat => chat.style.getPropertyValue('--own')") for chat in (1, 2)]
+    assert len(set(owns)) == 2, "each chat wears its sequence's colour"
+    page.locator(".sequences li").first.hover()
+    for chat in (1, 2):
+        card(page, chat).get_by_role("button", name="Stop").click()
+    expect(page.locator("#running")).to_have_text("0")
+    expect(held).to_have_text(re.compile("^0 held"))
+    expect(page.locator(".sequences li")).to_have_count(0)
+    live.check_idle()
+
+
+@pytest.mark.parametrize("how", ["button", "escape", "clear", "close"])
+def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> None:
+    live = serve(step_s=0.02)
+    page = open_page(live)
+    answer = ask_without_end(page)
+    if how == "button":
+        card(page).get_by_role("button", name="Stop").click()
+    elif how == "escape":
+        page.get_by_label("Chat 1: message").press("Escape")
+    elif how == "clear":
+        card(page).get_by_role("button", name="Clear").click()
+    else:
+        page.get_by_role("button", name="Close Chat 1").click()
+        expect(card(page, 2)).to_be_visible()  # there is always one
+    live.check_idle()  # the engine has let go of it, long before its 256 tokens
+    assert live.engine.stats.generation_tokens < 250
+    if how in ("button", "escape"):
+        expect(card(page).locator(".facts")).to_have_text(re.compile("stopped$"))
+        assert len(answer.inner_text()) >= 3
+        expect(card(page).get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_a_wrong_key_is_told_and_a_right_one_kept_in_the_tab(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(api_keys=("right",)))
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_be_visible()
+    for key, error in (("wrong", "The server does not know this key"), ("right", None)):
+        page.get_by_label("API key", exact=True).fill(key)
+        page.get_by_role("button", name="Use this key").click()
+        if error:
+            expect(page.get_by_role("alert")).to_contain_text(error)
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#model-name")).to_have_text("parrot")
+    expect(page.locator("#running")).to_have_text("0")
+    ask(page, "hello")
+    expect(card(page).locator(".answer .text")).to_have_text("hello")
+    card(page).get_by_role("button", name="curl").click()
+    command = card(page).locator(".command").inner_text()
+    assert "$QUIRE_API_KEY" in command
+    assert "right" not in command
+    page.reload()
+    expect(page.locator("#model-name")).to_have_text("parrot")
+    expect(dialog).to_be_hidden()
+    stored = page.evaluate("[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage})]")
+    assert ["right" in each for each in stored] == [True, False]
+
+
+def test_a_refusal_is_shown_where_the_answer_would_be(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve())
+    # The browser itself tells of the status of a refused request; what is asked here is refused within a stream.
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        content_type="text/event-stream",
+        body=': ping\n\ndata: {"error": {"message": "The device is lost.", "code": "engine_dead"}}\n\ndata: [DONE]\n\n',
+    ))  # fmt: skip
+    ask(page, "hello")
+    expect(card(page).get_by_role("alert")).to_have_text("The device is lost.")
+    expect(card(page).get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_a_wrong_setting_is_told_before_anything_is_sent(serve: Serve, open_page: Open) -> None:
+    live = serve()
+    page = open_page(live)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("9")
+    page.get_by_role("button", name="Settings").click()
+    ask(page, "hello")
+    expect(page.get_by_label("Temperature")).to_be_focused()
+    assert live.engine.stats.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_system_chooses_the_theme_until_the_user_does(serve: Serve, open_page: Open, scheme: Any) -> None:
+    page = open_page(serve(), color_scheme=scheme)
+    background = "getComputedStyle(document.body).backgroundColor"
+    is_dark = "matchMedia('(prefers-color-scheme: dark)').matches"
+    assert page.evaluate(is_dark) == (scheme == "dark")
+    before = page.evaluate(background)
+    button = page.get_by_role("button", name="Dark")
+    expect(button).to_have_attribute("aria-pressed", str(scheme == "dark").lower())
+    button.click()
+    after = page.evaluate(background)
+    assert after != before
+    page.reload()
+    assert page.evaluate(background) == after
+    assert (max(map(int, re.findall(r"\d+", before))) < 128) == (scheme == "dark")
+
+
+def test_a_phone_needs_no_sideways_scrolling_and_everything_has_a_name(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(), viewport={"width": 360, "height": 740})
+    page.get_by_role("button", name="Settings").click()
+    ask(page, "w" * 200)
+    expect(card(page).locator(".answer .text")).to_have_text("w" * 200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    nameless = page.evaluate("""[...document.querySelectorAll("button, input, select, textarea, canvas")].filter(
+        (each) => !(each.labels?.length || each.ariaLabel || each.textContent.trim())).map((each) => each.outerHTML)""")
+    assert nameless == []
