@@ -402,7 +402,7 @@ class Scheduler:
 
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""
-        return take_snapshot(self.stats, self._memory.pool, self._living().values(), now)
+        return take_snapshot(self.stats, self._memory.pool, self._living().values(), self._waiting, now)
 
     def _living(self) -> dict[int, Sequence]:
         """Everybody who may hold something, by sequence id."""

@@ -143,7 +143,12 @@ class Sequence:
     def prompt_info(self) -> PromptInfo:
         """What the first event of this choice tells about the prompt."""
         wanted = self.params.prompt_logprobs is not None
-        return PromptInfo(self.num_cached, tuple(self.prompt_logprobs) if wanted else None)
+        return PromptInfo(
+            num_cached_tokens=self.num_cached,
+            logprobs=tuple(self.prompt_logprobs) if wanted else None,
+            queue_s=self.first_scheduled_s - self.request.arrival_s,
+            prefill_s=max(self.first_token_s - self.first_scheduled_s, 0.0),  # 0 where no token is drawn
+        )
 
     def take_seats(self, seats: list[int]) -> None:
         """Sit down on runner rows; the first is this sequence's own."""

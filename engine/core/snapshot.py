@@ -51,10 +51,16 @@ class Snapshot(NamedTuple):
     num_held_blocks: int
     cached_blocks: tuple[int, ...]  # held by nobody, still findable
     sequences: tuple[SequenceView, ...]
+    queue: tuple[str, ...]  # ids of the requests that wait, the next one first
 
 
-def take_snapshot(stats: Stats, pool: BlockPool, living: Iterable[Sequence], now: float) -> Snapshot:
-    """`living` are all sequences that hold something or wait, the ones that leave with a plan in flight included."""
+def take_snapshot(
+    stats: Stats, pool: BlockPool, living: Iterable[Sequence], queue: Iterable[Sequence], now: float
+) -> Snapshot:
+    """`living` are all sequences that hold something or wait, the ones that leave with a plan in flight included.
+
+    `queue` are those that wait, in order.
+    """
     views: list[SequenceView] = []
     num_empty = 0
     for seq in living:
@@ -93,4 +99,5 @@ def take_snapshot(stats: Stats, pool: BlockPool, living: Iterable[Sequence], now
         num_held_blocks=pool.num_held,
         cached_blocks=pool.cached_blocks,
         sequences=tuple(views),
+        queue=tuple([seq.request_id for seq in queue]),
     )

@@ -85,6 +85,8 @@ class PromptInfo(NamedTuple):
 
     num_cached_tokens: int
     logprobs: tuple[TokenLogprob | None, ...] | None  # one entry a prompt token, None for the first
+    queue_s: float = 0.0  # as in RequestTimings, told early: of an answer that is cut short they are all there is
+    prefill_s: float = 0.0
 
 
 class RequestTimings(NamedTuple):

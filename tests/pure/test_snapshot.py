@@ -92,3 +92,23 @@ def test_a_look_is_answered_while_idle_on_the_engines_thread() -> None:
     engine.stop(drain_s=0)
     [(snapshot, thread)] = seen
     assert (snapshot.num_free_blocks, snapshot.sequences, thread) == (24, (), "quire-engine")
+
+
+def test_the_queue_is_shown_in_its_order() -> None:
+    driver = Driver(config(max_num_seqs=1, policy="priority"))
+    for name, priority in (("runs", 0), ("last", 5), ("next", 1)):
+        driver.add(request(name, (1, 2, 3), max_tokens=4, min_tokens=4, priority=priority))
+        driver.launch()
+        driver.commit()
+    assert driver.scheduler.snapshot(driver.now).queue == ("next", "last")
+
+
+def test_the_first_event_tells_how_long_it_took() -> None:
+    driver = Driver(config(max_num_seqs=1))
+    driver.add(request("a", (1, 2, 3), max_tokens=2, min_tokens=2, arrival_s=driver.now))
+    driver.add(request("b", (1, 2, 3), max_tokens=0, prompt_logprobs=0, arrival_s=driver.now))
+    driver.drain()
+    first, second = driver.prompts["a", 0], driver.prompts["b", 0]
+    assert (first.queue_s, first.prefill_s) == (pytest.approx(0.01), pytest.approx(0.01))
+    assert second.queue_s > first.queue_s
+    assert second.prefill_s == 0  # nothing was drawn
