@@ -1,0 +1,39 @@
+"""The ways of writing calls that are known here, and which of them a chat template teaches its model."""
+
+from __future__ import annotations
+
+import re
+
+from server.tools.parser import Dialect
+
+HERMES = Dialect(name="hermes", marks=(("<tool_call>", "</tool_call>"),))
+LLAMA3 = Dialect(name="llama3_json", marks=(("<|python_tag|>", ""),), is_bare=True, only_known=True)
+MISTRAL = Dialect(
+    name="mistral", marks=(("[TOOL_CALLS]", ""),), leads_with_name=True, name_end="[ARGS]", id_length=9
+)  # its templates refuse ids of another length
+JSON = Dialect(
+    name="json", marks=(("```json", "```"), ("<|tool_call|>", "<|/tool_call|>")), is_bare=True, only_known=True
+)
+FORCED = Dialect(name="forced", is_bare=True, only_known=True)  # what server/tools/forced.py lets a model write
+
+DIALECTS = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON)}
+
+_TOOLS = re.compile(r"\btools\b")
+
+
+def has_place_for_tools(template: str) -> bool:
+    """True if a chat template shows tools to its model."""
+    return bool(_TOOLS.search(template))
+
+
+def detect_dialect(template: str) -> Dialect | None:
+    """The dialect that a chat template with tools teaches; None for one that is not known here."""
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" in template:
+        return None if "<function=" in template else HERMES  # the same mark around another language
+    if "<|tool_call|>" in template:
+        return JSON
+    if "<|start_header_id|>" in template and '"parameters"' in template:
+        return LLAMA3
+    return None
