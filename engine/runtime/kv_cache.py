@@ -68,8 +68,7 @@ class KVCache:
             ) from error
 
         self._paged_step = backend.paged_step(self._keys, self._values)
-        is_narrow = dtype.itemsize == 1  # rows that are quantised on their way in
-        self._rotating = backend if isinstance(backend, RotatingBackend) and not is_narrow else None
+        self._rotating = backend if isinstance(backend, RotatingBackend) else None
 
     @property
     def paged_step(self) -> PagedStep | None:

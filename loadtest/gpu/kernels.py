@@ -84,6 +84,7 @@ def _time_norm(task: Task, device: torch.device, num_rows: int) -> None:
 
 def _time_rotation(task: Task, device: torch.device, num_rows: int) -> None:
     from engine.runtime.cuda.rope_store import rotate_and_store
+    from engine.runtime.cuda.store import view_pool
 
     shape = task.shape("qwen3-0.6b")
     heads, dim, block_size = shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, 16
@@ -95,9 +96,9 @@ def _time_rotation(task: Task, device: torch.device, num_rows: int) -> None:
     slots = torch.randperm(num_blocks * block_size)[:num_rows].to(device)
     calls: list[Callable[[], Tensor]] = []
     for _ in range(num_copies(num_bytes)):
-        k_pool, v_pool = (make(num_blocks, shape.num_kv_heads, block_size, dim).transpose(1, 2) for _ in "kv")
+        pool = view_pool(*(make(num_blocks, shape.num_kv_heads, block_size, dim) for _ in "kv"))
         qkv = make(num_rows, heads, dim)
-        calls.append(partial(rotate_and_store, qkv, angles, norms, 1e-6, k_pool, v_pool, slots))
+        calls.append(partial(rotate_and_store, qkv, angles, norms, 1e-6, pool, slots))
     _report(task, f"head norms, rotation and store, {num_rows} rows", num_bytes, calls)
 
 

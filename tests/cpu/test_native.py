@@ -122,6 +122,7 @@ def test_int8_rows_are_those_of_torch(library: Library, dtype: torch.dtype) -> N
     spec, backend = AttentionSpec(1, 1, 40, 1.0), CpuNativeAttention()
     rows = (torch.randn(64, 1, 40) * 10.0 ** torch.randint(-4, 4, (64, 1, 1))).to(dtype)
     rows[5], rows[6, 0, 39], rows[7, 0, 0] = 0, torch.nan, -torch.inf
+    rows[8] = rows[4] * 2e-37
     k, v = empty_pools(backend, spec, 1, 64, torch.int8)
     backend.prepare(make_batch([(0, 64)], [[0]], 64))
     backend.attend(spec, rows, rows, rows, k, v)

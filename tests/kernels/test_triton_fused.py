@@ -7,15 +7,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.attention.pool import from_pool, to_pool
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
+from engine.runtime.cuda.store import PoolView, view_pool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
+NEEDS_FP8 = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9),
+    reason="this card has no fp8: it needs compute capability 8.9",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -98,103 +103,129 @@ def reference_rotation(qk: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     ("num_heads", "num_kv_heads", "dim", "rope_dim"),
     [(3, 1, 64, 64), (4, 2, 80, 32), (1, 1, 96, 96), (8, 2, 128, 128), (7, 1, 256, 64), (2, 2, 6, 6), (5, 1, 64, None)],
 )
-@pytest.mark.parametrize(("num_tokens", "layout"), [(0, "tokens"), (1, "tokens"), (5, "heads")])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_rotate_and_store(
-    num_tokens: int,
-    layout: str,
-    num_heads: int,
-    num_kv_heads: int,
-    dim: int,
-    rope_dim: int | None,
-    dtype: torch.dtype,
+    num_tokens: int, num_heads: int, num_kv_heads: int, dim: int, rope_dim: int | None, dtype: torch.dtype
 ) -> None:
-    """With and without norms; the pool is in the order of tokens or of heads, and what is not stored to stays as it was."""
-    num_blocks, block_size = 5, 4
-    shape = (num_blocks, block_size, num_kv_heads, dim)
-    for norm_dtype in (None, torch.float32 if layout == "heads" else dtype):
-        qkv = random(num_tokens, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
-        qkv = apart(qkv) if num_tokens else qkv
-        before = qkv.clone()
-        angles = None
+    """With and without norms; what is not stored to stays as it was."""
+    for norm_dtype in (None, torch.float32 if num_tokens == 5 else dtype):
+        case = Rotated(num_tokens, num_heads, num_kv_heads, dim, rope_dim, dtype, norm_dtype)
+        pool = view_pool(*(torch.full((5, num_kv_heads, 4, dim), NAN, dtype=dtype, device=DEVICE) for _ in "kv"))
+        q = case.store(pool)
+
+        k_rows, v_rows = (x.transpose(1, 2).flatten(0, 1) for x in (pool.k, pool.v))
+        assert torch.equal(v_rows[case.stored], case.v.to(dtype))
+        for found, exact in ((q, case.q), (k_rows[case.stored], case.k)):
+            assert found.dtype == dtype
+            error = (found.double() - exact).abs()
+            allowed = case.roundings * torch.finfo(dtype).eps * exact.abs() + case.loose * (1 + exact.abs()) + 4e-6
+            assert bool((error <= allowed).all())
+        assert k_rows[case.untouched].isnan().all()
+        assert v_rows[case.untouched].isnan().all()
+
+
+class Rotated:
+    """Random queries, keys and values on their way to slots of which one is nobody's; and what float64 makes of them."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        rope_dim: int | None,
+        dtype: torch.dtype,
+        norm_dtype: torch.dtype | None,
+    ) -> None:
+        self.qkv = random(num_tokens, num_heads + 2 * num_kv_heads, dim, dtype=dtype, spread=5)
+        self.qkv = apart(self.qkv) if num_tokens else self.qkv
+        self.angles = None
         if rope_dim is not None:
             angle = random(num_tokens, rope_dim // 2, spread=9).repeat(1, 2)
             sign = torch.ones(rope_dim, device=DEVICE)
             sign[: rope_dim // 2] = -1
-            angles = (angle.cos().to(dtype), (angle.sin() * sign).to(dtype))
-        norms = None
+            self.angles = (angle.cos().to(dtype), (angle.sin() * sign).to(dtype))
+        self.norms = None
         if norm_dtype is not None:
-            norms = (random(dim, dtype=norm_dtype), random(dim, dtype=norm_dtype))
-        k_pool = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
-        v_pool = torch.full(shape, NAN, dtype=dtype, device=DEVICE)
-        if layout == "heads":
-            k_pool, v_pool = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (k_pool, v_pool))
-        slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens]
-        slots[num_tokens // 2 : num_tokens // 2 + 1] = -1  # a row that pads a graph
-
-        q = rotate_and_store(qkv, angles, norms, 1e-6, k_pool, v_pool, slots)
-
-        assert torch.equal(qkv, before)
-        num_turned = num_heads + num_kv_heads
-        qk, v = qkv[:, :num_turned].double(), qkv[:, num_turned:]
-        if norms is not None:
-            scale = torch.cat((norms[0].expand(num_heads, dim), norms[1].expand(num_kv_heads, dim)))
-            qk = (F.rms_norm(qk, (dim,), None, 1e-6) * scale.double()).to(dtype).double()
-        if angles is not None:
-            qk = reference_rotation(qk, *angles)
+            self.norms = (random(dim, dtype=norm_dtype), random(dim, dtype=norm_dtype))
+        self.slots = torch.randperm(20, device=DEVICE)[:num_tokens]
+        self.slots[num_tokens // 2 : num_tokens // 2 + 1] = -1  # a row that pads a graph
+        self._heads = num_heads, num_kv_heads
         # Where a norm's result lies between two numbers of the type, float64 may round it to the other one.
-        roundings = 0.5 if norms is None else 4.0
-        loose = 0.0 if norms is None else 4 * torch.finfo(dtype).eps
-        stored = slots >= 0
-        k_rows, v_rows = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
-        assert torch.equal(v_rows[slots[stored]], v[stored])
-        for found, exact in ((q, qk[:, :num_heads]), (k_rows[slots[stored]], qk[stored, num_heads:])):
-            assert found.dtype == dtype
-            error = (found.double() - exact).abs()
-            allowed = roundings * torch.finfo(dtype).eps * exact.abs() + loose * (1 + exact.abs()) + 4e-6
-            assert bool((error <= allowed).all())
-        untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
-        untouched[slots[stored]] = False
-        assert k_rows[untouched].isnan().all()
-        assert v_rows[untouched].isnan().all()
+        self.roundings = 0.5 if self.norms is None else 4.0
+        self.loose = 0.0 if self.norms is None else 4 * torch.finfo(dtype).eps
+
+    def store(self, pool: PoolView) -> Tensor:
+        """Call the kernel, then compute what it should have stored."""
+        before = self.qkv.clone()
+        q = rotate_and_store(self.qkv, self.angles, self.norms, 1e-6, pool, self.slots)
+        torch.testing.assert_close(self.qkv, before, rtol=0, atol=0, equal_nan=True)
+        num_heads, num_kv_heads = self._heads
+        dim = self.qkv.shape[2]
+        qk, v = self.qkv[:, : num_heads + num_kv_heads].double(), self.qkv[:, num_heads + num_kv_heads :].double()
+        if self.norms is not None:
+            weights = (self.norms[0].expand(num_heads, dim), self.norms[1].expand(num_kv_heads, dim))
+            qk = (F.rms_norm(qk, (dim,), None, 1e-6) * torch.cat(weights).double()).to(self.qkv.dtype).double()
+        if self.angles is not None:
+            qk = reference_rotation(qk, *self.angles)
+        is_stored = self.slots >= 0
+        self.q, self.k, self.v = qk[:, :num_heads], qk[is_stored, num_heads:], v[is_stored]
+        self.stored = self.slots[is_stored]
+        self.untouched = torch.ones(20, dtype=torch.bool, device=DEVICE)
+        self.untouched[self.stored] = False
+        return q
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")  # numpy's, for a row of zeros ...
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # ... and for one with an infinity
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for a row with an infinity
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(3, 1, 64), (4, 2, 80), (1, 5, 128)])
-def test_rotate_and_store_in_int8(num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-    """As attention/pool.py stores what lies in a pool of the model's type; rows that broke stay broken."""
-    num_tokens, shape = 6, (4, 3, num_kv_heads, dim)
-    qkv = apart(random(num_tokens, num_heads + 2 * num_kv_heads, dim, dtype=dtype, spread=5))
-    qkv[1, num_heads:] = 0
-    qkv[2, -1, 3], qkv[3, num_heads, 5] = NAN, torch.inf
-    angle = random(num_tokens, dim // 2).repeat(1, 2)
-    angles, slots = (angle.cos().to(dtype), angle.sin().to(dtype)), torch.randperm(12, device=DEVICE)[:num_tokens]
-    slots[5] = -1
-    plain = [torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2)]
-    expected_q = rotate_and_store(qkv, angles, None, 0.0, *plain, slots)
-    # Numbers of a head's block, then their scales, as one row of a wider matrix would have them.
-    runs = torch.full((2, 4, num_kv_heads, 3 * (dim + 4)), 77, dtype=torch.int8, device=DEVICE)
-    before = runs.clone()
-    pools = [run[..., : 3 * dim].unflatten(-1, (3, dim)).transpose(1, 2) for run in runs]
-    scales = [run.view(torch.float32)[..., 3 * dim // 4 :].transpose(1, 2) for run in runs]
-    q = rotate_and_store(qkv, angles, None, 0.0, *pools, slots, (scales[0], scales[1]))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(torch.int8, id="int8"), pytest.param(torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8)]
+)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim", "rope_dim", "has_norm"),
+    [(3, 1, 64, 64, True), (4, 2, 80, 32, False), (1, 5, 128, 128, True), (2, 2, 12, None, False)],
+)
+def test_rotate_and_store_in_a_narrow_pool(
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    rope_dim: int | None,
+    has_norm: bool,
+    kind: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    """Within one rounding to numbers up to the row's largest; rows that are broken are told, and zero stays zero."""
+    case = Rotated(6, num_heads, num_kv_heads, dim, rope_dim, dtype, dtype if has_norm else None)
+    case.qkv[1, num_heads:] = 0
+    case.qkv[2, -1, 3], case.qkv[4, num_heads, 5] = NAN, torch.inf
+    shape = (5, num_kv_heads, 4, dim + SCALE_BYTES)
+    pool = view_pool(*(torch.full(shape, -1, dtype=torch.int8, device=DEVICE).view(kind) for _ in "kv"))
+    q = case.store(pool)
 
-    assert torch.equal(q, expected_q)
-    stored = slots[slots >= 0]
-    for pool, scale, exact in zip(pools, scales, plain, strict=True):
-        rows = to_pool(exact.reshape(12, num_kv_heads, dim)[stored], torch.int8)
-        numbers, peaks = rows[..., :dim], rows[..., dim:].contiguous().view(torch.float32)[..., 0]
-        found, found_peaks = (x.reshape(12, num_kv_heads, -1)[stored] for x in (pool, scale[..., None]))
-        torch.testing.assert_close(found_peaks[..., 0], peaks, rtol=1e-6, atol=0, equal_nan=True)
+    plain = view_pool(*(torch.zeros(5, num_kv_heads, 4, dim, dtype=dtype, device=DEVICE) for _ in "kv"))
+    torch.testing.assert_close(q, case.store(plain), rtol=0, atol=0, equal_nan=True)
+    for rows, scales, exact in ((pool.k, pool.k_scales, case.k), (pool.v, pool.v_scales, case.v)):
+        assert scales is not None
+        numbers, factors = numbers_and_scales(rows, scales, dim)
+        found = (numbers[case.stored].to(torch.float32) * factors[case.stored]).double()
+        peaks = exact.abs().amax(-1, keepdim=True)
         is_whole = peaks.isfinite()
-        off = (found.int() - numbers.int())[is_whole].abs()
-        assert off.max() <= 1  # where rounding met a tie
-        assert off.float().mean() < 0.01
-        again = from_pool(torch.cat((found, found_peaks.contiguous().view(torch.int8)), -1), torch.float32)
-        assert torch.equal(again.isnan().any(-1), ~is_whole)
-    for run, old in zip(runs, before, strict=True):
-        untouched = torch.ones(12, dtype=torch.bool)
-        untouched[stored.cpu()] = False
-        places = run[..., : 3 * dim].unflatten(-1, (3, dim)).transpose(1, 2).reshape(12, -1)
-        assert torch.equal(places[untouched], old[..., : 3 * dim].reshape(12, -1)[untouched])
+        assert torch.equal(found.isnan().any(-1), ~is_whole[..., 0])
+        # Half a step of int8; half of the last of e4m3's four digits, or of the smallest steps it has.
+        steps = exact.abs() * 2.0**-4 if kind.is_floating_point else peaks * 0
+        steps = torch.maximum(steps, peaks / PEAKS[kind] * (2.0**-10 if kind.is_floating_point else 0.5))
+        lost = (case.roundings * torch.finfo(dtype).eps + case.loose) * peaks + case.loose + 4e-6
+        assert bool(((found - exact).abs() <= 1.001 * steps + 1.1 * lost)[is_whole.expand(exact.shape)].all())
+        largest = numbers[case.stored].float().abs().amax(-1, keepdim=True)
+        assert bool((largest[is_whole & (peaks > 0)] == PEAKS[kind]).all())
+        assert bool((found[(peaks == 0).expand(found.shape)] == 0).all())
+        assert bool((movable(numbers)[case.untouched] == -1).all())
+        assert bool((factors.contiguous().view(torch.int32)[case.untouched] == -1).all())
+
+
+def numbers_and_scales(rows: Tensor, scales: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Of a narrow pool by slot: [slots, heads, dim] and [slots, heads, 1]. A head's block is numbers, then scales."""
+    blocks, heads, block_size = rows.shape[:3]
+    numbers = rows.flatten(2)[..., : block_size * dim].view(blocks, heads, block_size, dim)
+    factors = scales.flatten(2)[..., block_size * dim // 4 :]
+    return numbers.transpose(1, 2).flatten(0, 1), factors.transpose(1, 2).flatten(0, 1)[..., None]

@@ -21,6 +21,9 @@ from engine.runtime.attention.base import AttentionSpec
 
 SCALE_BYTES = 4
 PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow pools, and the largest number of each
+# Of a row. Smaller ones, zeros among them, are stored as if they had it: neither their scale nor its inverse would be a
+# normal float32 otherwise.
+SMALLEST_PEAK = 2.0**-116
 
 
 def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -39,8 +42,8 @@ def to_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype not in PEAKS:
         return rows
     wide = rows.float()
-    peak = wide.abs().amax(-1, keepdim=True)
-    factor = (torch.full_like(peak, PEAKS[dtype]) / peak).clamp(max=torch.finfo(torch.float32).max)
+    peak = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
+    factor = torch.full_like(peak, PEAKS[dtype]) / peak
     # A row with a NaN keeps a scale that makes NaN of all of it again.
     numbers = (wide * factor).nan_to_num(0.0)
     numbers = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)

@@ -102,13 +102,13 @@ class TritonPagedAttention:
     def rotate_and_attend(
         self, spec: AttentionSpec, qkv: Tensor, rotation: Rotation, k_pool: Tensor, v_pool: Tensor
     ) -> Tensor:
-        """Norm, rotate and store in one launch, then attend. The pool is of the queries' type."""
+        """Norm, rotate and store in one launch, then attend."""
         step = self._step
         assert step is not None, "prepare comes before attend"
         norms, eps, angles = rotation
-        pools = (k_pool.transpose(1, 2), v_pool.transpose(1, 2))
-        q = rotate_and_store(qkv, angles, norms, eps, *pools, step.tensors.slots)
-        return self._attend(spec, q, view_pool(k_pool, v_pool), step)
+        pool = view_pool(k_pool, v_pool)
+        q = rotate_and_store(qkv, angles, norms, eps, pool, step.tensors.slots)
+        return self._attend(spec, q, pool, step)
 
     def _attend(self, spec: AttentionSpec, q: Tensor, pool: PoolView, step: _Step) -> Tensor:
         tensors = step.tensors

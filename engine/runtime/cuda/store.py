@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, SMALLEST_PEAK, movable
 
 
 class PoolView(NamedTuple):
@@ -50,28 +50,33 @@ def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
     pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
 
-_ROUND = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: added and taken away, it rounds a small float32 to an even-tied integer
-_MAX = tl.constexpr(3.4028234663852886e38)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds a small float32 to the nearest integer
+_SMALLEST = tl.constexpr(SMALLEST_PEAK)
+
+
+@triton.jit
+def quantise(rows, PEAK: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows [R, dims], zero where there is no dim, as numbers up to PEAK in DTYPE, and what they are to be multiplied by [R].
+
+    As attention/pool.py has it. NaN, in a row with NaN or infinity, becomes 0 beside a scale that makes NaN of the row.
+    """
+    rows = rows.to(tl.float32)
+    peak = tl.maximum(tl.max(tl.abs(rows), 1), _SMALLEST)
+    is_broken = tl.max((rows != rows).to(tl.int32), 1) > 0
+    scaled = rows * tl.div_rn(PEAK, peak)[:, None]
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
+    if DTYPE.is_int8():  # to fp8, the conversion itself rounds
+        scaled = (scaled + _ROUND) - _ROUND
+    return scaled.to(DTYPE), tl.where(is_broken, float("nan"), tl.div_rn(peak, PEAK))
 
 
 @triton.jit
 def _store_rows(rows, pool, scales, at, scales_at, heads, dims, mask, NUM_HEADS: tl.constexpr, PEAK: tl.constexpr):
     """Rows [heads, dims] of one token to element offsets `at` [heads], and what they are multiplied by to `scales_at`."""
     if scales is not None:
-        rows = rows.to(tl.float32)
-        peak = tl.max(tl.abs(rows), 1)
-        factor = tl.minimum(tl.div_rn(PEAK, peak), _MAX)
-        scaled = rows * factor[:, None]
-        # NaN, in a row with NaN or infinity, is stored as 0 beside a scale that makes NaN of the row again.
-        is_broken = tl.max((rows != rows).to(tl.int32), 1) > 0
-        scale = tl.where(is_broken, float("nan"), tl.div_rn(peak, PEAK))
-        rows = tl.where(scaled == scaled, scaled, 0.0)
-        if pool.dtype.element_ty == tl.int8:  # to fp8, the conversion itself rounds
-            rows = (rows + _ROUND) - _ROUND
+        rows, scale = quantise(rows, PEAK, pool.dtype.element_ty)
         tl.store(scales + scales_at, scale, mask=heads < NUM_HEADS)
-    tl.store(pool + at[:, None] + dims[None, :], rows.to(pool.dtype.element_ty), mask=mask)
+    tl.store(pool + at[:, None] + dims[None, :], rows, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])

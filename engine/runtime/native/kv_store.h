@@ -2,7 +2,6 @@
  *
  * engine/runtime/attention/pool.py says the same in torch, to the bit. A row with a NaN or an infinity keeps a scale that
  * makes NaN of whatever is multiplied by it, so that a sequence whose arithmetic broke is still found out. */
-#include <float.h>
 
 typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
@@ -15,7 +14,8 @@ INLINE float quantize_row(struct view row, int64_t dim, float *scaled, int8_t *o
         sum += x - x; /* NaN where x is, or is infinite */
     }
     float peak = peak_f(largest) + sum_f(sum);
-    float factor = fminf(127.f / peak, FLT_MAX);
+    if (peak < 0x1p-116f) peak = 0x1p-116f; /* not NaN */
+    float factor = 127.f / peak;
     for (int64_t d = 0; d < dim; d += W) store_f(scaled + d, get(row, d, dim) * factor);
     __asm__ volatile("" : : "r"(scaled) : "memory"); /* or the sum below would swallow the product's rounding */
     for (int64_t d = 0; d < dim; d += W) {
