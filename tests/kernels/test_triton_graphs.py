@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
+from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.types import Progress, Request, TokenEvent, TokenLogprob
+from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
+from engine.runtime.cuda.decode_inputs import DecodeInputs
 from engine.runtime.cuda.graphs import DecodeGraphs, graph_sizes
 from engine.runtime.runner import ModelRunner
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
@@ -86,6 +88,24 @@ def test_rows_of_nobody_leave_no_trace() -> None:
     with torch.inference_mode():
         runner._graphs._replays[8]()
     assert all(bool((tensor == 3).all()) for tensor in tensors)
+
+
+def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is taken back comes again, with the same lists."""
+    inputs, table = DecodeInputs(settings(), torch.device("cpu")), [5, 3, 1]
+    piece = SequenceSlice(0, [0] * 9, 8, 8, 1, table, (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
+    plan = StepPlan(0, [piece], [], 1, 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            inputs.send(plan)
+    inputs.send(plan)
+    batch, _, _ = inputs.compute(1, torch.zeros(7, dtype=torch.int64))
+    assert batch.block_tables[0, :3].tolist() == table
 
 
 def test_sizes() -> None:

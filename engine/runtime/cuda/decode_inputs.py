@@ -108,8 +108,11 @@ class DecodeInputs:
         return batch, draws, seats
 
     def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
+        """What is sent of a slice. Its table counts as known only now: a step that found no memory to send what had grown
+        is taken back and comes again."""
         seat, tokens, _, position, _, table, samples, params, _, _ = piece
         at, offset = divmod(position, self._block_size)
+        self._known[seat], self._lengths[seat] = table, at + 1
         return (
             seat,
             tokens[position] if position < len(tokens) else -1,
@@ -131,4 +134,3 @@ class DecodeInputs:
         begin = self._lengths[seat] - 1 if self._known[seat] is table else 0
         for at in range(begin, last):
             yield seat * self._width + at, table[at]
-        self._known[seat], self._lengths[seat] = table, last + 1
