@@ -21,7 +21,7 @@ from types import FrameType
 
 from loadtest.comparison import ROOT, describe_host
 from loadtest.gpu.figures import PartError, read_findings
-from loadtest.gpu.parts import PARTS, Part
+from loadtest.gpu.parts import MACHINE, PARTS, Part
 from loadtest.gpu.report import NO_CARD, Results
 from loadtest.gpu.task import Task
 from loadtest.plots import PlotError
@@ -46,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as scratch:
         for part in PARTS:
-            if part.name in (options.only or names) or part is PARTS[0]:  # whose rates the others are held against
-                _run(part, Path(scratch), options, deadline, results)
-                results.write(options.out)
-            if results.card == NO_CARD and not options.rehearse:
+            if part.name not in (options.only or names) and part.name != MACHINE:
+                continue
+            _run(part, Path(scratch), options, deadline, results)
+            results.write(options.out)
+            if part.name == MACHINE and results.card == NO_CARD and not options.rehearse:
                 print("torch sees no CUDA device here; --rehearse runs this without one.", file=sys.stderr)
                 return 2
     try:

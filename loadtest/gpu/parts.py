@@ -30,8 +30,10 @@ _FP8_KV, _INT8_KV = "qwen3-0.6b, fp8 K/V", "qwen3-0.6b, int8 K/V"
 _FP8_WEIGHTS = "llama-3.1-8b, fp8 weights"
 _VARIANT = "offline:run_variant"  # of a shape: what it is called, the settings, and the bytes of a number
 _NARROW = {"kv_bytes": 132 / 128}  # a row has a float32 scale beside its 128 numbers
+MACHINE = "machine"  # whose rates the others are held against
 PARTS = (
-    Part("machine", 40, "machine:run"),
+    Part("doctor", 75, "doctor:run"),
+    Part(MACHINE, 40, "machine:run"),
     Part("kernel-tests", 130, "suites:run_kernels"),
     Part("kernels", 70, "kernels:run"),
     Part("qwen3-0.6b", 100, "offline:run", ("qwen3-0.6b",)),
@@ -56,6 +58,6 @@ TARGETS = {
     names.decode_step("llama-3.1-8b", 1): Target(4.3),
     names.prefill("llama-3.1-8b", 1024): Target(35_000),
     **{names.idle(model): Target(3.0) for model in SHAPES},
-    **{names.memory(model): Target(90.0) for model in SHAPES},
+    **{names.memory(model): Target(91.0) for model in SHAPES},  # what was asked for, within one hundredth
     names.gain(_FP8_KV): Target(1.4),
 }
