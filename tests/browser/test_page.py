@@ -15,7 +15,9 @@ Serve = Callable[..., Live]
 Open = Callable[..., Page]
 PROMPT = "no end"  # as a completion it is answered with letters until max_tokens
 CENSUS = """canvas => {
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
   const colours = new Set();
   for (let i = 0; i < data.length; i += 4) {
     if (data[i + 3]) colours.add(`${data[i]},${data[i + 1]},${data[i + 2]}`);
