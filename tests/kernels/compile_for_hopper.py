@@ -1,5 +1,8 @@
 """Run by test_triton_compiles.py: calls each kernel's host function as a device would see it, and compiles what it
-launches for an H100 or H200. No device is needed: Triton brings the assembler, and nothing is launched."""
+launches for an H100 or H200. No device is needed: Triton brings the assembler, and nothing is launched.
+
+Attention, its pools and fp8 are compiled in the shapes of Qwen3-0.6B and Llama-3.1-8B, all else in a few more.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import SCALE_BYTES
+from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.sampling import Penalties, sample
 from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.cuda.store import PoolView, view_pool
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+SHARED_BYTES = 227 << 10  # that a block of threads may have
 compiled: set[str] = set()
 
 
@@ -34,9 +44,29 @@ class Hopper:
 def compile_instead(kernel: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
     built = run(kernel, *args, grid=grid, warmup=True, **kwargs)
     assert built.asm["cubin"]
+    assert built.metadata.shared <= SHARED_BYTES
     # Registers that did not fit would be kept in memory of the thread's own.
     assert ".local " not in built.asm["ptx"]
     compiled.add(kernel.fn.__name__)
+
+
+def empty_pool(num_kv_heads: int, dim: int, dtype: torch.dtype) -> PoolView:
+    """Two blocks of 16, as a backend of this type has them."""
+    width = dim + SCALE_BYTES * (dtype.itemsize == 1)
+    return view_pool(*(torch.zeros(2, num_kv_heads, 16, width).to(dtype) for _ in "kv"))
+
+
+def attend(spec: AttentionSpec, query_len: int, context: int, pool: PoolView) -> None:
+    """A step of two slices, which stores and attends."""
+    rows, numbers = torch.arange(2 * query_len), torch.zeros(2, dtype=torch.int32)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    starts = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32)
+    lens = [query_len] * 2, [context] * 2
+    backend = TritonPagedAttention()
+    backend.prepare(Batch(rows, rows, rows, table, starts, numbers, rows, *lens, block_tables_host=[()] * 2))
+    q = torch.zeros(2 * query_len, spec.num_heads, spec.head_dim, dtype=BF16)
+    k = q[:, : spec.num_kv_heads]
+    backend.attend(spec, q, k, k, pool.k, pool.v)
 
 
 run, JITFunction.run = JITFunction.run, compile_instead
@@ -51,13 +81,20 @@ for dtype in (BF16, F16, F32):
         act(torch.zeros(3, 2 * 1536, dtype=dtype))
     for dim, rope_dim, has_norm in ((64, 64, False), (128, 128, True), (80, 32, False), (256, 0, True)):
         angles, weight = torch.zeros(3, rope_dim, dtype=dtype), torch.ones(dim, dtype=dtype)
-        pool = torch.zeros(4, 8, 2, dim, dtype=dtype)
         qkv = torch.zeros(3, 10, dim, dtype=dtype)
         norms = (weight, weight) if has_norm else None
-        turns, slots = (angles, angles) if rope_dim else None, torch.zeros(3).long()
-        rotate_and_store(qkv, turns, norms, 1e-6, pool, pool, slots)
-        scales, pool = torch.zeros(4, 8, 2), pool.to(torch.int8)
-        rotate_and_store(qkv, turns, norms, 1e-6, pool, pool, slots, (scales, scales))
+        turns = (angles, angles) if rope_dim else None
+        for kv_dtype in (dtype, INT8, FP8) if dtype == BF16 else (dtype,):
+            rotate_and_store(qkv, turns, norms, 1e-6, empty_pool(2, dim, kv_dtype), torch.zeros(3).long())
+
+for width in (1024, 2048, 3072, 4096, 14_336):  # of what goes into a linear
+    quantise_rows(torch.zeros(3, width, dtype=BF16), torch.zeros(3, width).to(FP8), torch.zeros(3))
+
+for num_heads in (16, 32):
+    spec = AttentionSpec(num_heads, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    for kv_dtype in (BF16, INT8, FP8):
+        for query_len, context in ((1, 4096), (1, 100_000), (64, 4096)):  # one program a context, several, and a chunk
+            attend(spec, query_len, context, empty_pool(8, 128, kv_dtype))
 
 for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
     logits, column = torch.zeros(num_rows, vocab_size), torch.zeros(num_rows)
