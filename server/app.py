@@ -19,19 +19,22 @@ from server import errors
 from server.app_config import AppConfig
 from server.auth import KeyGuard
 from server.client import EngineClient
+from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import BodyLimit, RequestScope
 from server.protocol.limits import Limits
-from server.routes import chat, completions, live, models, operations, tokens
+from server.routes import chat, completions, live, models, operations, requests, tokens
 from server.routes.context import Context
 from server.routes.page import load_files, page_router
+from server.standing import Standing
 from server.text import Tokenizer
 from server.version import VERSION
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
+    live_view = LiveView(engine)
     context = Context(
         engine=engine,
         client=EngineClient(engine),
@@ -39,7 +42,9 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         config=config,
         limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
         metrics=Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm"),
-        live=LiveView(engine),
+        live=live_view,
+        standing=Standing(live_view),
+        ledger=Ledger(),
         started_s=int(time.time()),
     )
 
@@ -63,7 +68,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     )
     app.state.context = context
     errors.install(app)
-    for module in (completions, chat, models, tokens, operations):
+    for module in (completions, chat, models, tokens, requests, operations):
         app.include_router(module.router)
     if page:
         app.include_router(live.router)
@@ -82,7 +87,7 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
                 allow_origins=list(config.allowed_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after"],
+                expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after", "server-timing"],
             )
         )
     if config.api_keys:

@@ -31,6 +31,7 @@ class Answer:
         self._alive = {(request.request_id, choice) for request in requests for choice in range(request.params.n)}
         self._events: list[PromptEvent] = []
         self._reader: asyncio.Future[None] | None = None  # who waits for the next event
+        self.has_begun = False  # something has been heard
 
     def __enter__(self) -> None:
         pass
@@ -57,6 +58,7 @@ class Answer:
         """One more event for the reader."""
         if event.finish_reason is not None:
             self._alive.discard((event.request_id, event.choice))
+        self.has_begun = True
         self._events.append(PromptEvent(self._prompts[event.request_id], event))
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

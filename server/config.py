@@ -187,6 +187,12 @@ class HttpSettings(BaseModel):
     metrics_compat: Literal["none", "vllm"] = _setting(
         "none", _choices("none", "vllm"), "also export metrics under another server's names"
     )
+    sse_keep_alive_interval: float = _setting(
+        _APP.sse_keep_alive_interval_s,
+        "SECONDS",
+        "a silent stream sends a comment this often, and its place in the queue; 0 is never",
+        ge=0,
+    )
     stall_limit: float = _setting(
         _APP.stall_limit_s, "SECONDS", "/health turns red when there is work but no step for this long", gt=0
     )
@@ -251,6 +257,7 @@ class Settings(
             max_logprobs=self.max_logprobs,
             page=self.page,
             strict_fields=self.strict_fields,
+            sse_keep_alive_interval_s=self.sse_keep_alive_interval,
             stall_limit_s=self.stall_limit,
             shutdown_timeout_s=self.shutdown_timeout,
             metrics_compat=None if self.metrics_compat == "none" else self.metrics_compat,

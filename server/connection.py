@@ -6,6 +6,8 @@ Event loop.
 
 from __future__ import annotations
 
+import uuid
+
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.errors import ApiError
@@ -51,6 +53,9 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         body = error.body()
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = (
+            b"content-type: application/json\r\nconnection: close\r\n"
+            b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (uuid.uuid4().hex.encode(), len(body))
+        )
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, Request, RequestTimings
+from engine.core.types import AbortCause, Request
 from server.choice import Choice, Delta, TextRules
 from server.client import Answer
 from server.protocol.usage import Usage
 from server.text import Tokenizer
+from server.timeline import Timeline
 
 
 class ChoiceDelta(NamedTuple):
@@ -33,28 +34,34 @@ class Generation:
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
         self._num_open = len(self._choices)
         self._cached_tokens: dict[int, int] = {}  # by prompt
-        self._timings: list[RequestTimings] = []  # of the choices that have ended
+        self.timeline = Timeline(len(self._choices))
 
     @property
     def usage(self) -> Usage:
         """Counts so far."""
         num_tokens = sum(choice.num_tokens for choice in self._choices)
-        return Usage.of(self._num_prompt_tokens, num_tokens, sum(self._cached_tokens.values()))
+        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of all prompts, found in the prefix cache."""
+        return sum(self._cached_tokens.values())
 
     @property
     def history(self) -> dict[str, int | float]:
         """What a log line tells of the answer: counts, and the seconds of its slowest choice."""
-        usage, timings = self.usage, self._timings
+        usage, spans = self.usage, self.timeline.spans()
         history: dict[str, int | float] = {
             "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": sum(self._cached_tokens.values()),
+            "cached_tokens": self.num_cached_tokens,
             "completion_tokens": usage.completion_tokens,
         }
-        if timings:
-            history["queue_s"] = round(max(each.queue_s for each in timings), 3)
-            history["prefill_s"] = round(max(each.prefill_s for each in timings), 3)
-            history["decode_s"] = round(max(each.decode_s for each in timings), 3)
-            history["preemptions"] = sum(each.num_preemptions for each in timings)
+        if spans is not None:
+            history["queue_s"] = round(spans.queue_s, 3)
+            history["prefill_s"] = round(spans.prefill_s, 3)
+            history["decode_s"] = round(spans.decode_s, 3)
+            if spans.num_preemptions is not None:
+                history["preemptions"] = spans.num_preemptions
         return history
 
     async def next_deltas(self) -> list[ChoiceDelta]:
@@ -71,14 +78,18 @@ class Generation:
             await self._listen()
         return [choice.take() for choice in self._choices]
 
+    async def settle(self) -> None:
+        """Wait until the engine has ended every choice too: with a stop string that is a step later. After the last delta."""
+        while not self.timeline.is_complete:
+            await self._listen()
+
     async def _listen(self) -> list[int]:
         """Take in what has happened; returns the choices that heard of it."""
         heard: dict[int, None] = {}  # ordered, each once
         for prompt, event in await self._answer.take():
             index = prompt * self._n + event.choice
             choice = self._choices[index]
-            if event.timings is not None:
-                self._timings.append(event.timings)
+            self.timeline.hear(index, event)
             if choice.is_done:
                 continue  # a stop string was found in it; what the engine drew since is not shown
             if event.prompt is not None:
@@ -91,6 +102,7 @@ class Generation:
             if is_done:
                 self._num_open -= 1
                 if event.finish_reason is None:
+                    self.timeline.stop(index)
                     self._answer.stop(event)
             heard[index] = None
         return list(heard)

@@ -1,7 +1,8 @@
-"""The engine as the page draws it: one look of the engine thread, shaped as JSON, shared by all who ask at that moment.
+"""The engine as it stands: one look of the engine thread, shared by all who ask at that moment; as JSON for the page.
 
-Event loop. However many pages are open, the engine is asked at most once every MIN_AGE_S; when none is, never. No text
-of anybody is in it, and of a request's id only its first characters: enough to find one's own, too few to use another's.
+Event loop. However many pages are open and streams wait, the engine is asked at most once every MIN_AGE_S; when none is
+and none does, never. No text of anybody is in it, and of a request's id the page is shown its first characters only:
+enough to find one's own, too few to use another's.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ TAG_CHARS = 8
 
 
 class LiveView:
-    """`document` is how things stand now, or stood MIN_AGE_S ago."""
+    """`snapshot` is how things stand now, or stood MIN_AGE_S ago; `document` is what the page is sent of it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._taken_s = 0.0
-        self._taking: asyncio.Task[bytes] | None = None
+        self._taking: asyncio.Task[Snapshot] | None = None
 
     async def document(self) -> bytes:
+        """Raises what `snapshot` raises."""
+        return to_json(self._shape(await self.snapshot()))
+
+    async def snapshot(self) -> Snapshot:
         """Raises a 503 if the engine does not come round to it."""
         now = self._engine.clock()
         if self._taking is None or (self._taking.done() and now - self._taken_s >= MIN_AGE_S):
@@ -38,7 +43,7 @@ class LiveView:
             self._taking = asyncio.create_task(self._take())
         return await asyncio.shield(self._taking)  # who leaves must not take the look from the others
 
-    async def _take(self) -> bytes:
+    async def _take(self) -> Snapshot:
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Snapshot] = loop.create_future()
 
@@ -52,11 +57,10 @@ class LiveView:
 
         self._engine.look(reply)
         try:
-            snapshot = await asyncio.wait_for(taken, PATIENCE_S)
+            return await asyncio.wait_for(taken, PATIENCE_S)
         except asyncio.TimeoutError:  # not the builtin's before Python 3.11
             message = f"The engine did not answer within {PATIENCE_S:.0f} s: a step takes that long, or it has stopped."
             raise ApiError(503, "engine_busy", message, type="service_unavailable_error") from None
-        return to_json(self._shape(snapshot))
 
     def _shape(self, snapshot: Snapshot) -> dict[str, Any]:
         config, stats = self._engine.config, self._engine.stats

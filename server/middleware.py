@@ -7,6 +7,7 @@ route and no protocol.
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 
@@ -14,14 +15,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, to_api_error
-from server.generation import Generation
+from server.ledger import Entry
 from server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUEST_ID = 128  # characters of a client's own id that we repeat
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")  # of a client's own ids those that we repeat
 IGNORED_FIELDS = "ignored_fields"  # the key in the request's state under which routes leave their names
-GENERATION = "generation"  # ... and under which the generating ones leave their answer, for the log line
+ENTRY = "entry"  # ... and under which the generating ones leave theirs in the ledger, for the log line
+REQUEST_ID = "request_id"  # ... and under which they find its id
 
 
 class RequestScope:
@@ -37,8 +39,10 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        request_id = Headers(scope=scope).get("x-request-id", "")[:MAX_REQUEST_ID] or uuid.uuid4().hex
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
+        state[REQUEST_ID] = request_id
         status = 0
 
         async def send_with_headers(message: Message) -> None:
@@ -63,11 +67,13 @@ class RequestScope:
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         self._metrics.http_request(route, scope["method"], status, seconds)
+        entry = scope["state"].get(ENTRY)
+        history = entry.log_fields if isinstance(entry, Entry) else {}
+        if isinstance(entry, Entry):
+            entry.close(status, seconds)
         level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes and scrapes come all the time
         if not logger.isEnabledFor(level):
             return
-        generation = scope["state"].get(GENERATION)
-        history = generation.history if isinstance(generation, Generation) else {}
         counts = "".join(f", {name} {value}" for name, value in history.items())
         logger.log(
             level,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
@@ -18,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from server.client import Answer
 from server.disconnect import unless_disconnected
+from server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients pass it over; proxies see that the connection lives
-PING_S = 15.0
+NEWS_S = 1.0  # how often a stream that has nothing to send yet looks where it stands
 
 
 def frame(document: bytes) -> bytes:
@@ -32,10 +33,21 @@ def frame(document: bytes) -> bytes:
 class EventStream(EventSourceResponse):
     """Streams frames while its answer's scope is open, so that a client who leaves aborts the request at once."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], answer: Answer) -> None:
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        answer: Answer,
+        *,
+        keep_alive_s: float,
+        standing: Callable[[], Awaitable[str]],
+    ) -> None:
+        """After `keep_alive_s` of silence comes a comment, never if 0; `standing` tells one who waits how things are."""
         super().__init__(frames, sep="\n")
         self._frames = frames
         self._answer = answer
+        self._keep_alive_s = keep_alive_s
+        self._standing = standing
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send until the last frame, or until nobody listens any more."""
@@ -44,17 +56,39 @@ class EventStream(EventSourceResponse):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        pinging = asyncio.ensure_future(_ping(send))
+        commenting = asyncio.ensure_future(self._comment(send)) if self._keep_alive_s else None
+        clock = asyncio.get_running_loop().time
         try:
             async with contextlib.aclosing(self._frames) as frames:
                 async for data in frames:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._sent_s = clock()
         finally:
-            pinging.cancel()
+            if commenting is not None:
+                commenting.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _comment(self, send: Send) -> None:
+        """Comments on a stream that is silent: until it begins where it stands, whenever that changes; later that it lives."""
+        clock = asyncio.get_running_loop().time
+        self._sent_s = clock()
+        told = ""
+        while True:
+            rest_s = self._sent_s + self._keep_alive_s - clock()
+            await asyncio.sleep(max(rest_s if self._answer.has_begun else min(NEWS_S, rest_s), 0.0))
+            news = "" if self._answer.has_begun else await self._news()
+            if news not in ("", told):
+                told = news
+                comment = ServerSentEvent(comment=news, sep="\n").encode()
+            elif clock() - self._sent_s >= self._keep_alive_s:
+                comment = PING
+            else:
+                continue
+            self._sent_s = clock()
+            await send({"type": "http.response.body", "body": comment, "more_body": True})
 
-async def _ping(send: Send) -> None:
-    while True:
-        await asyncio.sleep(PING_S)
-        await send({"type": "http.response.body", "body": PING, "more_body": True})
+    async def _news(self) -> str:
+        try:
+            return await self._standing()
+        except ApiError:  # an engine that does not answer: the stream's own fate is told elsewhere
+            return ""

@@ -101,6 +101,7 @@ class SamplingBody(RequestBody):
     return_tokens_as_token_ids: bool = False  # how logprobs spell tokens
     stream: bool = False
     stream_options: StreamOptions | None = None
+    include_metrics: bool = False  # tell in the answer, or a stream's last chunk, what its time went into
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
 

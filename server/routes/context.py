@@ -14,11 +14,13 @@ from engine.loop import Engine
 from server.app_config import AppConfig
 from server.client import EngineClient
 from server.errors import ApiError, shorten
+from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
+from server.standing import Standing
 from server.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class Context:
     limits: Limits
     metrics: Metrics
     live: LiveView
+    standing: Standing
+    ledger: Ledger
     started_s: int  # Unix time
 
     def check_model(self, name: str | None) -> str:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from engine.core.errors import QuireError
 from engine.core.types import Request, SamplingParams
-from server.choice import TextRules
+from server.choice import Delta, TextRules
 from server.disconnect import unless_disconnected
 from server.errors import to_api_error
 from server.generation import Generation
-from server.middleware import GENERATION
+from server.ledger import Entry
+from server.middleware import ENTRY, REQUEST_ID
 from server.protocol.form import Form
 from server.protocol.sampling import SamplingBody
+from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.protocol.usage import Usage
 from server.routes.context import Context
 from server.sse import DONE, EventStream, frame
@@ -57,12 +60,43 @@ async def respond(
     """Submit and answer. Raises what the engine refuses with, before anything is sent."""
     answer = context.client.submit(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
-    setattr(http.state, GENERATION, generation)
+    entry = Entry(
+        request_id=getattr(http.state, REQUEST_ID),
+        answer_id=answer_id(requests),
+        endpoint=http.url.path,
+        stream=body.stream,
+        requests=requests,
+        generation=generation,
+        ledger=context.ledger,
+    )
+    setattr(http.state, ENTRY, entry)
     if body.stream:
-        return EventStream(_frames(generation, body, form), answer)
+        return EventStream(
+            _frames(generation, body, form),
+            answer,
+            keep_alive_s=context.config.sse_keep_alive_interval_s,
+            standing=partial(context.standing.sentence, entry.engine_ids),
+        )
     with answer:
-        deltas = await unless_disconnected(http.receive, generation.all_deltas())
-        return Response(form.answer(deltas, generation.usage), media_type="application/json")
+        deltas = await unless_disconnected(http.receive, _whole(generation, body))
+    document = form.answer(deltas, generation.usage)
+    return _with_timings(document, generation, body)
+
+
+async def _whole(generation: Generation, body: SamplingBody) -> list[Delta]:
+    deltas = await generation.all_deltas()
+    if body.include_metrics:
+        await generation.settle()
+    return deltas
+
+
+def _with_timings(document: bytes, generation: Generation, body: SamplingBody) -> Response:
+    """The plain answer. Its header tells what is known now, the opt-in object waited to know all."""
+    spans, cached = generation.timeline.spans(), generation.num_cached_tokens
+    headers = {} if spans is None else {"server-timing": server_timing(spans, cached)}
+    if body.include_metrics and spans is not None:
+        document = with_metrics(document, AnswerMetrics.of(spans, cached))
+    return Response(document, headers=headers, media_type="application/json")
 
 
 async def _frames(generation: Generation, body: SamplingBody, form: Form) -> AsyncGenerator[bytes, None]:
@@ -74,7 +108,13 @@ async def _frames(generation: Generation, body: SamplingBody, form: Form) -> Asy
             if options.include_usage and options.continuous_usage_stats:
                 usage = {"usage": generation.usage}
             yield b"".join([frame(chunk) for index, delta in news for chunk in form.chunks(index, delta, **usage)])
-        if options.include_usage:
+        if body.include_metrics:
+            await generation.settle()
+            spans = generation.timeline.spans()
+            assert spans is not None, "every choice has ended"
+            metrics = AnswerMetrics.of(spans, generation.num_cached_tokens)
+            yield frame(with_metrics(form.closing(generation.usage), metrics))
+        elif options.include_usage:
             yield frame(form.closing(generation.usage))
     except Exception as error:  # too late for a status: whatever fails becomes the stream's last event
         if not isinstance(error, QuireError):

@@ -156,6 +156,7 @@ def test_every_application_setting_reaches_the_application() -> None:
     argv = [
         "--served-model-name", "first", "second", "--api-key", "k", "--allowed-origins", "https://a.b",
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--strict-fields", "--stall-limit", "3",
+        "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
@@ -168,6 +169,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         max_logprobs=7,
         page=False,
         strict_fields=True,
+        sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
         metrics_compat="vllm",

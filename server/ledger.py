@@ -1,0 +1,147 @@
+"""The book of generating requests: all that are open, and the last RECENT that ended. No prompt and no answer is in it.
+
+Event loop. Found by the `x-request-id` of the answer's headers, or by the answer's own id; of two requests that a client
+gave the same id the later one is found. GET /v1/requests/{id} reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core.snapshot import SequenceView
+from engine.core.types import Request
+from server.generation import Generation
+from server.protocol.timings import AnswerMetrics
+from server.standing import Place
+
+RECENT = 1000  # about a kilobyte each
+_PREFIXES = ("chatcmpl-", "cmpl-")
+_ORDER = ("running", "prefill", "swapped", "preempted")  # the state of a request is that of its foremost sequence
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Entry:
+    """One request; mutable while it is open."""
+
+    request_id: str
+    answer_id: str
+    endpoint: str
+    stream: bool
+    requests: Sequence[Request]  # emptied at the end: they hold the prompts
+    generation: Generation | None
+    ledger: Ledger
+    created: int = field(default_factory=lambda: int(time.time()))
+    end: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ledger.open(self)
+
+    @property
+    def engine_ids(self) -> list[str]:
+        return [request.request_id for request in self.requests]
+
+    @property
+    def log_fields(self) -> dict[str, int | float]:
+        """For the log line."""
+        return {} if self.generation is None else self.generation.history
+
+    def close(self, status: int, seconds: float) -> None:
+        """The answer is over, whichever way."""
+        if self.generation is None:
+            return
+        self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
+        self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
+        self.generation, self.requests = None, ()
+        self.ledger.close(self)
+
+    def document(self, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
+        """What is told of it; `views` and `place` are how it stands in the engine, while it is open."""
+        head = {
+            "id": self.request_id,
+            "object": "request",
+            "answer_id": self.answer_id,
+            "endpoint": self.endpoint,
+            "stream": self.stream,
+            "created": self.created,
+        }
+        if self.generation is None:
+            return head | self.end
+        states = [view.status.value for view in views]
+        state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
+        return head | {
+            "state": state,
+            "queue": None if place is None else place._asdict(),
+            **self._counts(),
+            "sequences": [self._sequence(view) for view in views],
+            "history": self._history(),
+        }
+
+    def _sequence(self, view: SequenceView) -> dict[str, Any]:
+        prompt = self.engine_ids.index(view.request_id)
+        return {
+            "choice": prompt * self.requests[prompt].params.n + view.choice,
+            "state": view.status.value,
+            "tokens": view.num_tokens,
+            "computed_tokens": view.num_computed,
+            "cached_tokens": view.num_cached,
+            "blocks": len(view.blocks),
+            "preemptions": view.num_preemptions,
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        assert self.generation is not None
+        spans, cached = self.generation.timeline.spans(), self.generation.num_cached_tokens
+        reasons = self.generation.timeline.finish_reasons
+        return {
+            "finish_reasons": [None if reason is None else reason.value for reason in reasons],
+            "usage": self.generation.usage.model_dump(),
+            "metrics": None if spans is None else AnswerMetrics.of(spans, cached).model_dump(),
+        }
+
+    def _history(self) -> list[dict[str, Any]]:
+        """Seconds since arrival; of several choices the slowest."""
+        assert self.generation is not None
+        events, at_s = [("received", 0.0)], 0.0
+        spans = self.generation.timeline.spans()
+        if spans is not None:
+            for name, seconds in (
+                ("scheduled", spans.queue_s),
+                ("first_token", spans.prefill_s),
+                ("last_token", spans.decode_s),
+            ):
+                at_s += seconds
+                events.append((name, at_s))
+        if not self.generation.usage.completion_tokens:
+            events = events[:2]  # nothing was drawn, so far
+        return [{"event": name, "at_s": round(at, 3)} for name, at in events]
+
+
+class Ledger:
+    """Opens, closes and finds entries."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}  # by each of their names
+        self._ended: deque[Entry] = deque()
+
+    def open(self, entry: Entry) -> None:
+        """From now on it can be found."""
+        self._entries[entry.request_id] = self._entries[entry.answer_id] = entry
+
+    def close(self, entry: Entry) -> None:
+        """It has ended: the oldest that ended is forgotten for it, if there are many."""
+        self._ended.append(entry)
+        if len(self._ended) <= RECENT:
+            return
+        oldest = self._ended.popleft()
+        for name in (oldest.request_id, oldest.answer_id):
+            if self._entries.get(name) is oldest:
+                del self._entries[name]
+
+    def find(self, name: str) -> Entry | None:
+        """By the request's id, or the answer's with or without its prefix."""
+        bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
+        return self._entries.get(name) or self._entries.get(bare)

@@ -1,0 +1,31 @@
+"""GET /v1/requests/{id}: where a request stands, or how it went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from server.errors import ApiError, shorten
+from server.ledger import RECENT
+from server.routes.context import InContext
+
+router = APIRouter()
+
+
+@router.get("/v1/requests/{name:path}")
+async def retrieve_request(context: InContext, name: str) -> dict[str, Any]:
+    """An open request, or one of the last that ended; 404 for any other."""
+    entry = context.ledger.find(name)
+    if entry is None:
+        message = (
+            f"There is no request {shorten(name)!r} among those that are open and the last {RECENT} that ended; "
+            "give the x-request-id of an answer's headers, or an answer's id."
+        )
+        raise ApiError(404, "request_not_found", message, "id")
+    if entry.generation is None:
+        return entry.document((), None)
+    ids = entry.engine_ids
+    place = await context.standing.place(ids)
+    views = await context.standing.sequences(ids)
+    return entry.document(views, place)  # which may have ended meanwhile

@@ -1,0 +1,94 @@
+"""How long each part of an answer took: per choice what the engine told, in sum what clients and operators are told.
+
+Event loop. The engine tells waiting and prefill with a choice's first token, the rest with its end; a choice that a stop
+string ended is over for the client before the engine says so, and until then its decoding is timed by what was heard.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.core.types import FinishReason, TokenEvent
+
+
+class Spans(NamedTuple):
+    """An answer's seconds, of the slowest of its choices in each part, and its tokens' pace."""
+
+    queue_s: float  # arrival until first scheduled
+    prefill_s: float  # first scheduled until first token
+    decode_s: float  # first token until last
+    num_preemptions: int | None  # None while the engine has not said so of every choice
+    mean_itl_s: float | None  # between two tokens of a choice; None where no choice has two
+    tokens_per_s: float | None  # of all choices together while they were decoded
+
+
+@dataclass(slots=True)
+class _Choice:
+    num_tokens: int = 0
+    queue_s: float | None = None  # unknown while it waits
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    first_heard_s: float | None = None
+    num_preemptions: int | None = None  # known at its end
+    finish_reason: FinishReason | None = None
+
+
+class Timeline:
+    """Hears every event of an answer, in order; `num_choices` counts all choices of all prompts."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._choices = [_Choice() for _ in range(num_choices)]
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the engine has ended every choice."""
+        return all(choice.num_preemptions is not None for choice in self._choices)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """One a choice; None while it goes on."""
+        return [choice.finish_reason for choice in self._choices]
+
+    def hear(self, index: int, event: TokenEvent) -> None:
+        """One more event of a choice. What comes after a stop string counts no tokens."""
+        choice, timings = self._choices[index], event.timings
+        if event.prompt is not None:
+            choice.queue_s, choice.prefill_s = event.prompt.queue_s, event.prompt.prefill_s
+        if event.token_ids and choice.finish_reason is None:
+            choice.num_tokens += len(event.token_ids)
+            now = time.monotonic()
+            choice.first_heard_s = now if choice.first_heard_s is None else choice.first_heard_s
+            choice.decode_s = now - choice.first_heard_s
+        if event.finish_reason is None:
+            return
+        choice.num_preemptions = 0 if timings is None else timings.num_preemptions
+        if choice.finish_reason is not None:
+            return  # a stop string's; what the engine drew after it was nobody's
+        choice.finish_reason = event.finish_reason
+        if timings is not None:
+            choice.queue_s, choice.prefill_s, choice.decode_s, _ = timings
+
+    def stop(self, index: int) -> None:
+        """A stop string ended this choice."""
+        self._choices[index].finish_reason = FinishReason.STOP
+
+    def spans(self) -> Spans | None:
+        """All choices in sum, so far; None while all of them wait."""
+        choices = self._choices
+        waits = [choice.queue_s for choice in choices if choice.queue_s is not None]
+        if not waits:
+            return None
+        decode_s = max(choice.decode_s for choice in choices)
+        paces = [choice.decode_s / (choice.num_tokens - 1) for choice in choices if choice.num_tokens > 1]
+        preemptions = [choice.num_preemptions for choice in choices if choice.num_preemptions is not None]
+        num_later = sum(max(choice.num_tokens - 1, 0) for choice in choices)  # the first of each is the prefill's
+        return Spans(
+            queue_s=max(waits),
+            prefill_s=max(choice.prefill_s for choice in choices),
+            decode_s=decode_s,
+            num_preemptions=sum(preemptions) if len(preemptions) == len(choices) else None,
+            mean_itl_s=sum(paces) / len(paces) if paces else None,
+            tokens_per_s=num_later / decode_s if decode_s > 0 else None,
+        )
