@@ -7,6 +7,7 @@ Both are frozen and validated at birth. Where a value depends on the device or t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from engine.core.errors import ConfigError
 from engine.core.policies import POLICIES
@@ -47,7 +48,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
-    swap_space: float = 0.0
+    swap_space: float = 0.0  # GiB
     attention_backend: str = "auto"
     cpu_kernels: str = "auto"
     async_scheduling: bool | None = None
@@ -95,8 +96,8 @@ class EngineConfig:
             f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].",
         )
         _require(
-            self.swap_space == 0.0,
-            f"--swap-space is {self.swap_space}; only 0 works so far: preempted sequences are recomputed.",
+            0.0 <= self.swap_space < inf,
+            f"--swap-space is {self.swap_space}; it must be a number of GiB, 0 for none.",
         )
 
 
@@ -111,11 +112,15 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
+    num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
+    min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
+        _require(self.num_host_blocks >= 0, f"--num-host-blocks is {self.num_host_blocks}; it must be at least 0.")
+        assert self.min_swap_tokens >= 1
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "

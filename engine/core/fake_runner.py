@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import SequenceSlice, StepPlan, StepResult
+from engine.core.plan import Fault, SequenceSlice, StepPlan, StepResult
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -84,6 +84,8 @@ class FakeRunner:
         self.num_steps = 0
         self._block_size = config.block_size
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
+        self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
+        self._arriving: Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self._last_ids = [-1] * config.max_num_seqs
         self._choose = choose
         self._cost = cost
@@ -94,17 +96,16 @@ class FakeRunner:
         """Compute a step; nothing of the plan is kept."""
         self.num_steps += 1
         result = StepResult(token_ids=[])
-        errors: dict[int, str] = {}
+        errors: dict[int, Fault] = {}
         logprobs: dict[int, TokenLogprob] = {}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         if self._pages is not None:
-            for source, destination in plan.copies:
-                self._pages[destination] = list(self._pages[source])
+            self._move_blocks(plan, self._pages)
         for index, piece in enumerate(plan.slices):
             history = self._write(piece)
             message = self._fail(piece) if self._fail is not None else None
             if message is not None:
-                errors[index] = message
+                errors[index] = Fault(message)
             drawn = [self._draw(piece, history, sample.seed) for sample in piece.samples]
             for sample, token in zip(piece.samples, drawn, strict=True):
                 self._last_ids[sample.seat] = token
@@ -126,6 +127,23 @@ class FakeRunner:
             return None
         seconds = cost.seconds(plan)
         return lambda: sleep(seconds)
+
+    def _move_blocks(self, plan: StepPlan, pages: list[list[int]]) -> None:
+        """As early as may be out of the pool, and as late as may be into it."""
+        self._arrive(pages)
+        for source, host in plan.swap_out:
+            self._host_pages[host] = list(pages[source])
+        for source, destination in plan.copies:
+            pages[destination] = list(pages[source])
+        self._arriving = plan.swap_in
+        arriving = {destination for _, destination in plan.swap_in}
+        if not all(arriving.isdisjoint(piece.block_table) for piece in plan.slices):
+            self._arrive(pages)
+
+    def _arrive(self, pages: list[list[int]]) -> None:
+        for host, destination in self._arriving:
+            pages[destination] = list(self._host_pages[host])
+        self._arriving = ()
 
     def _write(self, piece: SequenceSlice) -> list[int]:
         """Store the slice's tokens through its page table and read the whole context back."""

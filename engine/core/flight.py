@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
-from engine.core.plan import SequenceSlice
+from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
 
 
 @dataclass(slots=True)
 class Flight:
-    """The slices, whose they are, and who else draws from one that forks."""
+    """The slices, whose they are, who else draws from one that forks, and which blocks move."""
 
     slices: list[SequenceSlice] = field(default_factory=list)
     owners: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    arrivals: dict[Sequence, int] = field(default_factory=dict)  # who is swapped in, and the positions it had before
+    host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
     step_id: int = -1
 
     @property
@@ -30,6 +35,31 @@ class Flight:
         ours = [i for i, seq in enumerate(self.owners) if seq.request_id in request_ids]
         return self.owners[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
 
+    @property
+    def sequences(self) -> Iterator[Sequence]:
+        """Whoever it names."""
+        return chain(self.owners, self.arrivals, *self.children.values())
+
+    def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
+        """Have the step compute `count` of a sequence's known positions, and draw from the last of them."""
+        wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
+        self.slices.append(
+            SequenceSlice(
+                seat=seq.seat,
+                tokens=seq.tokens,
+                num_prompt=seq.num_prompt,
+                start=start,
+                num_tokens=count,
+                block_table=seq.page_table.blocks,
+                samples=samples,
+                params=seq.params,
+                prompt_logprobs=-1 if wants is None else wants,
+                seq_id=seq.seq_id,
+            )
+        )
+        self.owners.append(seq)
+        seq.num_in_flight += 1
+
     def undo(self) -> dict[Sequence, bool]:
         """See take_back."""
         filled = {destination for _, destination in self.copies}
@@ -39,9 +69,22 @@ class Flight:
             stand[seq] = filled.isdisjoint(seq.page_table.blocks)
             stand.update(dict.fromkeys(children, False))
             seq.num_planned = piece.start
+            if not stand[seq]:
+                _forget_from(seq, filled)
             for each in (seq, *children):
                 each.num_in_flight -= 1
+        for seq, num_found in self.arrivals.items():  # their blocks are still theirs, and worth nothing
+            stand.setdefault(seq, True)
+            seq.num_planned = seq.num_computed = num_found
+            seq.num_in_flight -= 1
         return stand
+
+
+def _forget_from(seq: Sequence, filled: set[int]) -> None:
+    """Count a sequence's positions as computed up to the first of the blocks that were to be `filled`."""
+    table = seq.page_table
+    first = next(index for index, block in enumerate(table.blocks) if block in filled)
+    seq.num_computed = min(seq.num_computed, first * table.block_size)
 
 
 def take_back(flights: deque[Flight]) -> dict[Sequence, bool]:

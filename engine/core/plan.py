@@ -7,10 +7,11 @@ them afterwards (the lists that a slice refers to are the scheduler's own and gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from engine.core.stats import FailureCause
 from engine.core.types import SamplingParams, TokenLogprob
 
 
@@ -48,13 +49,26 @@ class SequenceSlice(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One forward pass: block copies to do first (copy-on-write), then every slice as one flat batch."""
+    """One forward pass: blocks to move, then every slice as one flat batch.
+
+    Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
+    then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.
+    """
 
     step_id: int
     slices: list[SequenceSlice]
     copies: list[tuple[int, int]]  # (source, destination) physical blocks
     num_tokens: int
     num_samples: int
+    swap_out: Sequence[tuple[int, int]] = ()  # (physical block, host block)
+    swap_in: Sequence[tuple[int, int]] = ()  # (host block, physical block)
+
+
+class Fault(NamedTuple):
+    """Why one sequence could not be computed, as a sentence and as a cause to count."""
+
+    message: str
+    cause: FailureCause = FailureCause.NOT_FINITE
 
 
 @dataclass(slots=True)
@@ -65,13 +79,15 @@ class StepResult:
     logprobs: by index into token_ids, for samples whose params ask for them.
     prompt_logprobs: by slice index; entry i is the log probability of the token at position start + i + 1, given all
         before it, for as many of the slice's positions as have a next *prompt* token.
-    errors: by slice index, a sentence: that sequence alone has failed and its sampled ids are void.
+    errors: by slice index: that sequence alone has failed and its sampled ids are void.
+    ended: indices into token_ids: with this token the sequence's grammar is complete.
     """
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
-    errors: Mapping[int, str] = field(default_factory=dict)
+    errors: Mapping[int, Fault] = field(default_factory=dict)
+    ended: Collection[int] = ()
 
 
 class PendingStep(Protocol):

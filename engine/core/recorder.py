@@ -7,39 +7,45 @@ from collections.abc import Sequence as Seq
 from engine.core.block_pool import BlockPool
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, Status
-from engine.core.stats import Stats
+from engine.core.stats import PreemptionKind, Stats, SwapDirection
 from engine.core.types import FinishReason, RequestTimings
 
 
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_pool", "_stats", "gaps")
+    __slots__ = ("_host_pool", "_pool", "_stats", "gaps")
 
-    def __init__(self, stats: Stats, pool: BlockPool) -> None:
+    def __init__(self, stats: Stats, pool: BlockPool, host_pool: BlockPool) -> None:
         self._stats = stats
         self._pool = pool
+        self._host_pool = host_pool
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.gauges(())
 
     def queued(self, seq: Sequence, change: int) -> None:
         """A sequence joins (1) or leaves (-1) the waiting queue."""
         stats = self._stats
-        stats.num_waiting_tokens += change * len(seq.tokens)
-        if seq.status is Status.PREEMPTED:
+        stats.num_waiting_tokens += change * (len(seq.tokens) - seq.num_saved)
+        if seq.is_resuming:
             stats.num_preempted += change
         else:
             stats.num_waiting += change
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """A sequence has got its blocks. One that resumes after a preemption has been counted before."""
-        if seq.status is Status.PREEMPTED:
+        if seq.is_resuming:
             return
         seq.first_scheduled_s = now
         seq.num_cached = seq.num_computed
         self._stats.queue_s.observe(now - seq.request.arrival_s)
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
+
+    def preempted(self, seq: Sequence) -> None:
+        """A sequence gave its blocks away, and has been copied or not."""
+        kind = PreemptionKind.SWAP if seq.status is Status.SWAPPED else PreemptionKind.RECOMPUTE
+        self._stats.preempted[kind] += 1
 
     def first_token(self, seq: Sequence, now: float) -> None:
         """A sequence drew its first token."""
@@ -60,6 +66,8 @@ class Recorder:
         stats.steps += 1
         stats.step_tokens.observe(plan.num_tokens)
         stats.step_sequences.observe(len(plan.slices))
+        stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)
+        stats.swapped_blocks[SwapDirection.IN] += len(plan.swap_in)
 
     def finished(self, seq: Sequence, reason: FinishReason, now: float, num_choices: int) -> RequestTimings:
         """A sequence ended. Latencies are of answers that were completed, not of those that were cut off."""
@@ -92,3 +100,5 @@ class Recorder:
         stats.blocks_free = pool.num_free
         stats.blocks_cached = pool.num_cached
         stats.blocks_held = pool.num_held
+        stats.host_blocks_free = self._host_pool.num_free
+        stats.host_blocks_held = self._host_pool.num_held

@@ -10,25 +10,25 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from itertools import islice
-from operator import attrgetter
 
 from engine.core.admission import check_request
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ComputeError, QuireError
 from engine.core.flight import Flight, take_back
 from engine.core.memory import Memory
-from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.plan import Fault, SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES
+from engine.core.preemption import SwapSpace, never_saved
+from engine.core.prompts import PromptPlanner
 from engine.core.recorder import Recorder
+from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
 
-_order = attrgetter("order")
 # Looking a member up on its Enum costs 70 ns (Python 3.11), twice for every sequence at every step.
 _RUNNING, _DONE = Status.RUNNING, Status.DONE
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
@@ -42,47 +42,46 @@ class Scheduler:
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self._memory = Memory(config)
-        self._recorder = Recorder(self.stats, self._memory.pool)
+        self._swap = SwapSpace(config)
+        self._recorder = Recorder(self.stats, self._memory.pool, self._swap.pool)
         self._policy = POLICIES[config.policy]
-        self._waiting: list[Sequence] = []  # both queues are sorted by `order`: best first, victims last
-        self._running: list[Sequence] = []
-        self._requests: dict[str, list[Sequence]] = {}  # the living, by request id
+        self._roster = Roster(self._recorder)
+        self._prompts = PromptPlanner(self._memory, self._roster)
         self._flights: deque[Flight] = deque()
         self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
-        self._next_seq_id = 0
         self._next_step_id = 0
 
     @property
     def has_work(self) -> bool:
         """True while any sequence lives or any plan is in flight."""
-        return bool(self._requests or self._flights)
+        return bool(self._roster.requests or self._flights)
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises a ClientError if it can never run."""
         check_request(request, self.config)
-        assert request.request_id not in self._requests, f"request id {request.request_id} is taken"
+        assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
-        seq = Sequence(request, 0, self._take_seq_id(), self._policy(request), self.config.block_size, root)
-        self._requests[request.request_id] = [seq]
-        self._enqueue(seq)
+        seq = Sequence(request, 0, self._roster.take_seq_id(), self._policy(request), self.config.block_size, root)
+        self._roster.requests[request.request_id] = [seq]
+        self._roster.enqueue(seq)
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
         """End a request, or one of its choices once its prompt is computed. Unknown or ended ones are ignored."""
         reason = FinishReason.STOP if cause is AbortCause.STOP_STRING else FinishReason.ABORT
         events: list[TokenEvent] = []
-        for seq in list(self._requests.get(request_id, ())):
+        for seq in list(self._roster.requests.get(request_id, ())):
             if choice is None or (seq.is_forked and seq.choice == choice):
                 events += self._end(seq, reason, now)
         self.stats.aborted[cause] += len(events)
-        self._recorder.gauges(self._running)
+        self._recorder.gauges(self._roster.running)
         return events
 
     def abort_all(self, cause: AbortCause, now: float) -> list[TokenEvent]:
         """End everything that lives."""
-        return [event for request_id in list(self._requests) for event in self.abort(request_id, cause, now)]
+        return [event for request_id in list(self._roster.requests) for event in self.abort(request_id, cause, now)]
 
     # -- plan --------------------------------------------------------------------------------------------------------
 
@@ -92,17 +91,19 @@ class Scheduler:
         catching_up = self._plan_decodes(flight)
         budget = self._step_limit - len(flight.slices)
         for seq in catching_up:
-            budget -= self._plan_prompt(seq, budget, flight)
+            budget -= self._prompts.plan_chunk(seq, budget, flight)
         budget = self._admit(budget, now, flight)
         if not flight.slices:
             return None
+        flight.swap_out = self._swap.take_due()
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
-        self._recorder.gauges(self._running)
+        self._recorder.gauges(self._roster.running)
         num_tokens = self._step_limit - budget
         num_samples = sum([len(piece.samples) for piece in flight.slices])
-        return StepPlan(flight.step_id, flight.slices, flight.copies, num_tokens, num_samples)
+        moves = flight.copies, num_tokens, num_samples, flight.swap_out, flight.swap_in
+        return StepPlan(flight.step_id, flight.slices, *moves)
 
     def _plan_decodes(self, flight: Flight) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
@@ -111,7 +112,7 @@ class Scheduler:
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
-        for seq in islice(self._running, self._step_limit):
+        for seq in islice(self._roster.running, self._step_limit):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue
@@ -138,87 +139,50 @@ class Scheduler:
             seq.num_in_flight += 1
         return catching_up
 
-    def _plan_prompt(self, seq: Sequence, budget: int, flight: Flight) -> int:
-        """Plan the next chunk of a sequence that is catching up; the last chunk draws its first tokens."""
-        start = seq.num_planned
-        count = min(len(seq.tokens) - start, budget)
-        if not count:
-            return 0
-        wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
-        seq.num_planned = start + count
-        seq.num_in_flight += 1
-        samples: tuple[Sample, ...] = ()
-        if seq.num_planned == len(seq.tokens):
-            seq.move(Status.RUNNING)
-            samples = self._first_samples(seq, flight)
-        flight.slices.append(
-            SequenceSlice(
-                seat=seq.seat,
-                tokens=seq.tokens,
-                num_prompt=seq.num_prompt,
-                start=start,
-                num_tokens=count,
-                block_table=seq.page_table.blocks,
-                samples=samples,
-                params=seq.params,
-                prompt_logprobs=-1 if wants is None else wants,
-                seq_id=seq.seq_id,
-            )
-        )
-        flight.owners.append(seq)
-        return count
-
-    def _first_samples(self, seq: Sequence, flight: Flight) -> tuple[Sample, ...]:
-        """The draws at the end of a prompt, one a choice. Here n > 1 forks: all choices share all blocks."""
-        if not seq.params.max_tokens:
-            return ()
-        drawing = [seq]
-        if not seq.is_forked:
-            seq.is_forked = True
-            children = [seq.fork(choice, self._take_seq_id()) for choice in range(1, seq.params.n)]
-            self._memory.share(seq, children)
-            self._requests[seq.request_id] += children
-            flight.children[len(flight.owners)] = children
-            for child in children:
-                insort(self._running, child, key=_order)
-            drawing += children
-        return tuple(sample for sequence in drawing for sample in sequence.samples)
-
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
         while not self._memory.make_writable(seq, copies):
             if self._num_leaving:
                 return False  # blocks are on their way: the next commit brings them
-            victim = self._running[-1]
+            victim = self._roster.running[-1]
             self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks; it waits in its old place and is computed anew (its tokens are kept)."""
-        _withdraw(self._running, seq)
+        """Have a running sequence give way, at once or as soon as no plan in flight names it."""
+        self._roster.stop(seq)
         seq.move(Status.PREEMPTED)
         seq.num_preemptions += 1
-        self.stats.preemptions += 1
         if not self._leave(seq):
-            self._memory.release(seq)
-            self._enqueue(seq)
+            self._set_aside(seq)
+
+    def _set_aside(self, seq: Sequence) -> None:
+        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place."""
+        self._swap.save(seq)
+        self._recorder.preempted(seq)
+        self._memory.release(seq)
+        self._roster.enqueue(seq)
 
     def _admit(self, budget: int, now: float, flight: Flight) -> int:
         """Start waiting sequences, strictly in order, while seats, blocks and budget last; returns what is left.
 
-        One block stays back for each running sequence, which may be about to grow.
+        One block stays back for each running sequence, which may be about to grow. What is swapped in computes in the
+        next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
-        while budget and self._waiting:
-            seq = self._waiting[0]
-            if not self._memory.claim(seq, num_reserved=len(self._running)):
+        while budget and self._roster.waiting:
+            seq = self._roster.waiting[0]
+            if not self._memory.claim(seq, num_reserved=len(self._roster.running)):
                 break
             self._recorder.admitted(seq, now)
-            self._dequeue(seq)
+            self._roster.dequeue(seq)
+            if seq.status is Status.SWAPPED:
+                self._swap.restore(seq, flight)
             seq.move(Status.PREFILL)
-            insort(self._running, seq, key=_order)
-            budget -= self._plan_prompt(seq, budget, flight)
+            self._roster.start(seq)
+            if seq not in flight.arrivals or not flight.slices:
+                budget -= self._prompts.plan_chunk(seq, budget, flight)
         return budget
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -228,7 +192,11 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
         events: list[TokenEvent] = []
-        ids, logprobs, cursor = result.token_ids, result.logprobs, 0
+        self._swap.settle(flight)
+        for seq in flight.arrivals:
+            seq.num_in_flight -= 1
+            self._settle(seq)
+        ids, logprobs, ended, cursor = result.token_ids, result.logprobs, result.ended, 0
         special = {*flight.children, *result.errors, *result.prompt_logprobs}
         for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
             seq.num_in_flight -= 1
@@ -237,13 +205,14 @@ class Scheduler:
                 self._commit_special(index, flight, result, cursor, now, events)
                 cursor += len(piece.samples)
             elif piece.samples:
-                self._accept(seq, ids[cursor], logprobs.get(cursor) if logprobs else None, now, events)
+                is_end = bool(ended) and cursor in ended
+                self._accept(seq, ids[cursor], logprobs.get(cursor) if logprobs else None, is_end, now, events)
                 cursor += 1
             else:
                 self._accept_chunk(seq, now, events)
         self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
         self._recorder.stepped(plan, now)
-        self._recorder.gauges(self._running)
+        self._recorder.gauges(self._roster.running)
         return events
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
@@ -253,6 +222,13 @@ class Scheduler:
         their blocks, which are the pool's: giving them up would bring the device nothing.
         """
         oldest = self._flights[0]
+        for seq in never_saved(self._flights, self._roster.waiting):
+            self._roster.dequeue(seq)
+            self._swap.discard(seq, self._flights)
+            seq.move(Status.PREEMPTED)
+            self._roster.enqueue(seq)
+        for flight in self._flights:
+            self._swap.settle(flight)
         for seq, is_whole in take_back(self._flights).items():
             if seq.is_leaving:
                 self._settle(seq)
@@ -263,10 +239,10 @@ class Scheduler:
         self._step_limit = max(oldest.num_tokens // 2, 1)
         events: list[TokenEvent] = []
         if failure is not None:
-            for seq in list(self._requests.get(oldest.largest(self._requests) or "", ())):
+            for seq in list(self._roster.requests.get(oldest.largest(self._roster.requests) or "", ())):
                 events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
-        self._recorder.gauges(self._running)
+        self._recorder.gauges(self._roster.running)
         return events
 
     def _commit_special(
@@ -284,14 +260,15 @@ class Scheduler:
                 self._fail(failed, result.errors[index], now, events)
         elif flight.slices[index].samples:
             for place, drawer in enumerate(drawing, start=cursor):
-                self._accept(drawer, result.token_ids[place], result.logprobs.get(place), now, events)
+                is_end = place in result.ended
+                self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
         else:
             self._accept_chunk(seq, now, events)
 
     def _accept(
-        self, seq: Sequence, token: int, logprob: TokenLogprob | None, now: float, events: list[TokenEvent]
+        self, seq: Sequence, token: int, logprob: TokenLogprob | None, is_end: bool, now: float, events: list[TokenEvent]
     ) -> None:
-        """Append a drawn token, end the sequence if that was its last, and tell."""
+        """Append a drawn token, end the sequence if that was its last (by its grammar: `is_end`), and tell."""
         if seq.status is _DONE:
             self._settle(seq)
             return
@@ -306,16 +283,16 @@ class Scheduler:
             prompt = seq.prompt_info()
         seq.last_token_s = now
         logprobs = None if logprob is None else (logprob,)
-        if token not in seq.ending_ids and len(tokens) < seq.max_total:
+        if token not in seq.ending_ids and len(tokens) < seq.max_total and not is_end:
             fields = (seq.request_id, seq.choice, (token,), logprobs, None, None, prompt, None, None)
             events.append(_make(TokenEvent, fields))
             if seq.num_computed >= seq.next_register or seq.is_leaving:
                 self._settle(seq)
             return
         reason, stop_reason = FinishReason.LENGTH, None
-        if token in seq.ending_ids:
+        if token in seq.ending_ids or is_end:
             reason = FinishReason.STOP
-            stop_reason = None if token in seq.params.eos_token_ids else token
+            stop_reason = token if token in seq.params.stop_token_ids - seq.params.eos_token_ids else None
         if seq.num_computed >= seq.next_register:
             self._memory.register(seq)
         events += self._end(seq, reason, now, (token,), logprobs, stop_reason, prompt)
@@ -330,11 +307,11 @@ class Scheduler:
             events += self._end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
         self._settle(seq)
 
-    def _fail(self, seq: Sequence, message: str, now: float, events: list[TokenEvent]) -> None:
+    def _fail(self, seq: Sequence, fault: Fault, now: float, events: list[TokenEvent]) -> None:
         """This sequence could not be computed; it ends alone."""
         if seq.status is not Status.DONE:
-            events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(message))
-            self.stats.failed[FailureCause.NOT_FINITE] += 1
+            events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
+            self.stats.failed[fault.cause] += 1
         self._settle(seq)
 
     # -- leaving -----------------------------------------------------------------------------------------------------
@@ -352,20 +329,18 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Every end passes here: leave the queues, free what no flight names, one terminal event a choice."""
         if seq.status in (Status.PREFILL, Status.RUNNING):
-            _withdraw(self._running, seq)
+            self._roster.stop(seq)
             if not self._leave(seq):
                 self._memory.release(seq)
         elif not seq.is_leaving:
-            self._dequeue(seq)
+            self._roster.dequeue(seq)
+            self._swap.discard(seq, self._flights)
         seq.move(Status.DONE)
-        request_id = seq.request_id
-        self._requests[request_id].remove(seq)
-        if not self._requests[request_id]:
-            del self._requests[request_id]
+        self._roster.strike(seq)
         choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
         timings = self._recorder.finished(seq, reason, now, len(choices))
         return [
-            TokenEvent(request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
+            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
             for choice in choices
         ]
 
@@ -382,47 +357,20 @@ class Scheduler:
         if seq.is_leaving and not seq.num_in_flight:
             seq.is_leaving = False
             self._num_leaving -= 1
-            self._memory.release(seq)
             if seq.status is Status.PREEMPTED:
-                self._enqueue(seq)
-
-    def _enqueue(self, seq: Sequence) -> None:
-        insort(self._waiting, seq, key=_order)
-        self._recorder.queued(seq, 1)
-
-    def _dequeue(self, seq: Sequence) -> None:
-        _withdraw(self._waiting, seq)
-        self._recorder.queued(seq, -1)
-
-    def _take_seq_id(self) -> int:
-        self._next_seq_id += 1
-        return self._next_seq_id
-
-    # -- looking -----------------------------------------------------------------------------------------------------
+                self._set_aside(seq)
+            else:
+                self._memory.release(seq)
 
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""
-        return take_snapshot(self.stats, self._memory.pool, self._living().values(), self._waiting, now)
-
-    def _living(self) -> dict[int, Sequence]:
-        """Everybody who may hold something, by sequence id."""
-        living = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
-        for flight in self._flights:
-            children = [child for siblings in flight.children.values() for child in siblings]
-            living.update({seq.seq_id: seq for seq in (*flight.owners, *children)})
-        return living
+        holders = self._roster.holders(self._flights)
+        return take_snapshot(self.stats, self._memory.pool, holders, self._roster.waiting, now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
-        living = self._living()
-        self._memory.check_integrity(living.values())
-        for queue in (self._running, self._waiting):
-            assert queue == sorted(queue, key=_order), "a queue is out of order"
-        assert self._num_leaving == sum(seq.is_leaving for seq in living.values()), "leaving sequences are miscounted"
-
-
-def _withdraw(queue: list[Sequence], seq: Sequence) -> None:
-    """Take a sequence out of a sorted queue."""
-    position = bisect_left(queue, seq.order, key=_order)
-    assert queue[position] is seq
-    del queue[position]
+        holders = self._roster.holders(self._flights)
+        self._memory.check_integrity(holders)
+        self._swap.check_integrity(holders, self._flights)
+        self._roster.check_integrity()
+        assert self._num_leaving == sum(seq.is_leaving for seq in holders), "leaving sequences are miscounted"

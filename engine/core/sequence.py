@@ -6,6 +6,10 @@
                  admit | | pool exhausted        | pool exhausted
                        | v                       |
                     PREEMPTED <------------------+            (every state may go to DONE: abort)
+                       ^ |
+             copy lost | | copied to host memory
+                       | v
+                     SWAPPED ----> PREFILL (admit)
 
 A step that is taken back leads from RUNNING to PREFILL: all of the sequence's tokens are known again.
 
@@ -34,7 +38,8 @@ class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
-    PREEMPTED = "preempted"
+    PREEMPTED = "preempted"  # to be computed anew
+    SWAPPED = "swapped"  # preempted; what was computed is in host memory
     DONE = "done"
 
 
@@ -42,7 +47,8 @@ _MOVES = {
     Status.WAITING: {Status.PREFILL, Status.DONE},
     Status.PREFILL: {Status.RUNNING, Status.PREEMPTED, Status.DONE},
     Status.RUNNING: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
-    Status.PREEMPTED: {Status.PREFILL, Status.DONE},
+    Status.PREEMPTED: {Status.PREFILL, Status.SWAPPED, Status.DONE},
+    Status.SWAPPED: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
     Status.DONE: set(),
 }
 
@@ -61,6 +67,7 @@ class Sequence:
         "ending_ids",
         "first_scheduled_s",
         "first_token_s",
+        "host_blocks",
         "is_forked",
         "is_leaving",
         "last_token_s",
@@ -73,6 +80,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_registered",
+        "num_saved",
         "order",
         "page_table",
         "params",
@@ -104,6 +112,8 @@ class Sequence:
         self.num_computed = 0
         self.num_planned = 0
         self.num_in_flight = 0  # launched steps that name this sequence
+        self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
+        self.num_saved = 0  # ... and the positions they hold
         self.page_table = PageTable(block_size)
         self.writable_until = 0  # positions below have a block that is this sequence's alone
         self.seat = -1  # the runner row
@@ -135,6 +145,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_resuming(self) -> bool:
+        """Waiting, but not for the first time."""
+        return self.status is Status.PREEMPTED or self.status is Status.SWAPPED
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -29,8 +29,23 @@ class FailureCause(str, Enum):
     """Why a sequence ended on an error; a label of the failure counter."""
 
     NOT_FINITE = "not_finite"  # its logits were not finite numbers
+    GRAMMAR = "grammar"  # its grammar's matcher failed on the way
     OUT_OF_MEMORY = "out_of_memory"  # the device had no memory for its step, nor for a smaller one
     ENGINE_DEATH = "engine_death"  # it was open when the engine died
+
+
+class PreemptionKind(str, Enum):
+    """How a preempted sequence comes by its K/V again; a label of the preemption counter."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"  # from host memory
+
+
+class SwapDirection(str, Enum):
+    """Where a block was copied; a label of the counter of swapped blocks."""
+
+    OUT = "out"  # to host memory
+    IN = "in"
 
 
 class Histogram:
@@ -77,6 +92,8 @@ class Stats:
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_held: int = 0
+    host_blocks_free: int = 0  # of the swap space
+    host_blocks_held: int = 0
     last_step_s: float = 0.0  # clock reading at the last commit
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
@@ -85,13 +102,14 @@ class Stats:
     generation_tokens: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
-    preemptions: int = 0
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
     out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
     rejected: int = 0  # refused at the door, the queue being full
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     failed: dict[FailureCause, int] = field(default_factory=lambda: dict.fromkeys(FailureCause, 0))
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))
+    preempted: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
+    swapped_blocks: dict[SwapDirection, int] = field(default_factory=lambda: dict.fromkeys(SwapDirection, 0))
     # histograms
     ttft_s: Histogram = field(default_factory=_request_seconds)
     tpot_s: Histogram = field(default_factory=_token_seconds)  # a request's mean time per output token after the first
@@ -105,6 +123,11 @@ class Stats:
     step_sequences: Histogram = field(default_factory=_counts)
     request_prompt_tokens: Histogram = field(default_factory=_counts)
     request_generation_tokens: Histogram = field(default_factory=_counts)
+
+    @property
+    def preemptions(self) -> int:
+        """Of both kinds."""
+        return sum(self.preempted.values())
 
     @property
     def kv_cache_usage_ratio(self) -> float:

@@ -139,6 +139,14 @@ class Driver:
         settings = self.scheduler.config
         assert 0 < plan.num_tokens == sum(piece.num_tokens for piece in plan.slices) <= settings.max_num_batched_tokens
         assert plan.num_samples == sum(len(piece.samples) for piece in plan.slices)
+        moved = [block for block, _ in plan.swap_out], [host for host, _ in plan.swap_in]
+        assert all(
+            len(set(ends)) == len(ends) for ends in ([h for _, h in plan.swap_out], [b for _, b in plan.swap_in])
+        )
+        assert all(0 <= block < settings.num_blocks for block in (*moved[0], *(b for _, b in plan.swap_in)))
+        assert all(0 <= host < settings.num_host_blocks for host in (*moved[1], *(h for _, h in plan.swap_out)))
+        named = {*(host for host, _ in plan.swap_in), *(host for _, host in plan.swap_out)}
+        assert self.scheduler.stats.host_blocks_held >= len(named), "a host block is given back before its commit"
         assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
         for piece in plan.slices:
             assert piece.num_tokens > 0
@@ -159,6 +167,6 @@ class Driver:
                     assert said == expected
                     assert self.ends[request_id, choice].finish_reason == reason
         self.scheduler.check_integrity()
-        assert self.scheduler.stats.blocks_held == 0
+        assert self.scheduler.stats.blocks_held == self.scheduler.stats.host_blocks_held == 0
         assert self.scheduler.stats.num_running == self.scheduler.stats.num_waiting == 0
         assert self.scheduler.stats.num_preempted == self.scheduler.stats.num_waiting_tokens == 0

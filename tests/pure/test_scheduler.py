@@ -202,8 +202,9 @@ def test_prompt_logprobs_ignore_what_is_cached_and_come_once_a_choice() -> None:
         assert [entry and entry.token_id for entry in logprobs] == [None, *long_prompt(15)[1:]]
 
 
-def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt() -> None:
-    driver = Driver(config(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=2))
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+def test_prompt_logprobs_are_whole_after_a_preemption_in_mid_prompt(num_host_blocks: int) -> None:
+    driver = Driver(config(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=2, num_host_blocks=num_host_blocks))
     driver.add(request("grows", long_prompt(7, 5), max_tokens=25, eos_token_ids=frozenset()))
     for _ in range(8):
         driver.step()

@@ -26,16 +26,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "sjf", "priority"]),
+        num_host_blocks=st.sampled_from([0, 3, 12, 60]),
+        min_swap_tokens=st.sampled_from([1, 1, 9]),
     )
-    def start(self, depth: int, num_blocks: int, budget: int, caching: bool, policy: str) -> None:
+    def start(self, depth: int, budget: int, caching: bool, **changes: int | str) -> None:
         self.driver = Driver(
-            config(
-                num_blocks=num_blocks,
-                max_num_batched_tokens=budget,
-                enable_prefix_caching=caching,
-                policy=policy,
-                max_model_len=40,
-            ),
+            config(max_num_batched_tokens=budget, enable_prefix_caching=caching, max_model_len=40, **changes),
             depth,
         )
         self.aborted: set[str] = set()

@@ -1,0 +1,120 @@
+"""What becomes of a sequence that has to give way: its K/V goes to host memory and comes back, or is computed anew.
+
+Keeps the books of the host's blocks; a HostPool of the runtime keeps their content. A sequence's life there:
+
+    save       the next plan copies its blocks out; the pool's are free at once, since that plan copies before it writes
+    restore    a plan brings back what the prefix cache has not; other sequences' slices of that plan do not wait for it
+    discard    it ended, or the copy never came about
+
+A host block that a plan in flight names is given back at its commit, never before. Owned by the scheduler, engine
+thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from engine.core.block_pool import BlockPool
+from engine.core.config import SchedulerConfig
+from engine.core.flight import Flight
+from engine.core.page_table import blocks_for
+from engine.core.sequence import Sequence, Status
+
+
+class SwapCosts(NamedTuple):
+    """Seconds, measured on the machine that serves."""
+
+    trip_s: float  # what a copy to the host and back takes, however small it is
+    block_s: float  # a block's part of it
+    token_s: float  # computing one position as part of a prompt
+
+
+def min_swap_tokens(costs: SwapCosts, block_size: int) -> int | None:
+    """The fewest computed positions that are copied out and back sooner than they are computed anew; None for never.
+
+    Positions are taken to fill one block more than they do, at worst. Attention's part of a prompt, which grows with
+    its square, is left out, and so is that copies run beside the steps on CUDA: long ones gain more than is said here.
+    """
+    gain_s = costs.token_s - costs.block_s / block_size
+    if gain_s <= 0:
+        return None
+    return int((costs.trip_s + costs.block_s) / gain_s) + 1
+
+
+class SwapSpace:
+    """Host blocks, saved to and restored from sequence by sequence."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._min_tokens = config.min_swap_tokens
+        self._due: list[tuple[int, int]] = []  # (device block, host block), for the next plan to copy
+        self.pool = BlockPool(config.num_host_blocks)
+
+    def save(self, seq: Sequence) -> bool:
+        """Have what is computed of a preempted sequence copied before its blocks are written again.
+
+        False where that does not pay or there is no room. To be called before its blocks are released.
+        """
+        num_blocks = blocks_for(seq.num_computed, self._block_size)
+        # The log probabilities of a prompt are made while it is computed, all of it.
+        is_worth_it = seq.num_computed >= self._min_tokens and not seq.wants_prompt_logprobs
+        if not is_worth_it or self.pool.num_available < num_blocks:
+            return False
+        seq.host_blocks = self.pool.alloc_many(num_blocks)
+        seq.num_saved = seq.num_computed
+        self._due += zip(seq.page_table.blocks, seq.host_blocks, strict=False)  # the table may reach further
+        seq.move(Status.SWAPPED)
+        return True
+
+    def restore(self, seq: Sequence, flight: Flight) -> None:
+        """Bring a sequence's blocks back, but for the first, which the prefix cache still had when it was admitted."""
+        num_found = seq.num_computed
+        if seq.num_saved > num_found:
+            first = num_found // self._block_size
+            flight.swap_in += zip(seq.host_blocks[first:], seq.page_table.blocks[first:], strict=False)
+            flight.arrivals[seq] = num_found
+            seq.num_in_flight += 1
+            seq.num_computed = seq.num_planned = seq.num_saved
+        flight.host_blocks += seq.host_blocks
+        seq.host_blocks, seq.num_saved = [], 0
+
+    def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
+        """Forget a sequence's copy: now, or when the last plan that may name it is committed."""
+        blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
+        gone = set(blocks)
+        self._due = [pair for pair in self._due if pair[1] not in gone]
+        if flights:
+            flights[-1].host_blocks += blocks
+        else:
+            self._free(blocks)
+
+    def take_due(self) -> list[tuple[int, int]]:
+        """What the plan that is being made has to copy out."""
+        due, self._due = self._due, []
+        return due
+
+    def settle(self, flight: Flight) -> None:
+        """A plan was committed, or taken back: nothing reads or writes its host blocks any more."""
+        self._free(flight.host_blocks)
+
+    def check_integrity(self, living: Iterable[Sequence], flights: Iterable[Flight]) -> None:
+        """Raise AssertionError unless sequences and plans in flight hold exactly what is held."""
+        sequences = [seq for seq in living if seq.status is Status.SWAPPED]
+        tables = [seq.host_blocks for seq in sequences]
+        self.pool.check_integrity([*tables, *(flight.host_blocks for flight in flights)])
+        for seq in sequences:
+            assert len(seq.host_blocks) == blocks_for(seq.num_saved, self._block_size), "a copy is not whole"
+        saved = {block for table in tables for block in table}
+        assert saved.issuperset(host for _, host in self._due), "a copy is due that nobody wants"
+
+    def _free(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.pool.free(block)
+
+
+def never_saved(flights: Collection[Flight], waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Of those that wait, whoever was to be copied out by plans that are taken back: the pool's blocks have new owners."""
+    lost = {host for flight in flights for _, host in flight.swap_out}
+    return [seq for seq in waiting if not lost.isdisjoint(seq.host_blocks)] if lost else []
