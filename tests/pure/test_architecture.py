@@ -40,9 +40,14 @@ def within(name: str, *roots: str) -> bool:
 ON_THE_DEVICE = tuple(
     f"loadtest.gpu.{name}" for name in ("attention", "kernels", "machine", "offline", "profile_steps", "timing")
 )
+# The engine for scripts: the daemon's own text side around it, nothing of HTTP.
+OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
-    ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), ()),
+    ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), OFFLINE),
+    ("engine", ("engine.llm",), ("engine.llm", *OFFLINE)),
+    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.routes", "server.client"), ()),
+    ("engine.llm", ("server.sse", "server.middleware", "server.serve", "server.daemon", "torch"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     ("engine.runtime", ("engine.core.scheduler", "engine.core.block_pool", "engine.core.memory", "engine.loop"), ()),
     ("engine.runtime", ("engine.core.sequence", "engine.core.prefix_cache", "engine.core.fake_runner"), ()),

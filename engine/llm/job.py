@@ -1,0 +1,91 @@
+"""One prompt of an offline run: from the engine's events to a result. The thread that called `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.core.types import Request, RequestTimings, TokenEvent
+from server.choice import Choice, Delta, TextRules
+from server.protocol.logprobs import PromptLogprobs, prompt_logprobs
+from server.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One of a prompt's answers."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # "stop" or "length"
+    stop_reason: int | str | None  # the stop token or stop string that was met
+    logprobs: PromptLogprobs | None  # by token id, one entry a token
+    timings: RequestTimings | None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of the whole answer, where logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(entry[token_id].logprob for token_id, entry in pairs if entry is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs | None
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+
+
+class Job:
+    """One prompt on its way: its choices, and which of them the engine has not ended yet."""
+
+    def __init__(self, text: str | None, request: Request, rules: TextRules, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.num_open = request.params.n
+        self._text = text
+        self._tokenizer = tokenizer
+        self._choices = [Choice(tokenizer, request.prompt, rules) for _ in range(self.num_open)]
+        self._timings: dict[int, RequestTimings | None] = {}
+
+    def accept(self, event: TokenEvent) -> bool:
+        """Take in an event; True if a stop string has just ended its choice. Raises the event's error."""
+        choice = self._choices[event.choice]
+        is_first_end = not choice.is_done and choice.accept(event)
+        if event.finish_reason is None:
+            return is_first_end
+        self.num_open -= 1
+        self._timings[event.choice] = event.timings
+        return False
+
+    def output(self) -> RequestOutput:
+        """The result, once nothing is open."""
+        params, tokenizer = self.request.params, self._tokenizer
+        deltas = [choice.take() for choice in self._choices]
+        prompt = deltas[0].prompt
+        scored = None if prompt is None else prompt.logprobs
+        return RequestOutput(
+            prompt=self._text,
+            prompt_token_ids=list(self.request.prompt),
+            prompt_logprobs=None if scored is None else prompt_logprobs(tokenizer, scored, params.prompt_logprobs or 0),
+            num_cached_tokens=0 if prompt is None else prompt.num_cached_tokens,
+            outputs=[self._completion(index, delta) for index, delta in enumerate(deltas)],
+        )
+
+    def _completion(self, index: int, delta: Delta) -> CompletionOutput:
+        num_top = self.request.params.logprobs
+        assert delta.finish_reason is not None
+        return CompletionOutput(
+            index=index,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            finish_reason=delta.finish_reason.value,
+            stop_reason=delta.stop_reason,
+            logprobs=None if num_top is None else prompt_logprobs(self._tokenizer, delta.logprobs, num_top),
+            timings=self._timings[index],
+        )

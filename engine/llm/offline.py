@@ -1,0 +1,269 @@
+"""LLM: an engine of one's own, fed by whoever calls. No event loop: the engine's events come through a queue."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing_extensions import Self
+
+from engine.core.admission import check_request
+from engine.core.config import EngineConfig
+from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.types import AbortCause, Request, TokenEvent
+from engine.llm.job import Job, RequestOutput
+from engine.llm.params import SamplingParams, checked
+from server.app_config import AppConfig
+from server.model_source import find_model
+from server.protocol.chat import Conversation
+from server.protocol.limits import Limits
+from server.startup import StartupStory
+from server.tokenizer import load_tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model and its engine. A context manager; `close` does the same, and so does the end of the program.
+
+    `model` is what `quire serve` takes, None for the embedded one; `engine` takes the daemon's flags by their Python
+    names (`dtype="float32"`, `num_threads=2`, ...). Raises what start-up can: ConfigError, ModelLoadError,
+    MemoryBudgetError.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        tokenizer: str | None = None,
+        chat_template: str | None = None,
+        max_logprobs: int = 20,
+        **engine: Any,
+    ) -> None:
+        source = find_model(model)
+        config = _engine_config(source.path, engine)
+        from engine.build import build_engine  # torch, seconds
+
+        with StartupStory() as story:
+            built = build_engine(config, story.report)
+            text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
+        app = AppConfig(model=source.path, served_model_names=(source.name,), max_logprobs=max_logprobs)
+        self._engine = built
+        self._tokenizer = text
+        self._limits = Limits.of(built.config, built.vocab_size, text, app)
+        self._events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._turn = threading.Lock()  # one `generate` at a time
+        self._end = weakref.finalize(self, built.stop, 0.0)
+        built.start(self._events.put)  # not a method of ours: the thread would keep a forgotten LLM alive
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine thread and let go of the model. Idempotent."""
+        self._end()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, a text or its token ids; results come in the prompts' order.
+
+        Raises ClientError before anything runs, and the error of a request that fails. That, and Ctrl-C, end all that
+        was begun; the LLM can be used again.
+        """
+        return self._run(_listed(prompts), sampling_params, add_special_tokens=True, progress=progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several; like `generate` in everything else."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        prompts = []
+        for one in [messages] if is_one else messages:
+            conversation = checked(
+                Conversation,
+                {
+                    "messages": list(one),
+                    "add_generation_prompt": add_generation_prompt and not continue_final_message,
+                    "continue_final_message": continue_final_message,
+                    "chat_template_kwargs": dict(chat_template_kwargs or {}),
+                },
+            )
+            prompts.append(conversation.render(self._limits))
+        return self._run(prompts, sampling_params, add_special_tokens=False, progress=progress)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        add_special_tokens: bool,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(
+                f"There are {len(prompts)} prompts and {len(each)} sampling_params; give one for all, or one each.",
+                param="sampling_params",
+            )
+        if not self._end.alive:
+            raise ShuttingDownError("This LLM was closed; make a new one.")
+        jobs = []
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            with _naming(index, len(prompts)):
+                jobs.append(self._job(prompt, own, add_special_tokens))
+        with self._turn:
+            self._answer(jobs, show=progress)
+        return [job.output() for job in jobs]
+
+    def _job(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> Job:
+        """Everything that can be wrong with a prompt is found here. Raises ClientError."""
+        limits, body = self._limits, params.to_body()
+        text = None
+        if isinstance(prompt, str):
+            text = prompt
+            limits.check_length(text, "prompt")
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = _token_ids(prompt)
+            limits.check_ids(ids, "prompt")
+        if not ids:
+            raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
+        ids = body.truncate(ids, limits)
+        limits.check_logprobs(body.logprobs, "logprobs")
+        asked = body.max_tokens
+        inner = body.sampling_params(
+            limits,
+            max_tokens=limits.rest_of_context(len(ids), "prompt") if asked is None else asked,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+        )
+        request = Request(
+            request_id=str(next(self._ids)), prompt=tuple(ids), params=inner, arrival_s=0.0, priority=body.priority
+        )
+        check_request(request, self._engine.config)
+        return Job(text, request, body.text_rules(inner), self._tokenizer)
+
+    def _answer(self, jobs: Sequence[Job], *, show: bool) -> None:
+        """Run jobs to their ends, or abort them all."""
+        waiting = deque(jobs)
+        started: dict[str, Job] = {}
+        most = 2 * self._engine.config.max_num_seqs  # so that somebody always waits, and the queue stays short
+        num_tokens = 0
+        try:
+            with _bar(show) as bar:
+                task = bar.add_task("generate", total=len(jobs), rate="")
+                while waiting or started:
+                    self._feed(waiting, started, most)
+                    for event in self._events.get():
+                        num_tokens += len(event.token_ids)
+                        self._take(event, started)
+                    rate = num_tokens / (bar.tasks[task].elapsed or 1e-9)
+                    bar.update(task, completed=len(jobs) - len(waiting) - len(started), rate=f"{rate:,.0f} tokens/s")
+        finally:
+            for request_id in started:  # what comes of these later is passed over: no id is used twice
+                self._engine.abort(request_id, AbortCause.DISCONNECT)
+
+    def _feed(self, waiting: deque[Job], started: dict[str, Job], most: int) -> None:
+        while waiting and len(started) < most:
+            job = waiting[0]
+            try:
+                self._engine.submit(replace(job.request, arrival_s=self._engine.clock()))
+            except OverloadedError:
+                if not started:
+                    raise
+                return  # the queue is full of ours; room comes with the next of them that ends
+            started[job.request.request_id] = waiting.popleft()
+
+    def _take(self, event: TokenEvent, started: dict[str, Job]) -> None:
+        job = started.get(event.request_id)
+        if job is None:
+            return
+        if job.accept(event):
+            self._engine.abort(event.request_id, AbortCause.STOP_STRING, event.choice)
+        if not job.num_open:
+            del started[event.request_id]
+
+
+def _engine_config(path: str, flags: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    for name in flags:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+            raise ConfigError(f"{name} is not a setting of the engine; {hint}")
+    try:
+        return EngineConfig(model=path, **flags)
+    except TypeError as error:  # a string where a number is compared
+        raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt may come without a list around it."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, token ids, or a list of these.", param="prompts"
+        )
+    is_ids = bool(prompts) and isinstance(prompts[0], int)
+    return [prompts] if is_ids else prompts  # type: ignore[list-item,return-value]  # told apart by the first item
+
+
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """A fault in here says which of several prompts has it."""
+    try:
+        yield
+    except ClientError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"Prompt {index} of {count}: {error}", param=error.param) from error
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    if not isinstance(prompt, Sequence) or not all(type(token_id) is int for token_id in prompt):
+        raise InvalidRequestError("A prompt must be a text or a list of token ids.", param="prompts")
+    return list(prompt)
+
+
+def _bar(show: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (show and (console.is_terminal or console.is_jupyter)),
+    )

@@ -1,0 +1,262 @@
+"""The offline API over the fake runner: the daemon's rules without a daemon."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import CONFIG, END, VOCAB_SIZE, Gate, byte_tokenizer, eventually, parrot
+
+from engine.core.config import EngineConfig
+from engine.core.errors import (
+    ComputeError,
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    ShuttingDownError,
+)
+from engine.core.fake_runner import CostModel, FakeRunner
+from engine.core.plan import PendingStep, SequenceSlice, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.llm import LLM, SamplingParams
+from engine.loop import Engine, QueueLimits
+
+
+class Workshop:
+    """What stands in for loading a model: engines over the parrot, the last of which tests may look into."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.config: EngineConfig
+        self.engine: Engine
+        self.dies = False
+
+    def build_engine(self, config: EngineConfig, report: object) -> Engine:
+        workshop = self
+
+        class Runner(FakeRunner):
+            def run(self, plan: StepPlan) -> PendingStep:
+                if workshop.dies:
+                    raise RuntimeError("the device fell off the bus")
+                return super().run(plan)
+
+        def fail(piece: SequenceSlice) -> str | None:
+            return "made to fail" if piece.params.top_k == 13 else None
+
+        cost = CostModel(step_s=0.0, token_s=0.0)
+        runner = Runner(CONFIG, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
+        self.config = config
+        self.engine = Engine(Scheduler(CONFIG), runner, vocab_size=VOCAB_SIZE, limits=QueueLimits(8, 10_000))
+        return self.engine
+
+    def check_idle(self) -> None:
+        eventually(lambda: not self.engine.health().busy)
+        assert self.engine.stats.blocks_held == 0
+        assert self.engine.stats.integrity_failures == 0
+
+
+@pytest.fixture
+def workshop(monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    made = Workshop()
+    stand_in = types.ModuleType("engine.build")
+    stand_in.build_engine = made.build_engine  # type: ignore[attr-defined]  # a module made here
+    monkeypatch.setitem(sys.modules, "engine.build", stand_in)
+    monkeypatch.setattr("engine.llm.offline.load_tokenizer", lambda *_, **__: byte_tokenizer())
+    return made
+
+
+@pytest.fixture
+def llm(workshop: Workshop) -> Iterator[LLM]:
+    with LLM() as made:
+        yield made
+        workshop.check_idle()
+
+
+def texts(llm: LLM, prompts: Any, *params: Any, **fields: Any) -> list[list[str]]:
+    outputs = llm.generate(prompts, *params or [SamplingParams(**{"max_tokens": 50, **fields})])
+    return [[choice.text for choice in output.outputs] for output in outputs]
+
+
+def test_results_come_in_the_prompts_order_with_all_that_belongs_to_them(llm: LLM) -> None:
+    prompts = ["a longer one|", list(b"ids|"), "hi|"]
+    params = SamplingParams(max_tokens=8, n=2, logprobs=1, prompt_logprobs=0)
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == ["a longer one|", None, "hi|"]
+    assert [output.outputs[1].text for output in outputs] == ["a longer", "ids", "hi"]
+    last = outputs[-1]
+    assert last.prompt_token_ids == list(b"hi|")
+    assert last.prompt_logprobs is not None
+    assert [entry and list(entry) for entry in last.prompt_logprobs] == [None, [ord("i")], [ord("|")]]
+    first = last.outputs[0]
+    assert (first.index, first.token_ids, first.finish_reason, first.stop_reason) == (0, [*b"hi", END], "stop", None)
+    assert first.logprobs is not None
+    assert [list(entry or ()) for entry in first.logprobs] == [[ord("h")], [ord("i")], [END]]
+    assert first.cumulative_logprob == -1.5
+    assert first.timings is not None
+    assert first.timings.num_preemptions == 0
+    assert outputs[0].outputs[0].finish_reason == "length"
+    assert llm.generate("hi|")[0].outputs[0].logprobs is None
+
+
+def test_more_prompts_than_the_queue_takes(llm: LLM, workshop: Workshop) -> None:
+    prompts = [f"{i}|" for i in range(200)]
+    assert texts(llm, prompts) == [[str(i)] for i in range(200)]
+    assert llm.generate([]) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=None, stop="l"), SamplingParams(max_tokens=None)]
+    assert texts(llm, ["hello|", "hello|", "hello|"], each) == [["he"], ["he"], ["hello"]]
+    with pytest.raises(InvalidRequestError, match="3 prompts and 2 sampling_params"):
+        llm.generate(["a", "b", "c"], each[:2])
+
+
+def test_stopping_is_the_daemons(llm: LLM, workshop: Workshop) -> None:
+    assert texts(llm, "hello world|", stop=("zz", "o w"), include_stop_str_in_output=True, n=2) == [["hello w"] * 2]
+    [output] = llm.generate("hello|", SamplingParams(stop_token_ids=[ord("l")]))
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("he", ord("l"))
+    assert texts(llm, "hi|", ignore_eos=True, max_tokens=3, skip_special_tokens=False) == [["hi<end>"]]
+    assert texts(llm, "hi|", logit_bias={5: 1.0}) == [["hi"]]
+
+
+def test_conversations(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hello"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "there"}]}]
+    params = SamplingParams(max_tokens=None)
+    assert [output.outputs[0].text for output in llm.chat(one, params)] == ["hello"]
+    assert [output.outputs[0].text for output in llm.chat([one, parts], params)] == ["hello", "there"]
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz|"}]
+    [output] = llm.chat(begun, params, continue_final_message=True)
+    assert (output.prompt, output.outputs[0].text) == ("xyz|", "xyz")
+    with pytest.raises(InvalidRequestError, match="role"):
+        llm.chat([{"role": "nobody", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "sentence"),
+    [
+        ("", InvalidRequestError, "no tokens"),
+        (["fine|", []], InvalidRequestError, "Prompt 1 of 2: The prompt has no tokens"),
+        (["fine|", "x" * 600], ContextLengthError, "Prompt 1 of 2: .*512"),
+        ([[1, 999]], InvalidRequestError, "999"),
+        ([1.5], InvalidRequestError, "a text or a list of token ids"),
+        (7, InvalidRequestError, "prompts is a int"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_runs(
+    llm: LLM, workshop: Workshop, prompts: Any, error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        llm.generate(prompts)
+    assert workshop.engine.stats.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 9.0}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"stop": [""]}, "stop.0"),
+        ({"max_tokens": "many"}, "max_tokens"),
+    ],
+)
+def test_parameters_are_checked_at_once(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+
+
+def test_one_that_fails_ends_the_run_and_the_next_is_unharmed(llm: LLM, workshop: Workshop) -> None:
+    each = [SamplingParams(max_tokens=400), SamplingParams(top_k=13)]
+    with pytest.raises(ComputeError, match="made to fail"):
+        llm.generate(["endless", "x|"], each)
+    workshop.check_idle()
+    assert texts(llm, "hi|") == [["hi"]]
+
+
+def test_ctrl_c_aborts_and_the_next_run_hears_nothing_of_it(
+    llm: LLM, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        """The queue, in the place where Ctrl-C strikes."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+            self.left = 3
+
+        def get(self) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return self.inner.get()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "_events", Interrupted(llm._events))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["endless"] * 40, SamplingParams(max_tokens=400))
+    workshop.check_idle()
+    assert texts(llm, "hi|") == [["hi"]]
+
+
+def test_a_dead_engine_is_told(workshop: Workshop) -> None:
+    with LLM() as llm:
+        workshop.dies = True
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="fell off the bus"):
+                llm.generate("hi|")
+
+
+def test_closing_is_final_and_may_be_repeated(workshop: Workshop) -> None:
+    llm = LLM()
+    llm.close()
+    llm.close()
+    assert not workshop.engine.health().alive
+    with pytest.raises(ShuttingDownError, match="closed"):
+        llm.generate("hi|")
+
+
+def test_a_forgotten_one_lets_its_engine_go(workshop: Workshop) -> None:
+    llm = LLM()
+    engine = workshop.engine
+    del llm
+    eventually(lambda: not engine.health().alive)
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    told: dict[int, list[list[str]]] = {}
+
+    def ask(number: int) -> None:
+        told[number] = texts(llm, [f"{number}.{i}|" for i in range(20)])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == {number: [[f"{number}.{i}"] for i in range(20)] for number in range(4)}
+
+
+def test_engine_flags_reach_the_engine(workshop: Workshop) -> None:
+    LLM(max_num_seqs=3, dtype="float32").close()
+    assert (workshop.config.max_num_seqs, workshop.config.dtype) == (3, "float32")
+    for flags, sentence in (
+        ({"max_num_seq": 3}, "did you mean max_num_seqs"),
+        ({"dtype": "int3"}, "--dtype is 'int3'"),
+        ({"num_threads": "two"}, "wrong type"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            LLM(**flags)
+
+
+def test_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    llm.generate(["a|", "b|"])
+    assert "2/2" in capsys.readouterr().err
+    llm.generate(["a|", "b|"], progress=False)
+    assert "2/2" not in capsys.readouterr().err
