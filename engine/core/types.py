@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
+from engine.core.grammar import Grammar
 
 
 class FinishReason(str, Enum):
@@ -38,7 +39,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. Penalties follow OpenAI (presence,
     frequency: over generated tokens) and CTRL (repetition: over prompt and generated tokens, 1 is off).
     `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
-    `max_tokens` 0 computes the prompt only (scoring).
+    `max_tokens` 0 computes the prompt only (scoring). With a `grammar` only what it allows is drawn, the rest of this
+    within that; the sequence stops where the grammar is complete, eos_token_ids and min_tokens or not.
     """
 
     max_tokens: int
@@ -57,6 +59,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

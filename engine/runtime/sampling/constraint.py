@@ -1,0 +1,170 @@
+"""Keeps the draws of constrained rows within their grammars: a matcher for each seat, and a bit mask for each row.
+
+    step N:    launch -> masks, from what is known of all tokens before -> draw
+    step N+1:  launch -> `settle` step N: wait for its tokens, advance the matchers -> masks -> draw
+
+So masks are filled while the device computes, and only a batch that has constrained rows waits for the tokens of the
+step before, which by then are there or nearly so. A matcher is a function of its sequence's tokens: one that is lost (a
+preemption, a choice that forks off, a step that is taken back) is made again from them. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.core.grammar import Grammar, Matcher
+from engine.core.plan import SequenceSlice
+from engine.runtime.cuda.available import uses_triton
+
+
+class Constrained(NamedTuple):
+    """A row of logits whose token a grammar has to allow."""
+
+    row: int  # in the logits, and in the step's ids
+    seat: int
+    piece: SequenceSlice
+    grammar: Grammar
+    banned: frozenset[int]  # tokens not wanted, unless the grammar has nothing else
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A sequence's matcher, and the tokens it has taken in."""
+
+    seq_id: int
+    matcher: Matcher
+    num_tokens: int = 0
+    last: int = -1
+
+    def accept(self, token_id: int) -> None:
+        self.matcher.accept(token_id)
+        self.num_tokens += 1
+        self.last = token_id
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the tokens of a step made of its constrained rows."""
+
+    ended: list[int] = field(default_factory=list)  # rows whose answers are complete
+    errors: dict[int, str] = field(default_factory=dict)  # by row
+
+
+class ConstrainedStep:
+    """The constrained rows of one step, from its draw until its tokens are known."""
+
+    def __init__(self, rows: Sequence[tuple[Constrained, _Seat]]) -> None:
+        self._rows = rows
+        self._failed = {each.row: seat.matcher.error for each, seat in rows if seat.matcher.error is not None}
+        self._outcome: Outcome | None = None
+        self.drawn: dict[int, int] = {}  # by seat
+        self.read: Callable[[], Sequence[int]] | None = None  # waits for the step's ids; set once it is launched
+
+    def settle(self) -> Outcome:
+        """Wait for the tokens and advance the matchers by them; what is asked again is only remembered."""
+        if self._outcome is None:
+            # A step that found no memory to be launched with is planned anew, its tokens still to be drawn.
+            self._outcome = Outcome() if self.read is None else self._advance(self.read())
+        return self._outcome
+
+    def _advance(self, ids: Sequence[int]) -> Outcome:
+        outcome = Outcome(errors=dict(self._failed))
+        for each, seat in self._rows:
+            token_id = self.drawn[each.seat] = ids[each.row]
+            if seat.matcher.error is not None or seat.matcher.is_complete:
+                continue  # the token is void: its sequence has ended, or ends on the error
+            seat.accept(token_id)
+            if seat.matcher.error is not None:
+                outcome.errors[each.row] = seat.matcher.error
+            elif seat.matcher.is_complete:
+                outcome.ended.append(each.row)
+        return outcome
+
+
+class Constraints:
+    """The matchers of the sequences that have grammars, by seat."""
+
+    def __init__(self) -> None:
+        self._seats: dict[int, _Seat] = {}
+        self._last: ConstrainedStep | None = None
+
+    def apply(self, logits: Tensor, rows: Sequence[Constrained]) -> ConstrainedStep | None:
+        """Rule out what the grammars do not allow, in place; logits [R, V] float32. None if no row is constrained."""
+        if self._last is not None:
+            self._last.settle()
+        step = None
+        if rows:
+            seats = [self._catch_up(each) for each in rows]
+            masks = self._masks(rows, seats, logits.shape[1])
+            apply_masks(logits, [each.row for each in rows], masks)
+            step = ConstrainedStep(list(zip(rows, seats, strict=True)))
+        self._last = step
+        return step
+
+    def _catch_up(self, each: Constrained) -> _Seat:
+        """The seat's matcher, with all tokens of the answer so far taken in."""
+        piece, seat = each.piece, self._seats.get(each.seat)
+        num_tokens = piece.start + piece.num_tokens - piece.num_prompt
+        known = piece.tokens[piece.num_prompt : piece.num_prompt + num_tokens]
+        if seat is None or seat.seq_id != piece.seq_id or not _agrees(seat, known, num_tokens):
+            seat = self._seats[each.seat] = _Seat(piece.seq_id, each.grammar.start())
+        for token_id in known[seat.num_tokens :]:
+            seat.accept(token_id)
+        if seat.num_tokens < num_tokens:  # drawn by the step before, and not yet committed
+            assert self._last is not None
+            seat.accept(self._last.drawn[each.seat])
+        return seat
+
+    def _masks(self, rows: Sequence[Constrained], seats: Sequence[_Seat], vocab_size: int) -> NDArray[np.int32]:
+        """[rows, words]; of a sequence that has ended or failed, whose token is void, everything is allowed."""
+        masks = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
+        rows[0].grammar.fill_masks([seat.matcher for seat in seats], masks.ctypes.data, masks.shape[1])
+        for mask, each, seat in zip(masks, rows, seats, strict=True):
+            if seat.matcher.error is not None or seat.matcher.is_complete:
+                mask[:] = -1
+            elif each.banned:
+                _forbid(mask, each.banned)
+        return masks
+
+
+def _agrees(seat: _Seat, known: Sequence[int], num_tokens: int) -> bool:
+    """False if the matcher took in a token that was never committed; only its last one can be such."""
+    if seat.num_tokens > num_tokens:
+        return False
+    return not 0 < seat.num_tokens <= len(known) or known[seat.num_tokens - 1] == seat.last
+
+
+def _forbid(mask: NDArray[np.int32], banned: Collection[int]) -> None:
+    """Clear the bits of some tokens, unless that leaves none: then the grammar is complete, and there is no choice."""
+    less = mask.view(np.uint32).copy()
+    for token_id in banned:
+        if token_id >> 5 < len(less):
+            less[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    if less.any():
+        mask[:] = less.view(np.int32)
+
+
+def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -> None:
+    """-inf in the places of logits [R, V] whose bits are not set; mask i is of the i-th of `rows`."""
+    if not logits.is_cuda:
+        for row, mask in zip(rows, masks, strict=True):
+            is_ruled_out = np.unpackbits((~mask).view(np.uint8), count=logits.shape[1], bitorder="little")
+            logits[row].masked_fill_(torch.from_numpy(is_ruled_out).view(torch.bool), -torch.inf)
+        return
+    at = torch.tensor(list(rows), pin_memory=True).to(logits.device, non_blocking=True)
+    bits = torch.from_numpy(masks).pin_memory().to(logits.device, non_blocking=True)
+    if uses_triton(logits):
+        from engine.runtime.cuda.mask import mask_rows
+
+        mask_rows(logits, at, bits)
+        return
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (bits.view(torch.uint8)[..., None] >> shifts & 1).flatten(1)[:, : logits.shape[1]]
+    logits.index_put_((at,), logits[at].masked_fill_(allowed == 0, -torch.inf))
