@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.cuda.available import has_triton
+from engine.runtime.cuda.available import uses_triton
 from engine.runtime.models.config import Activation
 from engine.runtime.native import ops as native
 
@@ -17,11 +17,6 @@ _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
 }
-
-
-def uses_triton(x: Tensor) -> bool:
-    """Whether kernels in Triton take this tensor."""
-    return x.is_cuda and has_triton(x.device)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.runtime.cuda.available import has_triton
+from engine.runtime.cuda.available import uses_triton
 from engine.runtime.native.library import DRAW, Library, SampleArgs, native
 from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
+
+if TYPE_CHECKING:
+    from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
 
 _NUM_SETTLED = 8  # float32 leaves no more than these in doubt
 
@@ -34,14 +37,15 @@ class Wish(NamedTuple):
     position: int
 
 
-def draw(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
+def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = None) -> Drawn:
     """logits [R, V] float32, which are consumed -> an id for each row. -inf rules a token out, but not all of a row's.
 
+    `penalties` are for the kernels on CUDA, which apply them in passing; elsewhere the logits have been through them.
     Seeded rows draw the same id on every device, and whatever stands in the other rows. Only where a token's border is
     decided by the last digits of a sum of probabilities (top_p) may two implementations keep one token more or less.
     """
-    if logits.is_cuda and has_triton(logits.device):
-        return _draw_in_triton(logits, wishes)
+    if uses_triton(logits):
+        return _draw_in_triton(logits, wishes, penalties)
     library = native() if logits.device.type == "cpu" and logits.is_contiguous() else None
     return _draw_in_torch(logits, wishes) if library is None else _draw_natively(library, logits, wishes)
 
@@ -54,7 +58,7 @@ def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> 
     return Drawn(ids, is_finite)
 
 
-def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
+def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None) -> Drawn:
     from engine.runtime.cuda.sampling import sample
     from engine.runtime.cuda.sampling_row import Draws
 
@@ -69,7 +73,7 @@ def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
         position=_on(logits, positions, torch.int64),
     )
     is_ranking = any(0 < wish.top_k < vocab_size or wish.top_p < 1 for wish in wishes)
-    return sample(logits, draws, is_drawing=any(temperatures), is_ranking=is_ranking)
+    return sample(logits, draws, penalties, is_drawing=any(temperatures), is_ranking=is_ranking)
 
 
 def _native_draw(wish: Wish, vocab_size: int) -> bytes:

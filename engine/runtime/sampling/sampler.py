@@ -1,13 +1,15 @@
 """Logits become token ids: one batch of rows, each with its own parameters.
 
 The order is OpenAI's and vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then the draw.
-Rows that ask for none of these cost one argmax. Nothing here waits for a GPU. Engine thread.
+Rows that ask for none of these cost one argmax. On CUDA each of the first three is a kernel (cuda/sampling_edits.py and
+cuda/sampling.py), elsewhere torch operations. Nothing here waits for a GPU. Engine thread.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +17,14 @@ from torch import Tensor
 
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
+from engine.runtime.cuda.available import uses_triton
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
+
+if TYPE_CHECKING:
+    from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
+    from engine.runtime.cuda.sampling_edits import TokenCounts
 
 
 class Sampled(NamedTuple):
@@ -43,6 +50,7 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = History()
+        self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
         """Draw a token for every sample of the plan, in its order; logits [R, V] float32 are consumed.
@@ -53,8 +61,13 @@ class Sampler:
         asking = [row for row in rows if row.params.logprobs is not None]
         raw = logits.index_select(0, self._long([row.at for row in asking])) if asking else None
 
-        self._edit(logits, [row for row in rows if _is_edited(row.piece)], last_ids)
-        ids, is_finite = draw(logits, [_wish(row) for row in rows])
+        edited = [row for row in rows if _is_edited(row.piece)]
+        penalties = None
+        if edited and uses_triton(logits):
+            penalties = self._edit_in_triton(logits, edited, last_ids)
+        elif edited:
+            self._edit(logits, edited, last_ids)
+        ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
 
         if raw is None:
@@ -81,6 +94,23 @@ class Sampler:
         ]
         if penalized:
             apply_penalties(logits, penalized)
+
+    def _edit_in_triton(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> Penalties | None:
+        """The same but for the penalties, which are returned for the draw."""
+        from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens
+
+        num_rows, vocab_size = logits.shape
+        amounts = {(row.at, token): bias for row in rows for token, bias in row.params.logit_bias}
+        for row in rows:
+            amounts.update(((row.at, token), -math.inf) for token in _banned(row.piece) if token < vocab_size)
+        if amounts:
+            add_to_tokens(logits, amounts)
+        penalized = [(row.at, row.piece) for row in rows if is_penalized(row.params)]
+        if not penalized:
+            return None
+        if self._counts is None:
+            self._counts = TokenCounts(len(last_ids), vocab_size, logits.device)
+        return self._counts.penalties(penalized, num_rows, last_ids)
 
     def _long(self, values: Sequence[int]) -> Tensor:
         # By way of numpy, which reads a list in a tenth of torch's time.
