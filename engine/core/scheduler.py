@@ -266,7 +266,13 @@ class Scheduler:
             self._accept_chunk(seq, now, events)
 
     def _accept(
-        self, seq: Sequence, token: int, logprob: TokenLogprob | None, is_end: bool, now: float, events: list[TokenEvent]
+        self,
+        seq: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        is_end: bool,
+        now: float,
+        events: list[TokenEvent],
     ) -> None:
         """Append a drawn token, end the sequence if that was its last (by its grammar: `is_end`), and tell."""
         if seq.status is _DONE:
