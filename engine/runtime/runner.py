@@ -1,6 +1,6 @@
 """The Runner that computes with a model: a StepPlan in, sampled ids out.
 
-    copies -> batch -> forward -> prompt log probabilities -> LM head of the sampled rows -> sampler -> host
+    blocks moved -> batch -> forward -> prompt log probabilities -> LM head of the sampled rows -> sampler -> host
 
 Only rows that are sampled or scored go through the LM head. On a GPU nothing waits before `wait`: results travel to
 pinned memory behind an event, and drawn ids stay on the device in `last_ids[seat]` for the step that needs them.
@@ -16,19 +16,21 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.plan import Fault, Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.stats import FailureCause
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch, CausalLM
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
+from engine.runtime.swap import HostPool, make_host_pool
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
 
 _SCORED_BYTES = 64 << 20  # of logits at a time, when a prompt's log probabilities are computed
-_NOT_FINITE = (
+_NOT_FINITE = Fault(
     "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
 )
 
@@ -49,17 +51,30 @@ class ModelStep:
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._event = sampled, scores, event
+        if sampled is not None and sampled.constrained is not None:
+            sampled.constrained.read = self._ids
+
+    def _ids(self) -> list[int]:
+        """The drawn ids, as soon as they are there."""
+        assert self._sampled is not None
+        if self._event is not None:
+            self._event.synchronize()
+        return self._sampled.ids.tolist()
 
     def wait(self) -> StepResult:
         """Block until the device is done, and read."""
         if self._event is not None:
             self._event.synchronize()
         result = StepResult(token_ids=[])
-        errors: dict[int, str] = {}
+        errors: dict[int, Fault] = {}
         if self._sampled is not None:
             result.token_ids = self._sampled.ids.tolist()
             is_finite = self._sampled.is_finite.tolist()
-            errors = {self._owners[row]: _NOT_FINITE for row, good in enumerate(is_finite) if not good}
+            if self._sampled.constrained is not None:
+                outcome = self._sampled.constrained.settle()
+                result.ended = outcome.ended
+                errors = {self._owners[row]: _grammar_fault(error) for row, error in outcome.errors.items()}
+            errors |= {self._owners[row]: _NOT_FINITE for row, good in enumerate(is_finite) if not good}
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
@@ -91,6 +106,7 @@ class ModelRunner:
         self._sampler = Sampler(device)
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._config = config
+        self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -103,10 +119,26 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
+    def open_host_pool(self, num_blocks: int) -> HostPool:
+        """Have blocks in main memory for what plans swap. Raises MemoryBudgetError."""
+        self._host_pool = make_host_pool(self._kv_cache.blocks, num_blocks, self._device)
+        return self._host_pool
+
+    def close_host_pool(self) -> None:
+        """No plan swaps any more."""
+        if self._host_pool is not None:
+            self._host_pool.close()
+        self._host_pool = None
+
+    @torch.inference_mode()
     def run(self, plan: StepPlan) -> ModelStep:
         """Launch a step."""
+        if self._host_pool is not None:
+            self._host_pool.begin(plan)
         if plan.copies:
             self._kv_cache.copy_blocks(plan.copies)
+        if self._host_pool is not None:
+            self._host_pool.bring_in(plan)
         if self._graphs is not None and self._graphs.takes(plan):
             return self._send(plan, self._replay(self._graphs, plan), [])
         batch = self._batches.build(plan, self._last_ids)
@@ -128,7 +160,7 @@ class ModelRunner:
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
         outputs = graphs.launch(plan)
-        if all(is_plain(piece, self._model.vocab_size) for piece in plan.slices):
+        if all(is_plain(piece) for piece in plan.slices):
             return Sampled(outputs.ids, outputs.is_finite, None, ())
         self._last_ids.index_copy_(0, outputs.seats, outputs.last_ids)
         return self._sampler.sample(plan, outputs.logits, self._last_ids)
@@ -136,6 +168,7 @@ class ModelRunner:
     def close(self) -> None:
         """Let go of weights, pool and graphs."""
         self._graphs = None
+        self.close_host_pool()
         del self._model, self._backend, self._kv_cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -164,6 +197,10 @@ class ModelRunner:
         event = torch.cuda.Event()
         event.record()
         return ModelStep(plan, sampled, scores, event)
+
+
+def _grammar_fault(error: str) -> Fault:
+    return Fault(f"This answer's grammar could not be followed any further: {error}.", FailureCause.GRAMMAR)
 
 
 def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:

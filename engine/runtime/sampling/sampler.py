@@ -1,8 +1,9 @@
 """Logits become token ids: one batch of rows, each with its own parameters.
 
-The order is OpenAI's and vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then the draw.
+The order is OpenAI's and vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then the draw; and
+before it, where it cannot matter, what a grammar rules out (constraint.py, which alone may wait for the step before).
 Rows that ask for none of these cost one argmax. On CUDA each of the first three is a kernel (cuda/sampling_edits.py and
-cuda/sampling.py), elsewhere torch operations. Nothing here waits for a GPU. Engine thread.
+cuda/sampling.py), elsewhere torch operations. Nothing else waits for a GPU. Engine thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.cuda.available import uses_triton
+from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
@@ -34,6 +36,7 @@ class Sampled(NamedTuple):
     is_finite: Tensor  # [R] bool; False where the logits were not, and the id is void
     logprobs: Logprobs | None  # for `logprob_rows` alone
     logprob_rows: Sequence[int]
+    constrained: ConstrainedStep | None = None
 
 
 class _Row(NamedTuple):
@@ -45,11 +48,12 @@ class _Row(NamedTuple):
 
 
 class Sampler:
-    """Keeps the histories that penalties need; everything else is a function of the plan and the logits."""
+    """Keeps the histories that penalties need, and the matchers of grammars; everything else is a function of the plan and the logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = History()
+        self._constraints = Constraints()
         self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
@@ -67,14 +71,16 @@ class Sampler:
             penalties = self._edit_in_triton(logits, edited, last_ids)
         elif edited:
             self._edit(logits, edited, last_ids)
+        constrained = self._constraints.apply(logits, [_constrained(row) for row in rows if row.params.grammar])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
 
         if raw is None:
-            return Sampled(ids, is_finite, None, ())
+            return Sampled(ids, is_finite, None, (), constrained)
         indices = [row.at for row in asking]
         most = max(row.params.logprobs or 0 for row in asking)
-        return Sampled(ids, is_finite, gather_logprobs(raw, ids[self._long(indices)], most), indices)
+        logprobs = gather_logprobs(raw, ids[self._long(indices)], most)
+        return Sampled(ids, is_finite, logprobs, indices, constrained)
 
     def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
         """What changes the logits of single tokens, in place."""
@@ -113,8 +119,9 @@ class Sampler:
         return self._counts.penalties(penalized, num_rows, last_ids)
 
     def _long(self, values: Sequence[int]) -> Tensor:
-        # By way of numpy, which reads a list in a tenth of torch's time.
-        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._device, non_blocking=True)
+        # By way of numpy, which reads a list in a tenth of torch's time. A copy from other memory than page-locked waits.
+        tensor = torch.from_numpy(np.array(values, dtype=np.int64))
+        return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
 
     def _float(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
@@ -128,16 +135,28 @@ def _rows(plan: StepPlan) -> list[_Row]:
     ]
 
 
-def is_plain(piece: SequenceSlice, vocab_size: int) -> bool:
-    """Whether a slice's draw takes no more than the logits, temperature, min_p and noise, and nobody asks for more."""
+def is_plain(piece: SequenceSlice) -> bool:
+    """Whether a slice's draw takes no more than the logits, temperature, filters and noise, and nobody asks for more."""
     params = piece.params
-    is_filtered = params.top_p < 1 or 0 < params.top_k < vocab_size
-    return not is_filtered and params.logprobs is None and not _is_edited(piece)
+    asks_more = params.logprobs is not None or params.grammar is not None
+    return not asks_more and not _is_edited(piece)
 
 
 def _is_edited(piece: SequenceSlice) -> bool:
     """Whether logits of single tokens may change before the draw."""
     return bool(piece.params.logit_bias) or is_penalized(piece.params) or bool(_banned(piece))
+
+
+def _constrained(row: _Row) -> Constrained:
+    """A row for its grammar. An answer that shall not end yet, or go on behind its end, ends where nothing else is left."""
+    params = row.params
+    assert params.grammar is not None
+    unwanted: frozenset[int] = frozenset()
+    if _is_too_short(row.piece):
+        unwanted = params.grammar.end_ids | params.stop_token_ids
+    elif not params.eos_token_ids:
+        unwanted = params.grammar.end_ids
+    return Constrained(row.at, row.sample.seat, row.piece, params.grammar, unwanted)
 
 
 def _wish(row: _Row) -> Wish:
@@ -146,8 +165,12 @@ def _wish(row: _Row) -> Wish:
 
 
 def _banned(piece: SequenceSlice) -> frozenset[int]:
-    """Tokens that would end the sequence before its min_tokens."""
+    """Tokens that would end the sequence before its min_tokens. Of a constrained one the grammar's mask sees to them."""
     params = piece.params
-    if piece.start + piece.num_tokens - piece.num_prompt >= params.min_tokens:
+    if params.grammar is not None or not _is_too_short(piece):
         return frozenset()
     return params.eos_token_ids | params.stop_token_ids
+
+
+def _is_too_short(piece: SequenceSlice) -> bool:
+    return piece.start + piece.num_tokens - piece.num_prompt < piece.params.min_tokens
