@@ -20,10 +20,11 @@ from engine.runtime.attention.base import (
     AttentionSpec,
     FromProjected,
     InterleavingBackend,
+    ParticularBackend,
     RotatingBackend,
     Rotation,
 )
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
 
@@ -50,16 +51,22 @@ class KVCache:
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
         self._specs, self._backend = specs, backend
+        if isinstance(backend, ParticularBackend):
+            for spec in specs:
+                backend.check(spec, dtype, block_size, device)
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
         if dtype in PEAKS:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
             if isinstance(backend, InterleavingBackend):
-                pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
+                blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
                 self._keys, self._values = pools[::2], pools[1::2]
+                self._blocks = [blocks]
             else:
                 self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
                 self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+                axis = _block_axis(backend, specs[0], block_size)
+                self._blocks = [pool.movedim(axis, 0) for pool in (*self._keys, *self._values)]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
@@ -69,6 +76,11 @@ class KVCache:
 
         self._paged_step = backend.paged_step(self._keys, self._values)
         self._rotating = backend if isinstance(backend, RotatingBackend) else None
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """Views that together are the whole pool, each with the block as its first dimension, of a type that moves."""
+        return [movable(view) for view in self._blocks]
 
     @property
     def paged_step(self) -> PagedStep | None:
@@ -95,18 +107,25 @@ class KVCache:
             self._backend.copy_blocks(pool, pairs)
 
 
-def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Head-major tensors in main memory of which block b of each lies beside block b of all others.
+def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Blocks in main memory, and head-major tensors over them: block b of each lies beside block b of all others.
 
     A new block is then new memory in one place. Pool by pool, all pools would come to the end of a huge page in the same
     step, which would wait for hundreds of new ones to be cleared.
     """
     num_blocks = shapes[0][1]
     sizes = [math.prod(shape) // num_blocks for shape in shapes]
-    parts = huge_pages.zeros((num_blocks, sum(sizes)), dtype).split(sizes, dim=1)
-    return [
-        part.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True)
+    blocks = huge_pages.zeros((num_blocks, sum(sizes)), dtype)
+    return blocks, [
+        part.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
+        for part, shape in zip(blocks.split(sizes, dim=1), shapes, strict=True)
     ]
+
+
+def _block_axis(backend: AttentionBackend, spec: AttentionSpec, block_size: int) -> int:
+    """The dimension that counts blocks: the one in which pools of one and of two blocks differ."""
+    one, two = (backend.kv_shape(spec, num_blocks, block_size) for num_blocks in (1, 2))
+    return next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
 
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:

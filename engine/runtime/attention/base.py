@@ -81,6 +81,15 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class ParticularBackend(AttentionBackend, Protocol):
+    """One that does not serve every model, and says so before the first step."""
+
+    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
+        """Raise ConfigError for a layer, over a pool of `dtype`, that it has no kernel for."""
+        ...
+
+
 class Rotation(NamedTuple):
     """What queries and keys go through on their way from the projection to attention."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -20,26 +22,65 @@ BACKENDS = {
 GPU_BACKENDS = {
     "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
 }
+# Libraries that some machines have, for prompts over the Triton backend's pool: never chosen unasked.
+LIBRARIES = {
+    "torch_varlen": "engine.runtime.attention.torch_varlen:TorchVarlen",
+    "flashinfer": "engine.runtime.attention.flashinfer_prompts:FlashInferPrompts",
+}
+
+_NO_KERNELS = (
+    "needs native kernels, and there are none for this machine and no C compiler (cc, gcc, clang) to make them"
+)
 
 
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the device's best. Raises ConfigError for a name nobody has."""
+    """The backend called `name`, or with "auto" the device's best. Raises ConfigError for a name nobody has, and for what
+    does not run here."""
     chosen = _best(device) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
-    if chosen not in table:
-        raise ConfigError(f"--attention-backend is {name!r}; choose one of auto, {', '.join(table)}.")
-    if chosen in ("cpu", "cpu_native") and device.type != "cpu":
+    if chosen not in table | LIBRARIES:
+        raise ConfigError(f"--attention-backend is {name!r}; choose one of auto, {', '.join(table | LIBRARIES)}.")
+    reason = _absence(chosen, device)
+    if reason is not None:
+        usable = ", ".join(other for other in table | LIBRARIES if _absence(other, device) is None)
         raise ConfigError(
-            f"--attention-backend is {chosen!r} but the device is {device.type!r}; leave it out, or use 'auto'."
+            f"--attention-backend is {chosen!r}, which {reason}; this machine has {usable}, or use 'auto'."
         )
-    if chosen == "triton" and not has_triton(device):
-        raise ConfigError(
-            f"--attention-backend is 'triton', which needs the package triton and a recent CUDA device, and the device is "
-            f"{device.type!r}; leave it out, or use 'auto'."
-        )
-    module, _, attribute = table[chosen].partition(":")
-    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    backend: AttentionBackend
+    if chosen in LIBRARIES:
+        backend = _load(GPU_BACKENDS["triton"])(library=_load(LIBRARIES[chosen])(device))
+    else:
+        backend = _load(table[chosen])()
     return backend
+
+
+def describe_choice(name: str, device: torch.device) -> str:
+    """What `name` comes to here, and which libraries could take its place: for the log."""
+    chosen = _best(device) if name == "auto" else name
+    if device.type == "cpu":
+        return chosen
+    others = {other: _absence(other, device) for other in LIBRARIES if other != chosen}
+    return "; ".join([chosen, *(f"{other} {reason or 'is here as well'}" for other, reason in others.items())])
+
+
+def _absence(name: str, device: torch.device) -> str | None:
+    """Why a backend does not run here, as the end of a sentence; None if it does."""
+    if name in ("cpu", "cpu_native"):
+        if device.type != "cpu":
+            return f"is for CPUs, and the device is {device.type!r}"
+        return _NO_KERNELS if name == "cpu_native" and native() is None else None
+    if name in GPU_BACKENDS | LIBRARIES and not has_triton(device):
+        return f"needs the package triton and a recent CUDA device, and the device is {device.type!r}"
+    if name in LIBRARIES:
+        reason: str | None = import_module(LIBRARIES[name].partition(":")[0]).absence(device)
+        return reason
+    return None
+
+
+def _load(place: str) -> Callable[..., Any]:
+    module, _, attribute = place.partition(":")
+    made: Callable[..., Any] = getattr(import_module(module), attribute)
+    return made
 
 
 def _best(device: torch.device) -> str:

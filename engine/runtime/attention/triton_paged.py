@@ -2,8 +2,8 @@
 
 `prepare` lists once a step which slices are which. A step of single queries alone takes nothing but kernels, which read
 the batch's own tensors: it may be captured in a CUDA graph, and replayed on whatever these say then. The host's context
-lengths decide only how fine contexts are cut. Prompt tiles depend on the heads that share a kv head, so they are listed
-when the first layer with a given number asks; they travel from pinned memory. Nothing waits for the device. Engine thread.
+lengths decide only how fine contexts are cut. Prompt tiles depend on a layer's heads and window, so they are listed when the
+first layer of a kind asks; they travel from pinned memory. Nothing waits for the device. Engine thread.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionSpec, Batch, Rotation
 from engine.runtime.attention.pool import PEAKS
+from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
-from engine.runtime.cuda.attention_prefill import attend_prefills, list_tiles, tile_shape
+from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
+from engine.runtime.cuda.attention_tuning import PromptTile, Tuning, choose_tuning
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.store import PoolView, block_major_shape, copy_blocks, store_kv, view_pool
 
 MAX_HEAD_DIM = 256
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 class _Tensors(NamedTuple):
@@ -43,7 +46,15 @@ class _Step(NamedTuple):
     longest_decode: int  # context
     decodes: Tensor  # int32, the slices with one query, and then whatever
     prefills: list[int]  # all others
-    tiles: dict[tuple[int, int], Tensor]  # of the prefills, by (heads that share a kv head, rows of a tile)
+    longest_prefill: int  # queries
+    work: dict[tuple[object, ...], WorkTensors]  # of the prefills, by all that it depends on
+
+
+class _Device(NamedTuple):
+    """What the kernels' sizes go by."""
+
+    num_sms: int
+    capability: tuple[int, int]
 
 
 class TritonPagedAttention:
@@ -51,18 +62,34 @@ class TritonPagedAttention:
 
     graph_safe = True
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning | None = None, library: PromptLibrary | None = None) -> None:
+        """Steps with prompts in them are the library's, where there is one. `tuning` is for those who look for a better
+        one than the table's."""
         self._step: _Step | None = None
+        self._tuning, self._library = tuning, library
+        self._checked: set[tuple[object, ...]] = set()
         self._copies: tuple[list[tuple[int, int]], Tensor] | None = None  # pairs, and the same on the device
-        self._num_sms = 0  # until the first step
+        self._device: _Device | None = None  # until the first step
 
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Block-major. Raises ConfigError for a head_dim that the kernels are not made for."""
+    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
+        """Head dimensions and types that the kernels are made for, and the library, once for each kind of layer."""
         if spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"--attention-backend 'triton' serves a head_dim of at most {MAX_HEAD_DIM}, and the model's is "
                 f"{spec.head_dim}; use 'torch'."
             )
+        if dtype not in (*_DTYPES, *PEAKS):
+            raise ConfigError(
+                f"--attention-backend 'triton' serves {', '.join(_DTYPES.values())}, and --dtype makes K and V "
+                f"{str(dtype).removeprefix('torch.')}; set another --dtype, or use 'torch'."
+            )
+        kind = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window, spec.softcap, spec.sinks is None)
+        if self._library is not None and kind not in self._checked:
+            check_library(self._library, spec, dtype, block_size, device)
+            self._checked.add(kind)
+
+    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Block-major."""
         return block_major_shape(spec, num_blocks, block_size)
 
     def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -76,9 +103,9 @@ class TritonPagedAttention:
         """Not the library's."""
 
     def prepare(self, batch: Batch) -> None:
-        """Tell decodes from prompts; prompt tiles are listed when the first layer asks."""
+        """Tell decodes from prompts; what prompts need besides is made when the first layer asks."""
         device = batch.slots.device
-        self._num_sms = self._num_sms or _count_sms(device)
+        self._device = self._device or _describe(device)
         lens = batch.query_lens_host
         tensors = _Tensors(batch.slots, batch.query_starts, batch.context_lens, batch.block_tables)
         decodes = [s for s, length in enumerate(lens) if length == 1]
@@ -86,7 +113,9 @@ class TritonPagedAttention:
         # Where all have one query, the starts 0, 1, 2 ... are also the slices' own numbers.
         listed = _to_device(decodes, torch.int32, device) if prefills else batch.query_starts
         longest = max((batch.context_lens_host[s] for s in decodes), default=0)
-        self._step = _Step(batch, tensors, len(decodes), longest, listed, prefills, {})
+        if prefills and self._library is not None:
+            self._library.prepare(batch)
+        self._step = _Step(batch, tensors, len(decodes), longest, listed, prefills, max(lens, default=0), {})
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
@@ -111,29 +140,43 @@ class TritonPagedAttention:
         return self._attend(spec, q, pool, step)
 
     def _attend(self, spec: AttentionSpec, q: Tensor, pool: PoolView, step: _Step) -> Tensor:
-        tensors = step.tensors
+        if step.prefills and self._library is not None:
+            return self._library.attend(spec, q, pool.k, pool.v)
+        tensors, device = step.tensors, self._device
+        assert device is not None
+        tuning = self._tuning or choose_tuning(spec.head_dim, q.dtype.itemsize, device.capability)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.num_decodes:
             visible = min(step.longest_decode, spec.window or step.longest_decode)
-            splits = choose_splits(step.num_decodes * spec.num_kv_heads, visible, self._num_sms)
-            attend_decodes(spec, q, out, pool, step.decodes, *tensors[1:], num=step.num_decodes, splits=splits)
+            num_programs = step.num_decodes * spec.num_kv_heads
+            splits = choose_splits(num_programs, visible, device.num_sms, tuning.decode_cut)
+            attend_decodes(
+                spec, q, out, pool, step.decodes, *tensors[1:], num=step.num_decodes, splits=splits, tile=tuning.decode
+            )
         if step.prefills:
-            attend_prefills(spec, q, out, pool, _tiles(step, spec, q), *tensors[1:])
+            tile = choose_tile(tuning, step.longest_prefill, spec.num_heads // spec.num_kv_heads)
+            work = _work(step, spec, tile, tuning, device.num_sms)
+            attend_prefills(spec, q, out, pool, work, *tensors[1:], tile=tile)
         return out
 
 
-def _tiles(step: _Step, spec: AttentionSpec, q: Tensor) -> Tensor:
-    key = spec.num_heads // spec.num_kv_heads, tile_shape(spec.head_dim, q.dtype.itemsize).rows
-    if key not in step.tiles:
-        batch = step.batch
-        tiles = list_tiles(step.prefills, batch.query_lens_host, batch.context_lens_host, *key)
-        step.tiles[key] = _to_device(tiles, torch.int32, q.device)
-    return step.tiles[key]
+def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, tuning: Tuning, num_sms: int) -> WorkTensors:
+    key = spec.num_heads, spec.num_kv_heads, spec.window, tile
+    if key not in step.work:
+        lens, contexts = step.batch.query_lens_host, step.batch.context_lens_host
+        work = list_work(step.prefills, lens, contexts, spec, tile, tuning.prompt_cut, num_sms)
+        device = step.tensors.slots.device
+        pieces, cut_tiles = (_to_device(x, torch.int32, device) for x in (work.pieces, work.cut_tiles))
+        step.work[key] = WorkTensors(pieces, cut_tiles, work.num_parts)
+    return step.work[key]
 
 
-def _count_sms(device: torch.device) -> int:
-    """Multiprocessors; the interpreter is one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _describe(device: torch.device) -> _Device:
+    """The interpreter is one multiprocessor, of no generation."""
+    if device.type != "cuda":
+        return _Device(1, (0, 0))
+    properties = torch.cuda.get_device_properties(device)
+    return _Device(properties.multi_processor_count, (properties.major, properties.minor))
 
 
 def _to_device(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,15 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.cuda.attention_merge import merge_row
 from engine.runtime.cuda.attention_tile import LOG2E, add_sink, attend_keys
+from engine.runtime.cuda.attention_tuning import Cut, DecodeTile
 from engine.runtime.cuda.store import PoolView
 
 MAX_SPLITS = 64
-# Chosen by reasoning, to be swept on a card: fewer keys than a split's minimum are not worth a partial result, and more
-# than its maximum would keep one program busy long after the others where contexts are ragged.
-MIN_SPLIT_KEYS, MAX_SPLIT_KEYS = 128, 8192
-PROGRAMS_PER_SM = 2
-MERGED_SPLITS = tl.constexpr(16)  # at once
 
 
 class Splits(NamedTuple):
@@ -34,16 +31,16 @@ class Splits(NamedTuple):
     min_keys: int
 
 
-def choose_splits(num_programs: int, max_context: int, num_sms: int) -> Splits:
+def choose_splits(num_programs: int, max_context: int, num_sms: int, cut: Cut) -> Splits:
     """Enough splits to fill the device and to bound the longest; `num_programs` is slices times kv heads.
 
     The context counts by its power of two, so that the choice is stable from step to step. Where there are programs enough
-    without splits, only contexts longer than MAX_SPLIT_KEYS are cut.
+    without splits, only contexts longer than the cut's `max_keys` are cut.
     """
-    bucket = max(MIN_SPLIT_KEYS, triton.next_power_of_2(max_context))
-    to_fill = -(-PROGRAMS_PER_SM * num_sms // num_programs)
-    num = min(max(to_fill, bucket // MAX_SPLIT_KEYS, 1), bucket // MIN_SPLIT_KEYS, MAX_SPLITS)
-    return Splits(num, MIN_SPLIT_KEYS if to_fill > 1 else MAX_SPLIT_KEYS)
+    bucket = max(cut.min_keys, triton.next_power_of_2(max_context))
+    to_fill = -(-cut.programs_per_sm * num_sms // num_programs)
+    num = min(max(to_fill, bucket // cut.max_keys, 1), bucket // cut.min_keys, MAX_SPLITS)
+    return Splits(num, cut.min_keys if to_fill > 1 else cut.max_keys)
 
 
 @triton.jit
@@ -169,30 +166,11 @@ def _merge_kernel(
     index = tl.load(slices + piece)
     context = tl.load(context_lens + index)
     first, split_keys = _cut(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
-    num_live = tl.cdiv(context - first, split_keys)
+    num_live = tl.cdiv(context - first, split_keys)  # none where there is no context
     entry = (piece * tl.num_programs(1) + head).to(tl.int64) * num_splits
-    dims = tl.arange(0, BLOCK_D)
-    peak = tl.full([1], -float("inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for start in range(0, num_live, MERGED_SPLITS):
-        splits = start + tl.arange(0, MERGED_SPLITS)
-        is_live = splits < num_live
-        lse = tl.load(partial_lse + entry + splits, mask=is_live, other=-float("inf"))
-        mask = is_live[:, None] & (dims < HEAD_DIM)[None, :]
-        parts = tl.load(partial + (entry + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_peak)
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
-        peak = new_peak
-    if sinks is not None:
-        peak, total, acc = add_sink(peak, total, acc, tl.load(sinks + head).to(tl.float32) * LOG2E)
     row = tl.load(query_starts + index).to(tl.int64)
-    result = tl.where(context > 0, acc / total[:, None], 0.0)
-    to = out + row * out_stride + head * HEAD_DIM + dims[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
+    to = out + row * out_stride + head * HEAD_DIM
+    merge_row(to, partial, partial_lse, entry, 1, num_live, sinks, head, HEAD_DIM, BLOCK_D)
 
 
 def attend_decodes(
@@ -206,12 +184,11 @@ def attend_decodes(
     block_tables: Tensor,
     num: int,
     splits: Splits,
+    tile: DecodeTile,
 ) -> None:
     """Write the rows of `out` [T, H, D] that belong to the first `num` of `slices` (int32), one query each."""
     heads, dim = spec.num_heads, spec.head_dim
     group = heads // spec.num_kv_heads
-    is_half = q.dtype.itemsize == 2
-    block_n = (64 if is_half else 32) // (1 if dim <= 128 else 2)
     block_d = max(16, triton.next_power_of_2(dim))
     is_split = splits.num > 1
     partial = partial_lse = None
@@ -245,13 +222,13 @@ def attend_decodes(
         HEAD_DIM=dim,
         BLOCK_SIZE=pool.block_size,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=block_n,
+        BLOCK_N=tile.keys,
         BLOCK_D=block_d,
         WINDOW=spec.window or 0,
         HAS_SOFTCAP=spec.softcap is not None,
         IS_SPLIT=is_split,
-        num_warps=4,
-        num_stages=5 if is_half else 3,  # the table's load takes half of them: two tiles of K and V, or one
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     if is_split:
         _merge_kernel[(num, heads)](
@@ -266,7 +243,7 @@ def attend_decodes(
             splits.min_keys,
             out.stride(0),
             HEAD_DIM=dim,
-            BLOCK_N=block_n,
+            BLOCK_N=tile.keys,
             BLOCK_D=block_d,
             WINDOW=spec.window or 0,
             num_warps=4,

@@ -1,8 +1,10 @@
-"""Prefill attention: slices with several queries, causal, over everything that their contexts hold in the pool.
+"""Prompt attention: slices with several queries, causal, over everything that their contexts hold in the pool.
 
 The rows of a tile are queries times the heads that share a kv head, packed without gaps: row r of a slice is query
-r // group, head r % group. One program takes one tile and one kv head. Which tiles there are is listed on the host, the
-longest first, so no program is empty and the device does not end on a long one. Engine thread, waits for nothing.
+r // group, head r % group. One program takes one tile and one kv head, or, where that would leave most of the device idle,
+a part of the tile's keys: a few new tokens behind a long context are few tiles. A second kernel then joins the parts.
+Which tiles and parts there are is listed on the host, the longest first, so no program is empty and the device does not
+end on a long one. Engine thread, waits for nothing.
 """
 
 from __future__ import annotations
@@ -10,61 +12,92 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.cuda.attention_merge import merge_row
 from engine.runtime.cuda.attention_tile import LOG2E, add_sink, attend_keys
+from engine.runtime.cuda.attention_tuning import Cut, PromptTile, Tuning
 from engine.runtime.cuda.store import PoolView
 
 
-class TileShape(NamedTuple):
-    """Rows and keys of a tile, and how many warps and stages of loads work on it. To be swept on a card."""
+class PromptWork(NamedTuple):
+    """What the programs of a step do, as lists; `attend_prefills` takes it as tensors."""
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_shape(head_dim: int, itemsize: int) -> TileShape:
-    """As large as 99 KiB of shared memory hold, the least a device has; `itemsize` is the queries'.
-
-    With 16 bits nothing spills out of the registers (compiled for capability 9.0). Float32 is for comparisons.
-    """
-    if itemsize == 2:
-        return TileShape(128, 64, 8, 3) if head_dim <= 128 else TileShape(64, 32, 8, 3)
-    if head_dim <= 64:
-        return TileShape(64, 32, 4, 3)
-    return TileShape(64, 16, 8, 3) if head_dim <= 128 else TileShape(32, 32, 8, 1)
+    pieces: list[list[int]]  # [slice, first row, first key, end of the keys, part or -1 for a tile that is not cut]
+    cut_tiles: list[list[int]]  # [slice, first row, first part, number of parts]
+    num_parts: int
 
 
-def list_tiles(
-    slices: Sequence[int], query_lens: Sequence[int], context_lens: Sequence[int], group: int, num_rows: int
-) -> list[list[int]]:
-    """All tiles of some slices as [slice, first row], those with most keys first."""
-    tiles = [
-        (context_lens[s] - query_lens[s] + row // group, s, row)
-        for s in slices
-        for row in range(0, query_lens[s] * group, num_rows)
-    ]
-    return [[s, row] for _, s, row in sorted(tiles, reverse=True)]
+class WorkTensors(NamedTuple):
+    """The same on the device."""
+
+    pieces: Tensor  # [N, 5] int32
+    cut_tiles: Tensor  # [M, 4] int32
+    num_parts: int
+
+
+def choose_tile(tuning: Tuning, longest_query: int, group: int) -> PromptTile:
+    """The short one where it holds each slice of the step."""
+    return tuning.short if longest_query * group <= tuning.short.rows else tuning.long
+
+
+def list_work(
+    slices: Sequence[int],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    spec: AttentionSpec,
+    tile: PromptTile,
+    cut: Cut,
+    num_sms: int,
+) -> PromptWork:
+    """All tiles of some slices, those cut whose keys are far more than a program's share; the most keys first."""
+    group = spec.num_heads // spec.num_kv_heads
+    tiles = []
+    for s in slices:
+        start, num_rows = context_lens[s] - query_lens[s], query_lens[s] * group
+        for row in range(0, num_rows, tile.rows):
+            end = start + (min(row + tile.rows, num_rows) - 1) // group + 1
+            seen = 0 if spec.window is None else max(start + row // group - spec.window + 1, 0)
+            tiles.append((s, row, seen // tile.keys * tile.keys, end))
+    num_keys = spec.num_kv_heads * sum(end - begin for _, _, begin, end in tiles)
+    share = max(cut.min_keys, -(-num_keys // (cut.programs_per_sm * num_sms)))
+    pieces, cut_tiles, num_parts = [], [], 0
+    for s, row, begin, end in tiles:
+        # Parts of one length, but for the last, and each of whole tiles of keys. Up to twice a share is let pass: nearly all
+        # tiles of a prompt of a thousand tokens would else have a partial result.
+        num = -(-(end - begin) // share) if end - begin > 2 * share else 1
+        keys = -(-(end - begin) // num)
+        starts = range(begin, end, -(-keys // tile.keys) * tile.keys)
+        if len(starts) == 1:
+            pieces.append([s, row, begin, end, -1])
+            continue
+        cut_tiles.append([s, row, num_parts, len(starts)])
+        for first in starts:
+            pieces.append([s, row, first, min(first + starts.step, end), num_parts])
+            num_parts += 1
+    pieces.sort(key=lambda piece: piece[2] - piece[3])
+    return PromptWork(pieces, cut_tiles, num_parts)
 
 
 @triton.jit(
     do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["tiles", "query_starts", "context_lens", "block_tables"],
+    do_not_specialize_on_alignment=["pieces", "query_starts", "context_lens", "block_tables"],
 )
 def _prefill_kernel(
     q,  # [T, H, D], as out
     out,
+    partial,  # [parts, Hkv, BLOCK_M, D] float32, normalised
+    partial_lse,  # [parts, Hkv, BLOCK_M] float32, in base 2
     k_pool,
     v_pool,
     k_scales,
     v_scales,
     sinks,
-    tiles,
+    pieces,  # [N, 5] int32, as PromptWork has them
     query_starts,
     context_lens,
     block_tables,
@@ -85,8 +118,9 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    index, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    piece, kv_head = pieces + 5 * tl.program_id(0), tl.program_id(1)
+    index, first_row = tl.load(piece), tl.load(piece + 1)
+    begin, end, part = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
     first_token = tl.load(query_starts + index)
     num_queries = tl.load(query_starts + index + 1) - first_token
     context = tl.load(context_lens + index)
@@ -99,10 +133,6 @@ def _prefill_kernel(
     tokens = (first_token + queries).to(tl.int64)
     q_tile = tl.load(q + (tokens * q_stride + heads * q_head_stride)[:, None] + dims[None, :], mask=is_row, other=0)
 
-    # All rows see the keys up to the first row's own position, but for a window; no row sees one behind the last row's.
-    first_at = context - num_queries + first_row // GROUP
-    last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_queries - 1)
-    end = context - num_queries + last_query + 1
     table = block_tables + index.to(tl.int64) * table_stride
     peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -112,23 +142,57 @@ def _prefill_kernel(
     if k_scales is not None:
         k_scales += kv_head * head_stride // 4
         v_scales += kv_head * head_stride // 4
-    if WINDOW > 0:
-        begin = tl.maximum(first_at - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        begin = (first_at + 1) // BLOCK_N * BLOCK_N
+    if WINDOW == 0:
+        # All rows see the keys up to the first row's own position.
+        first_at = context - num_queries + first_row // GROUP
+        masked = tl.maximum(tl.minimum((first_at + 1) // BLOCK_N * BLOCK_N, end), begin)
         peak, total, acc = attend_keys(
-            q_tile, q_at, peak, total, acc, 0, begin, table, k_pool, v_pool, k_scales, v_scales, block_stride,
+            q_tile, q_at, peak, total, acc, begin, masked, table, k_pool, v_pool, k_scales, v_scales, block_stride,
             scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=False,
         )  # fmt: skip
+        begin = masked
     peak, total, acc = attend_keys(
         q_tile, q_at, peak, total, acc, begin, end, table, k_pool, v_pool, k_scales, v_scales, block_stride,
         scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=True,
     )  # fmt: skip
-    if sinks is not None:
-        sink = tl.load(sinks + heads).to(tl.float32) * LOG2E
-        peak, total, acc = add_sink(peak, total, acc, sink)
-    to = out + (tokens * out_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
-    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row)
+    if part < 0:
+        if sinks is not None:
+            sink = tl.load(sinks + heads).to(tl.float32) * LOG2E
+            peak, total, acc = add_sink(peak, total, acc, sink)
+        to = out + (tokens * out_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row)
+    else:
+        entries = (part * tl.num_programs(1) + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        some = tl.where(total > 0, total, 1.0)  # a row may see none of the part's keys: its peak is -inf then
+        tl.store(partial + entries[:, None] * HEAD_DIM + dims[None, :], acc / some[:, None], mask=is_row)
+        tl.store(partial_lse + entries, peak + tl.log2(some), mask=queries < num_queries)
+
+
+@triton.jit(do_not_specialize_on_alignment=["cut_tiles", "query_starts"])
+def _merge_kernel(
+    out,
+    partial,
+    partial_lse,
+    sinks,
+    cut_tiles,  # [N, 4] int32, as PromptWork has them
+    query_starts,
+    out_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tile, kv_head = cut_tiles + 4 * tl.program_id(0), tl.program_id(1)
+    index, row = tl.load(tile), tl.load(tile + 1) + tl.program_id(2)
+    first_part, num_parts = tl.load(tile + 2), tl.load(tile + 3)
+    token = tl.load(query_starts + index) + row // GROUP
+    if token >= tl.load(query_starts + index + 1):
+        return
+    head = kv_head * GROUP + row % GROUP
+    num_kv_heads = tl.num_programs(1)
+    entry = (first_part * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + tl.program_id(2)
+    to = out + token.to(tl.int64) * out_stride + head * HEAD_DIM
+    merge_row(to, partial, partial_lse, entry, num_kv_heads * BLOCK_M, num_parts, sinks, head, HEAD_DIM, BLOCK_D)
 
 
 def attend_prefills(
@@ -136,23 +200,32 @@ def attend_prefills(
     q: Tensor,
     out: Tensor,
     pool: PoolView,
-    tiles: Tensor,
+    work: WorkTensors,
     query_starts: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    tile: PromptTile,
 ) -> None:
-    """Write the rows of `out` [T, H, D] that belong to `tiles` [N, 2] int32, as list_tiles lists them."""
-    dim = spec.head_dim
-    shape = tile_shape(dim, q.dtype.itemsize)
-    _prefill_kernel[(tiles.shape[0], spec.num_kv_heads)](
+    """Write the rows of `out` [T, H, D] that belong to `work`, which was listed for this layer's kind and `tile`."""
+    dim, group, block_d = (
+        spec.head_dim,
+        spec.num_heads // spec.num_kv_heads,
+        max(16, triton.next_power_of_2(spec.head_dim)),
+    )
+    # Without parts they are empty, but of the same kind: the kernel is not compiled once more.
+    partial_lse = torch.empty((work.num_parts, spec.num_kv_heads, tile.rows), dtype=torch.float32, device=q.device)
+    partial = torch.empty((*partial_lse.shape, dim), dtype=torch.float32, device=q.device)
+    _prefill_kernel[(work.pieces.shape[0], spec.num_kv_heads)](
         q,
         out,
+        partial,
+        partial_lse,
         pool.k,
         pool.v,
         pool.k_scales,
         pool.v_scales,
         spec.sinks,
-        tiles,
+        work.pieces,
         query_starts,
         context_lens,
         block_tables,
@@ -163,14 +236,29 @@ def attend_prefills(
         q.stride(1),
         out.stride(0),
         *pool.strides,
-        GROUP=spec.num_heads // spec.num_kv_heads,
+        GROUP=group,
         HEAD_DIM=dim,
         BLOCK_SIZE=pool.block_size,
-        BLOCK_M=shape.rows,
-        BLOCK_N=shape.keys,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.keys,
+        BLOCK_D=block_d,
         WINDOW=spec.window or 0,
         HAS_SOFTCAP=spec.softcap is not None,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
+    if work.num_parts:
+        _merge_kernel[(work.cut_tiles.shape[0], spec.num_kv_heads, tile.rows)](
+            out,
+            partial,
+            partial_lse,
+            spec.sinks,
+            work.cut_tiles,
+            query_starts,
+            out.stride(0),
+            GROUP=group,
+            HEAD_DIM=dim,
+            BLOCK_M=tile.rows,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )

@@ -1,0 +1,93 @@
+"""Attention of another library for steps that have prompts in them, over the pool of the Triton backend.
+
+Published figures have our decode kernel's kind level with the best, and prompts at 60 to 77 % of FlashAttention-3. So such
+a library gets whole steps with prompts, their decodes included, and steps of decodes alone stay with our kernels, which
+may be captured in a graph. What it cannot do, and whether it reads this very pool right, is found out at start. Engine
+thread, but for the checks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.reference import dense_attention
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class PromptLibrary(Protocol):
+    """What an adapter offers. Made once an engine; its constructor raises ConfigError where the library is not here."""
+
+    name: str
+
+    def refusal(self, spec: AttentionSpec, dtype: torch.dtype) -> str | None:
+        """What it lacks for such layers over a pool of `dtype`, after "it has no ..."; None if nothing is known."""
+        ...
+
+    def prepare(self, batch: Batch) -> None:
+        """A step with prompts begins."""
+        ...
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """q [T, num_heads, head_dim] over pools [num_blocks, num_kv_heads, block_size, head_dim]; result as q."""
+        ...
+
+
+def check_library(
+    library: PromptLibrary, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device
+) -> None:
+    """Raise ConfigError unless a small step of such a layer comes out right."""
+    lacking = library.refusal(spec, dtype)
+    if lacking is None:
+        lacking = _try(library, spec, dtype, block_size, device)
+    if lacking is not None:
+        raise ConfigError(
+            f"--attention-backend is {library.name!r}, but it has no {lacking}, which this model needs; use 'triton'."
+        )
+
+
+def _try(
+    library: PromptLibrary, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device
+) -> str | None:
+    """A prompt and a decode behind a full block each, in blocks that do not lie in order."""
+    steps, tables = [(block_size, 3), (block_size, 1)], [[3, 1], [0, 2]]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    ints = {"dtype": torch.int32, "device": device}
+    contexts = [start + num for start, num in steps]
+    batch = Batch(
+        ids=torch.zeros(4, dtype=torch.int64, device=device),
+        positions=torch.zeros(4, dtype=torch.int64, device=device),
+        slots=torch.zeros(4, dtype=torch.int64, device=device),
+        block_tables=torch.tensor(tables, **ints),  # type: ignore[arg-type]  # mixed value types
+        query_starts=torch.tensor([0, 3, 4], **ints),  # type: ignore[arg-type]
+        context_lens=torch.tensor(contexts, **ints),  # type: ignore[arg-type]
+        sample_rows=torch.zeros(0, dtype=torch.int64, device=device),
+        query_lens_host=[num for _, num in steps],
+        context_lens_host=contexts,
+        block_tables_host=tables,
+    )
+    q = draw(4, spec.num_heads, spec.head_dim)
+    pools = [draw(4, spec.num_kv_heads, block_size, spec.head_dim) for _ in "kv"]
+    try:
+        library.prepare(batch)
+        out = library.attend(spec, q, *pools)
+    except Exception as error:  # whatever a library throws at a call that it does not like
+        return f"way to do it here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    row = 0
+    for (start, num), table in zip(steps, tables, strict=True):
+        keys, values = (pool[table].transpose(1, 2).flatten(0, 1)[: start + num].double() for pool in pools)
+        exact = dense_attention(spec, q[row : row + num].double(), keys, values, start)
+        bound = 4 * torch.finfo(dtype).eps * values.abs().max()
+        if not bool((out[row : row + num].double() - exact).abs().max() <= bound):
+            return "right result over a pool of this layout"
+        row += num
+    return None

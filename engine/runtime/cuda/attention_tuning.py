@@ -1,0 +1,76 @@
+"""The sizes that the attention kernels' speed hangs on, in one table: tiles, warps, stages of loads, and how work is cut.
+
+None of them changes a result by more than the order of its sums. They were chosen by reasoning and by what compiles for
+capability 9.0 without spilling registers; no card has measured them yet. `bash loadtest/gpu.sh --tune` tries their
+neighbours on a card and prints the best, which then belongs here. Host code without state: any thread.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+
+class DecodeTile(NamedTuple):
+    """Keys that a program of the decode kernel holds at a time, and what works on them."""
+
+    keys: int
+    warps: int
+    stages: int  # of loads; the block table's own takes half of them
+
+
+class PromptTile(NamedTuple):
+    """Rows (queries times the heads that share a kv head) and keys of a tile of the prompt kernel."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Cut(NamedTuple):
+    """When work along the context is shared out, so that the whole device has some of it."""
+
+    programs_per_sm: int  # as many as are to be there, if contexts are long enough
+    min_keys: int  # of a part: fewer are not worth a partial result
+    max_keys: int  # of a part: more would keep one program busy long after the others
+
+
+class Tuning(NamedTuple):
+    """All of it for one kind of layer on one kind of card."""
+
+    decode: DecodeTile
+    short: PromptTile  # where no slice of a step has more rows than this tile: a turn of a chat, a few guessed tokens
+    long: PromptTile
+    decode_cut: Cut
+    prompt_cut: Cut
+
+
+# A decode's part writes and reads again as much as 2 * group rows of float32, a few keys' worth: 128 keys pay for that. A
+# prompt's part does so for its whole tile, 64 KiB of 128 x 128, which is what 256 keys are read for: twice that pays.
+_DECODE_CUT, _PROMPT_CUT = Cut(2, 128, 8192), Cut(2, 512, 8192)
+_LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))  # 227 KiB a block. Others have from 99 (8.6, 8.9, 12.0) to 163 (8.0)
+
+
+@cache
+def choose_tuning(head_dim: int, itemsize: int, capability: tuple[int, int]) -> Tuning:
+    """The table. `itemsize` is the queries'; float32 is for comparisons.
+
+    Decode: two tiles of K and V in flight, 64 KiB, times two programs an SM. Little's law asks for less: 4.8 TB/s times
+    a latency of 0.7 us is 25 KiB an SM. Prompts: rows as many as keep the accumulator in registers, since K and V are
+    read once a tile of rows; keys as many as fit 99 KiB of shared memory with the next tile on its way, so that one
+    entry runs on every card, but for a head_dim of 256, which large shared memory takes better.
+    """
+    cuts = _DECODE_CUT, _PROMPT_CUT
+    is_narrow, is_small = head_dim <= 64, head_dim <= 128
+    if itemsize == 2:
+        if is_small:
+            return Tuning(DecodeTile(64, 4, 5), PromptTile(64, 64, 4, 3), PromptTile(128, 64, 8, 3), *cuts)
+        if capability in _LARGE_SHARED_MEMORY:
+            return Tuning(DecodeTile(32, 4, 5), PromptTile(64, 32, 8, 3), PromptTile(128, 32, 8, 3), *cuts)
+        return Tuning(DecodeTile(32, 4, 5), PromptTile(64, 32, 8, 3), PromptTile(64, 32, 8, 3), *cuts)
+    if is_narrow:
+        return Tuning(DecodeTile(32, 4, 3), PromptTile(32, 32, 4, 3), PromptTile(64, 32, 4, 3), *cuts)
+    if is_small:
+        return Tuning(DecodeTile(32, 4, 3), PromptTile(32, 32, 4, 1), PromptTile(64, 16, 8, 3), *cuts)
+    return Tuning(DecodeTile(16, 4, 3), PromptTile(32, 32, 8, 1), PromptTile(32, 32, 8, 1), *cuts)
