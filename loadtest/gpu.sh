@@ -3,6 +3,7 @@
 #
 #   bash loadtest/gpu.sh                  run it: under 8 minutes, results to $OUT or loadtest/results/gpu-CARD-DATE
 #   bash loadtest/gpu.sh --rehearse       run every part on a CPU with tiny shapes, to see that the script works
+#   bash loadtest/gpu.sh --tune           look for better tile sizes for attention, and nothing else
 #   bash loadtest/gpu.sh --wheels DIR     fetch what an image with torch and transformers lacks (loadtest/gpu/wheels.txt)
 #
 # Wheels in the folder wheels/, or in $QUIRE_WHEELS, are used where there are any. Other arguments go to

@@ -21,7 +21,7 @@ from types import FrameType
 
 from loadtest.comparison import ROOT, describe_host
 from loadtest.gpu.figures import PartError, read_findings
-from loadtest.gpu.parts import MACHINE, PARTS, Part
+from loadtest.gpu.parts import MACHINE, PARTS, TUNE, Part
 from loadtest.gpu.report import NO_CARD, Results
 from loadtest.gpu.task import Task
 from loadtest.plots import PlotError
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = describe_host()
     results = Results(host | {"commit": options.commit or host["commit"]}, options.rehearse)
     deadline = time.monotonic() + options.limit
-    names = [part.name for part in PARTS]
+    names = [TUNE.name] if options.tune else options.only or [part.name for part in PARTS]
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as scratch:
-        for part in PARTS:
-            if part.name not in (options.only or names) and part.name != MACHINE:
+        for part in (*PARTS, TUNE):
+            if part.name not in names and part.name != MACHINE:
                 continue
             _run(part, Path(scratch), options, deadline, results)
             results.write(options.out)
@@ -63,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    names = [part.name for part in PARTS]
+    names = [part.name for part in (*PARTS, TUNE)]
     parser = argparse.ArgumentParser(prog="loadtest/gpu.sh", description="Measure one GPU.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU, with tiny shapes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of {', '.join(names)}")
+    parser.add_argument("--tune", action="store_true", help="only look for better tiles for attention, and print them")
     parser.add_argument("--limit", type=float, default=480.0, metavar="S", help="for all; default %(default)g")
     parser.add_argument("--commit", metavar="HASH", help="where git cannot tell it")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
@@ -113,7 +114,7 @@ def _run_here(options: argparse.Namespace) -> int:
         raise SystemExit(f"stopped by signal {number}")  # so that what it started is stopped too
 
     signal.signal(signal.SIGTERM, leave)
-    part = next(part for part in PARTS if part.name == options.part)
+    part = next(part for part in (*PARTS, TUNE) if part.name == options.part)
     task = Task(part.name, options.scratch, options.rehearse)
     try:
         part.run(task)

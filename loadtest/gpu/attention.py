@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import SCALE_BYTES
-from engine.runtime.attention.table import load_backend
+from engine.runtime.attention.triton_paged import TritonPagedAttention
+from engine.runtime.cuda.attention_tuning import Tuning
 from loadtest.gpu import names
 from loadtest.gpu.figures import Figure
 from loadtest.gpu.shapes import attention_flops
@@ -58,7 +59,7 @@ def time_decode(task: Task, device: torch.device, case: Decode) -> None:
     kv_heads, dim = _heads(task)
     num_bytes = 2 * case.batch * case.context * kv_heads * (dim + SCALE_BYTES if case.kv else 2 * dim)
     lens = [1] * case.batch, [case.context] * case.batch
-    seconds = _attend_s(device, case.heads, kv_heads, dim, *lens, num_copies(num_bytes), case.kv)
+    seconds = attend_s(device, case.heads, kv_heads, dim, *lens, num_copies(num_bytes), case.kv)
     limit = task.rates().copy_bytes_per_s / 1e9
     task.notebook.figure(Figure(names.decode_attention(*case), num_bytes / seconds / 1e9, "GB/s", limit))
 
@@ -67,7 +68,7 @@ def time_prefill(task: Task, device: torch.device, case: Prefill) -> None:
     """TFLOP/s of the two products below the diagonal."""
     kv_heads, dim = _heads(task)
     lens = [case.length] * case.num
-    seconds = _attend_s(device, case.heads, kv_heads, dim, lens, lens, 1)
+    seconds = attend_s(device, case.heads, kv_heads, dim, lens, lens, 1)
     limit = task.rates().bf16_flops / 1e12
     rate = attention_flops(case.heads, dim, lens) / seconds / 1e12
     task.notebook.figure(Figure(names.prefill_attention(*case), rate, "TFLOP/s", limit))
@@ -77,7 +78,7 @@ def _heads(task: Task) -> tuple[int, int]:
     return (2, 16) if task.is_rehearsal else (_KV_HEADS, _HEAD_DIM)
 
 
-def _attend_s(
+def attend_s(
     device: torch.device,
     heads: int,
     kv_heads: int,
@@ -86,8 +87,10 @@ def _attend_s(
     contexts: list[int],
     copies: int,
     kv: str = "",
+    tuning: Tuning | None = None,
 ) -> float:
-    backend = load_backend("triton", device)
+    """Seconds of one call, which sees a different one of `copies` pools each time."""
+    backend = TritonPagedAttention(tuning)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
     batch = _batch(device, queries, contexts)
     shape = backend.kv_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)

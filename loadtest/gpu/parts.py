@@ -45,6 +45,8 @@ PARTS = (
     Part("int8-kv", 60, _VARIANT, ("qwen3-0.6b", _INT8_KV, {"kv_cache_dtype": "int8"}, _NARROW)),
     Part("http-8b", 80, "serving:run", ("llama-3.1-8b",)),
 )
+# Only where it is asked for, and after the machine alone.
+TUNE = Part("tune", 420, "tune:run")
 
 TARGET_CARD = "H200"
 # Prefill attention: 60 % of the best rate that FlashAttention-3's authors publish for an H100, a forward pass of head
