@@ -26,7 +26,7 @@ from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.core.stats import REQUEST_BUCKETS_S, FailureCause, Histogram, Stats
+from engine.core.stats import REQUEST_BUCKETS_S, FailureCause, Histogram, PreemptionKind, Stats, SwapDirection
 from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
 from server.version import VERSION
@@ -96,6 +96,18 @@ def _blocks(stats: Stats) -> Mapping[str, float]:
     return {"free": stats.blocks_free, "cached": stats.blocks_cached, "held": stats.blocks_held}
 
 
+def _host(stats: Stats) -> Mapping[str, float]:
+    return {"free": stats.host_blocks_free, "held": stats.host_blocks_held}
+
+
+def _preempted(stats: Stats) -> Mapping[str, float]:
+    return {kind.value: stats.preempted[kind] for kind in PreemptionKind}
+
+
+def _swapped(stats: Stats) -> Mapping[str, float]:
+    return {direction.value: stats.swapped_blocks[direction] for direction in SwapDirection}
+
+
 def _gauge(name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = "") -> Metric:
     return Metric(name, Kind.GAUGE, help_text, read, label)
 
@@ -121,6 +133,9 @@ METRICS = (
     ),
     _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
     _gauge(
+        "quire_swap_blocks", "Blocks of the swap space by state: held by preempted sequences, free.", _host, "state"
+    ),
+    _gauge(
         "quire_kv_cache_usage_ratio",
         "Share of the KV pool that live sequences hold, 0-1.",
         lambda s: s.kv_cache_usage_ratio,
@@ -138,8 +153,12 @@ METRICS = (
         "quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens
     ),
     _counter(
-        "quire_preemptions_total", "Sequences preempted because the KV pool was exhausted.", lambda s: s.preemptions
+        "quire_preemptions_total",
+        "Sequences preempted because the KV pool was exhausted, by how they come by their K/V again.",
+        _preempted,
+        "kind",
     ),
+    _counter("quire_swapped_blocks_total", "KV blocks copied out to host memory, and in again.", _swapped, "direction"),
     _counter(
         "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
     ),
@@ -181,7 +200,6 @@ def _vllm() -> Iterator[Metric]:
         ("quire_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
         ("quire_prefix_cache_queried_tokens_total", "vllm:prefix_cache_queries_total"),
         ("quire_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
-        ("quire_preemptions_total", "vllm:num_preemptions_total"),
         ("quire_prompt_tokens_total", "vllm:prompt_tokens_total"),
         ("quire_generation_tokens_total", "vllm:generation_tokens_total"),
         ("quire_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
@@ -197,6 +215,7 @@ def _vllm() -> Iterator[Metric]:
     ):
         yield replace(ours[quire], name=vllm)
     yield replace(ours["quire_requests_finished_total"], name="vllm:request_success_total", label="finished_reason")
+    yield _counter("vllm:num_preemptions_total", "Sequences preempted, of any kind.", lambda s: s.preemptions)
     yield _counter(
         "vllm:corrupted_requests_total",
         "Requests whose logits were not finite.",
@@ -251,6 +270,7 @@ class EngineCollector(Collector):
         settings = {
             "block_size": str(config.block_size),
             "num_blocks": str(config.num_blocks),
+            "num_host_blocks": str(config.num_host_blocks),
             "max_model_len": str(config.max_model_len),
             "max_num_seqs": str(config.max_num_seqs),
             "max_num_batched_tokens": str(config.max_num_batched_tokens),
@@ -277,7 +297,7 @@ def _info(name: str, help_text: str, labels: Mapping[str, str]) -> Family:
 
 
 class Metrics:
-    """All that /metrics shows. Event loop thread only."""
+    """All that /metrics shows. Event loop thread only, but where it says otherwise."""
 
     def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
         self._registry = CollectorRegistry()
@@ -297,6 +317,12 @@ class Metrics:
             buckets=REQUEST_BUCKETS_S,
             registry=self._registry,
         )
+        self._grammar_seconds = PrometheusHistogram(
+            "quire_grammar_compile_seconds",
+            "Compilation of a grammar for structured outputs; those that are kept already are not compiled.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=self._registry,
+        )
         self._ignored = Counter(
             "quire_ignored_fields_total",
             "Request fields nobody knows, let through and told.",
@@ -309,6 +335,10 @@ class Metrics:
         """Count one answered request. `route` is the route's template, never a raw path."""
         self._http_requests.labels(route, method, str(status)).inc()
         self._http_seconds.labels(route, method).observe(seconds)
+
+    def grammar_compiled(self, seconds: float) -> None:
+        """Count one grammar, well-formed or not. Any thread."""
+        self._grammar_seconds.observe(seconds)
 
     def ignored_field(self, name: str) -> None:
         """Count one request field that was let through without meaning."""

@@ -14,15 +14,13 @@ class Matcher(Protocol):
     """Where one sequence stands in its grammar. Engine thread."""
 
     def accept(self, token_id: int) -> None:
-        """Take in a drawn token. Never raises: one that does not fit shows in `error`, from then on."""
+        """Take in a drawn token. Never raises: one that does not fit shows in `error()`, from then on."""
         ...
 
-    @property
     def is_complete(self) -> bool:
         """True once nothing but the end of the answer can follow."""
         ...
 
-    @property
     def error(self) -> str | None:
         """What went wrong; such a matcher allows nothing any more."""
         ...

@@ -26,6 +26,7 @@ class RequestBody(BaseModel):
     NO_OPS: ClassVar[frozenset[str]] = frozenset()
     # name -> values that ask for nothing beyond what is done anyway
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    INSTEAD: ClassVar[Mapping[str, str]] = {}  # unsupported name -> what to do, where that is not to leave it out
 
     @model_validator(mode="before")
     @classmethod
@@ -39,7 +40,10 @@ class RequestBody(BaseModel):
             neutral = cls.UNSUPPORTED.get(name)
             value = data[name]
             if neutral is not None and value is not None and value not in neutral:
-                raise unsupported(name, "it would change the answer and this server cannot honour it; leave it out.")
+                instead = cls.INSTEAD.get(
+                    name, "it would change the answer and this server cannot honour it; leave it out"
+                )
+                raise unsupported(name, f"{instead}.")
         return data
 
     def ignored_fields(self) -> list[str]:

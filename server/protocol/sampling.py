@@ -13,6 +13,8 @@ from engine.core.types import SamplingParams
 from server.choice import TextRules
 from server.protocol.base import Integer, RequestBody
 from server.protocol.limits import Limits
+from server.protocol.structured import ResponseFormat, StructuredOutputs
+from server.structured.spec import GrammarSpec
 
 MAX_N = 128
 MAX_STOPS = 4
@@ -32,18 +34,29 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
             "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "json_schema",
             "kv_transfer_params", "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "mm_processor_kwargs",
             "prompt_embeds", "regex", "repetition_detection", "return_prompt_text",
-            "stop_regex", "structured_outputs", "suffix", "thinking_token_budget", "top_n_sigma",
+            "stop_regex", "suffix", "thinking_token_budget", "top_n_sigma",
             "use_beam_search", "xtc_probability",
         ),
         _OFF,
     ),
     "length_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "truncation_side": ("left",),
     "typical_p": (1, 1.0),
 }  # fmt: skip
+
+# What takes the place of a field that older clients send.
+INSTEAD: Mapping[str, str] = {
+    **{
+        f"guided_{kind}": f"send structured_outputs: {{{kind}: ...}}" for kind in ("json", "regex", "choice", "grammar")
+    },
+    "guided_whitespace_pattern": "send whitespace_pattern within structured_outputs",
+    "guided_decoding_backend": "there is one backend only; leave it out",
+    "json_schema": "send structured_outputs: {json: ...}, or response_format",
+    "regex": "send structured_outputs: {regex: ...}",
+    "grammar": "send structured_outputs: {grammar: ...}",
+}
 
 # Fields that by their meaning leave the answer as it is: bookkeeping and hints.
 NO_OPS = frozenset(
@@ -73,6 +86,7 @@ class SamplingBody(RequestBody):
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
 
     model: str | None = None
     max_tokens: Integer | None = Field(None, ge=0)
@@ -104,6 +118,8 @@ class SamplingBody(RequestBody):
     include_metrics: bool = False  # tell in the answer, or a stream's last chunk, what its time went into
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
@@ -113,6 +129,10 @@ class SamplingBody(RequestBody):
             _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
         if self.truncate_prompt_tokens == 0:
             _refuse("truncate_prompt_tokens", "truncate_prompt_tokens is 0; give at least 1, or -1 for what fits.")
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.spec():
+            _refuse(
+                "structured_outputs", "structured_outputs and response_format both constrain the answer; send only one."
+            )
         return self
 
     @property
@@ -120,9 +140,21 @@ class SamplingBody(RequestBody):
         return self.stream_options or StreamOptions()
 
     def ignored_fields(self) -> list[str]:
-        """Those of the body and of its stream_options."""
-        nested = self.stream_options.ignored_fields() if self.stream_options else []
-        return super().ignored_fields() + [f"stream_options.{name}" for name in nested]
+        """Those of the body and of the objects in it."""
+        parts = {name: getattr(self, name) for name in ("stream_options", "response_format", "structured_outputs")}
+        if self.response_format is not None:
+            parts["response_format.json_schema"] = self.response_format.json_schema
+        nested = [f"{at}.{name}" for at, part in parts.items() if part is not None for name in part.ignored_fields()]
+        return super().ignored_fields() + nested
+
+    def grammar_spec(self) -> tuple[GrammarSpec, str] | None:
+        """What constrains the answer, and the field that asked for it."""
+        for name in ("structured_outputs", "response_format"):
+            asked = getattr(self, name)
+            spec = asked.spec() if asked is not None else None
+            if spec is not None:
+                return spec, name
+        return None
 
     def truncate(self, prompt: list[int], limits: Limits) -> list[int]:
         """The end of the prompt, if truncate_prompt_tokens asks for less than all; -1 keeps what leaves room."""

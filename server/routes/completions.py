@@ -11,7 +11,7 @@ from engine.core.errors import InvalidRequestError
 from server.protocol.completions import CompletionBody, CompletionForm
 from server.protocol.form import Envelope
 from server.routes.context import Context, InContext, json_body
-from server.routes.generate import answer_id, engine_requests, respond
+from server.routes.generate import answer_id, constrain, engine_requests, respond
 
 router = APIRouter()
 
@@ -22,7 +22,7 @@ async def create_completion(
 ) -> Response:
     """Continue one or several prompts."""
     model = context.check_model(body.model)
-    params = body.params(context.limits)
+    params = await constrain(context, body, body.params(context.limits))
     prompts = await _prompt_ids(context, body)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     envelope = Envelope(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request as HttpRequest
@@ -47,6 +48,14 @@ def engine_requests(
         )
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
+
+
+async def constrain(context: Context, body: SamplingBody, params: SamplingParams) -> SamplingParams:
+    """The parameters with the grammar that the body asks for, compiled. Raises InvalidRequestError if it cannot be."""
+    asked = body.grammar_spec()
+    if asked is None or not params.max_tokens:
+        return params
+    return replace(params, grammar=await context.grammars.compile(*asked))
 
 
 def answer_id(requests: Sequence[Request]) -> str:

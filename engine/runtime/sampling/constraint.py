@@ -62,7 +62,7 @@ class ConstrainedStep:
 
     def __init__(self, rows: Sequence[tuple[Constrained, _Seat]]) -> None:
         self._rows = rows
-        self._failed = {each.row: seat.matcher.error for each, seat in rows if seat.matcher.error is not None}
+        self._failed = {each.row: error for each, seat in rows if (error := seat.matcher.error()) is not None}
         self._outcome: Outcome | None = None
         self.drawn: dict[int, int] = {}  # by seat
         self.read: Callable[[], Sequence[int]] | None = None  # waits for the step's ids; set once it is launched
@@ -78,12 +78,13 @@ class ConstrainedStep:
         outcome = Outcome(errors=dict(self._failed))
         for each, seat in self._rows:
             token_id = self.drawn[each.seat] = ids[each.row]
-            if seat.matcher.error is not None or seat.matcher.is_complete:
+            if seat.matcher.error() is not None or seat.matcher.is_complete():
                 continue  # the token is void: its sequence has ended, or ends on the error
             seat.accept(token_id)
-            if seat.matcher.error is not None:
-                outcome.errors[each.row] = seat.matcher.error
-            elif seat.matcher.is_complete:
+            error = seat.matcher.error()
+            if error is not None:
+                outcome.errors[each.row] = error
+            elif seat.matcher.is_complete():
                 outcome.ended.append(each.row)
         return outcome
 
@@ -127,7 +128,7 @@ class Constraints:
         masks = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
         rows[0].grammar.fill_masks([seat.matcher for seat in seats], masks.ctypes.data, masks.shape[1])
         for mask, each, seat in zip(masks, rows, seats, strict=True):
-            if seat.matcher.error is not None or seat.matcher.is_complete:
+            if seat.matcher.error() is not None or seat.matcher.is_complete():
                 mask[:] = -1
             elif each.banned:
                 _forbid(mask, each.banned)
