@@ -39,7 +39,7 @@ Deliver = Callable[[list[TokenEvent]], None]
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
-_QUIET_S = 0.1  # without a message for this long, nobody waits while the books are checked
+_QUIET_S = 0.1  # without a message for this long, nobody waits while other work is done
 
 
 class QueueLimits(NamedTuple):
@@ -222,11 +222,13 @@ class Engine:
         events += self._scheduler.take_back(self.clock(), failure)
 
     def _idle(self) -> list[Message]:
-        """Wait for messages, and use a quiet moment to see that nothing leaked."""
+        """Wait for messages, and use a quiet moment to see that nothing leaked and to let the runner get ready."""
         messages = self._inbox.take(wait_s=_QUIET_S)
         if not messages:
             self._check_integrity()
-            messages = self._inbox.take(wait_s=None)
+            while not (messages := self._inbox.take(wait_s=0)) and self._runner.use_idle_moment():
+                pass
+            messages = messages or self._inbox.take(wait_s=None)
         self._progress_s = self.clock()
         return messages
 

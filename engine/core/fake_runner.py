@@ -118,6 +118,10 @@ class FakeRunner:
         result.errors, result.logprobs, result.prompt_logprobs = errors, logprobs, prompt_logprobs
         return FakeStep(result, self._timer(plan))
 
+    def use_idle_moment(self) -> bool:
+        """Nothing to do."""
+        return False
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -109,6 +109,10 @@ class Runner(Protocol):
         """
         ...
 
+    def use_idle_moment(self) -> bool:
+        """Do a few milliseconds of what makes later steps faster; False if there is nothing of the kind to do."""
+        ...
+
     def close(self) -> None:
         """Give back threads and memory."""
         ...

@@ -6,6 +6,7 @@ ms, with huge pages 8.6), and new pages of the K/V pool come one fault at a time
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; what is there already stays as it is
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -32,3 +34,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE  # only whole pages can be huge
     return whole[start : start + num_bytes].view(dtype).view(shape)
+
+
+def populate(memory: Tensor) -> bool:
+    """Have the system put zeroed pages under memory that nobody has written to yet; False where it cannot."""
+    try:
+        madvise = ctypes.CDLL(None).madvise  # through ctypes, for mmap's own keeps the interpreter while it works
+    except (AttributeError, OSError, TypeError):  # not a system of this kind
+        return False
+    begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = memory.data_ptr() + memory.nbytes - begin
+    return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0)

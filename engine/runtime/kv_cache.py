@@ -25,6 +25,7 @@ from engine.runtime.attention.base import (
     Rotation,
 )
 from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
+from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
 
@@ -54,6 +55,7 @@ class KVCache:
         if isinstance(backend, ParticularBackend):
             for spec in specs:
                 backend.check(spec, dtype, block_size, device)
+        self.headroom: Headroom | None = None
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
         if dtype in PEAKS:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
@@ -62,6 +64,7 @@ class KVCache:
                 blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
                 self._keys, self._values = pools[::2], pools[1::2]
                 self._blocks = [blocks]
+                self.headroom = Headroom(blocks)
             else:
                 self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
                 self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]

@@ -118,7 +118,6 @@ class ModelRunner:
         graphs.capture(report)
         self._graphs = graphs
 
-    @torch.inference_mode()
     def open_host_pool(self, num_blocks: int) -> HostPool:
         """Have blocks in main memory for what plans swap. Raises MemoryBudgetError."""
         self._host_pool = make_host_pool(self._kv_cache.blocks, num_blocks, self._device)
@@ -142,6 +141,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes(plan):
             return self._send(plan, self._replay(self._graphs, plan), [])
         batch = self._batches.build(plan, self._last_ids)
+        if self._kv_cache.headroom is not None:
+            self._kv_cache.headroom.note_use(int(batch.slots.max()) // self._config.block_size)
         self._backend.prepare(batch)
         is_scored = any(piece.prompt_logprobs >= 0 for piece in plan.slices)
         rows = None if is_scored else batch.sample_rows
@@ -164,6 +165,10 @@ class ModelRunner:
             return Sampled(outputs.ids, outputs.is_finite, None, ())
         self._last_ids.index_copy_(0, outputs.seats, outputs.last_ids)
         return self._sampler.sample(plan, outputs.logits, self._last_ids)
+
+    def use_idle_moment(self) -> bool:
+        """Make memory ready for requests to come."""
+        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow()
 
     def close(self) -> None:
         """Let go of weights, pool and graphs."""

@@ -80,7 +80,16 @@ class GatedRunner(FakeRunner):
         self.fits: Callable[[StepPlan], bool] = lambda plan: True  # the device's memory
         self.fails_late = False  # a step that does not fit is told by wait, not by run
         self.sizes: list[tuple[int, bool]] = []  # tokens of each step, and whether it fitted
+        self.num_chores = 0  # for idle moments
+        self.chores_done = threading.Event()
         self.closed = False
+
+    def use_idle_moment(self) -> bool:
+        if not self.num_chores:
+            self.chores_done.set()
+            return False
+        self.num_chores -= 1
+        return True
 
     def run(self, plan: StepPlan) -> FakeStep:
         self.entered.set()
@@ -371,6 +380,23 @@ def test_a_leak_is_found_in_a_quiet_moment_and_when_the_engine_stops(monkeypatch
     before = rig.engine.stats.integrity_failures
     rig.engine.stop(0.0)
     assert rig.engine.stats.integrity_failures == before + 1
+
+
+def test_the_runner_gets_quiet_moments_until_it_has_no_use_for_them(rig: Rig) -> None:
+    rig.runner.num_chores = 3
+    rig.engine.submit(request())
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 1)
+    rig.runner.chores_done.clear()
+    assert rig.runner.chores_done.wait(PATIENCE_S)
+    assert rig.runner.num_chores == 0
+    rig.engine.submit(request("later"))
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 2)
+
+
+def test_a_message_ends_a_quiet_moment(rig: Rig) -> None:
+    rig.runner.num_chores = 1 << 60  # never done
+    rig.engine.submit(request())
+    rig.listener.wait_for(lambda: len(rig.listener.ends) == 1)
 
 
 def test_a_hanging_step_shows_in_health(rig: Rig) -> None:

@@ -58,6 +58,10 @@ class CudaRunner:
         self._is_lost |= isinstance(fault, DeviceLostError)
         return fault
 
+    def use_idle_moment(self) -> bool:
+        """What the runner behind does with it."""
+        return self._runner.use_idle_moment()
+
     def close(self) -> None:
         """Give back memory, unless there is no device any more to give it back to."""
         if not self._is_lost:

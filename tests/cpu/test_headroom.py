@@ -1,0 +1,57 @@
+"""Memory that is made ready ahead of its use: how far it goes, and that nothing in it changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.runtime import headroom, huge_pages
+from engine.runtime.headroom import Headroom
+
+_MIB = 1 << 20
+
+
+def _grown(room: Headroom) -> int:
+    count = 0
+    while room.grow():
+        count += 1
+    return count
+
+
+@pytest.fixture
+def populated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Ranges that were made ready, by the first value of their first and last block."""
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(huge_pages, "populate", lambda x: ranges.append((int(x[0, 0]), int(x[-1, 0]))) or True)
+    return ranges
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch, populated: list[tuple[int, int]]) -> Headroom:
+    monkeypatch.setattr(headroom, "_AHEAD_BYTES", 8 * _MIB)
+    return Headroom(torch.arange(20).view(20, 1).expand(20, _MIB // 8))
+
+
+def test_it_stays_so_far_ahead_of_use(room: Headroom, populated: list[tuple[int, int]]) -> None:
+    assert _grown(room) == 4
+    room.note_use(2)
+    room.note_use(1)
+    assert _grown(room) == 2
+    room.note_use(15)  # far beyond what was ready
+    assert _grown(room) == 2
+    assert populated == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 10), (16, 17), (18, 19)]
+
+
+def test_a_system_that_does_not_do_it_is_asked_once(room: Headroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "populate", lambda _: False)
+    assert _grown(room) == 1
+    room.note_use(9)
+    assert _grown(room) == 0
+
+
+def test_what_is_written_stays() -> None:
+    memory = huge_pages.zeros((8, _MIB), torch.uint8)
+    memory[2] = 7
+    huge_pages.populate(memory[1:6])
+    assert (memory[2] == 7).all()
+    assert int(memory.sum(dtype=torch.int64)) == 7 * _MIB
