@@ -21,6 +21,8 @@ class AppConfig:
     max_logprobs: int = 20
     page: bool = True  # the playground and the live view at /
     strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
+    tool_call_parser: str = "auto"  # how calls of tools are written; server/tools/dialects.py
+    reasoning_parser: str = "auto"  # how thoughts are marked; server/reasoning.py
     sse_keep_alive_interval_s: float = 15.0  # a stream that is silent for this long sends a comment; 0: never
     stall_limit_s: float = 60.0  # busy for this long without a step: /health turns red
     shutdown_timeout_s: float = 30.0  # open requests may finish for this long

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.core.errors import ConfigError, InvalidRequestError
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
-_OURS = ("messages", "add_generation_prompt")
+_OURS = ("messages", "tools", "add_generation_prompt")
 
 
 class _Generation(Extension):
@@ -40,8 +40,10 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json  # jinja's own escapes for HTML
         environment.globals.update(special_tokens, raise_exception=_refuse, strftime_now=_now)
+        self.source = source
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # it may be told
         except TemplateError as error:
             raise ConfigError(
                 f"The chat template cannot be read: {error}; give another with --chat-template."
@@ -51,6 +53,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
@@ -71,8 +74,8 @@ class ChatTemplate:
                 )
             shown[-1] = {**shown[-1], "content": final + _CUT}
         # Templates ask whether tools and documents are none, which an undefined name is not.
-        variables = {"tools": None, "documents": None, **template_kwargs}
-        variables.update(messages=shown, add_generation_prompt=add_generation_prompt)
+        variables = {"documents": None, **template_kwargs}
+        variables.update(messages=shown, tools=tools or None, add_generation_prompt=add_generation_prompt)
         try:
             prompt = self._template.render(variables)
         except Exception as error:  # foreign code over a client's data: whatever it trips on is this request's fault

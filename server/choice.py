@@ -6,12 +6,14 @@ one at the end: the same code for both. Knows tokens and text, no HTTP and no JS
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.errors import ServerError, ShuttingDownError
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
+from server.dialogue import MessageReader
 from server.text import Detokenizer, StopStrings, Tokenizer
+from server.tools.pieces import CallArguments, CallBegin, Content, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +23,21 @@ class TextRules:
     stops: tuple[str, ...] = ()
     include_stop: bool = False  # keep the stop string or stop token in the text
     skip_special_tokens: bool = True
+    hidden_ids: frozenset[int] = frozenset()  # tokens that are left out of the text besides
     min_tokens: int = 0  # stop strings count only in what comes after these
     ending_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens
     echo: bool = False  # begin with the prompt
+    make_reader: Callable[[], MessageReader] | None = None  # finds thoughts and calls in the text
+    max_calls: int | None = None  # the answer ends where one more begins
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What is new of a call; its first delta has the name."""
+
+    index: int
+    name: str | None
+    arguments: str
 
 
 @dataclass(slots=True)
@@ -38,11 +52,14 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    has_called: bool = False  # of the last delta: whether there was any call
 
     @property
     def is_silent(self) -> bool:
         """True if a streaming client need not hear of it yet: tokens whose text is still to come."""
-        return not (self.text or self.logprobs or self.finish_reason)
+        return not (self.text or self.reasoning or self.calls or self.logprobs or self.finish_reason)
 
 
 class Choice:
@@ -54,9 +71,12 @@ class Choice:
         self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None
         self._prompt = prompt
         self._rules = rules
+        self._reader = rules.make_reader() if rules.make_reader else None
+        self._num_calls = 0
         self._num_chars = 0  # of all text so far, cut or not
         self._delta = Delta()
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.is_done = False
 
     def accept(self, event: TokenEvent) -> bool:
@@ -72,7 +92,9 @@ class Choice:
             if self.is_done:
                 return True
         if event.finish_reason is not None:
-            self._settle(self._detokenizer.flush())
+            self._read(self._detokenizer.flush())
+            if self._reader is not None:
+                self._show(self._reader.finish())
             self._finish(event.finish_reason, event.stop_reason)
         return self.is_done
 
@@ -102,13 +124,45 @@ class Choice:
         self._delta.token_ids.append(token_id)
         if logprob is not None:
             self._note(token_id, logprob)
-        if self._rules.include_stop or token_id not in self._rules.ending_ids:
-            self._settle(self._detokenizer.push(token_id))
+        is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
+        if is_shown and token_id not in self._rules.hidden_ids:
+            self._read(self._detokenizer.push(token_id))
 
     def _note(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self._delta.logprob_ids.append(token_id)
         self._delta.logprobs.append(logprob)
         self._delta.offsets.append(self._num_chars)
+
+    def _read(self, text: str) -> None:
+        """Take text apart, if somebody wants that."""
+        if self._reader is None:
+            self._settle(text)
+            return
+        was_reasoning = self._reader.is_reasoning
+        self._show(self._reader.push(text))
+        if was_reasoning or self._reader.is_reasoning:  # thoughts come first, so all tokens so far are theirs
+            self.num_reasoning_tokens = self.num_tokens
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        """Show pieces of text, until a stop string or a call too many ends them."""
+        calls = self._delta.calls
+        for piece in pieces:
+            if self.is_done:
+                return
+            if isinstance(piece, Content):
+                self._settle(piece.text)
+            elif isinstance(piece, CallBegin):
+                if self._num_calls == self._rules.max_calls:
+                    self._finish(FinishReason.STOP, None)
+                    return
+                calls.append(CallDelta(self._num_calls, piece.name, ""))
+                self._num_calls += 1
+            elif not isinstance(piece, CallArguments):
+                self._delta.reasoning += piece.text
+            elif calls:
+                calls[-1].arguments += piece.text
+            else:
+                calls.append(CallDelta(self._num_calls - 1, None, piece.text))
 
     def _settle(self, text: str) -> None:
         """Show text, as far as no stop string may still come of it."""
@@ -126,4 +180,5 @@ class Choice:
         if self._stops is not None:
             self._delta.text += self._stops.flush()
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
+        self._delta.has_called = self._num_calls > 0
         self.is_done = True

@@ -96,6 +96,16 @@ class ModelSettings(BaseModel):
         _choices("quire", "auto"),
         "sampling where a request names none: OpenAI's defaults, or what the model's generation_config says",
     )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json"] = _setting(
+        "auto",
+        _choices("auto", "none", "hermes", "llama3_json", "mistral", "json"),
+        "how the model writes calls of tools; auto reads it off the chat template, none leaves them in the text",
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = _setting(
+        "auto",
+        _choices("auto", "none", "qwen3", "deepseek_r1", "mistral"),
+        "how the model marks its reasoning; auto reads it off the chat template, none leaves it in the text",
+    )
     load_format: str = _setting(
         _ENGINE.load_format, _choices(*LOAD_FORMATS), "where weights come from; dummy makes random ones"
     )
@@ -142,7 +152,7 @@ class DeviceSettings(BaseModel):
         "number format of the KV pool; auto is the model's, int8, and on CUDA fp8, hold nearly twice the tokens",
     )
     block_size: int = _setting(_ENGINE.block_size, "TOKENS", "tokens a KV block holds, a power of two")
-    swap_space: float = _setting(_ENGINE.swap_space, "GIB", "host memory for preempted sequences; only 0 works so far")
+    swap_space: float = _setting(_ENGINE.swap_space, "GIB", "host memory for the K/V of preempted sequences; 0 computes them anew")
 
 
 class SchedulingSettings(BaseModel):
@@ -257,6 +267,8 @@ class Settings(
             max_logprobs=self.max_logprobs,
             page=self.page,
             strict_fields=self.strict_fields,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
             sse_keep_alive_interval_s=self.sse_keep_alive_interval,
             stall_limit_s=self.stall_limit,
             shutdown_timeout_s=self.shutdown_timeout,

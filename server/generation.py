@@ -32,6 +32,7 @@ class Generation:
         self._n = requests[0].params.n
         self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
+        self._tells_reasoning = rules.make_reader is not None
         self._num_open = len(self._choices)
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self.timeline = Timeline(len(self._choices))
@@ -40,7 +41,8 @@ class Generation:
     def usage(self) -> Usage:
         """Counts so far."""
         num_tokens = sum(choice.num_tokens for choice in self._choices)
-        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices) if self._tells_reasoning else None
+        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning)
 
     @property
     def num_cached_tokens(self) -> int:

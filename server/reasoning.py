@@ -70,33 +70,15 @@ class ReasoningSplitter:
     def push(self, text: str) -> list[Piece]:
         """What is certain now."""
         self._buffer += text
-        pieces: list[Piece] = []
         if self._state is _State.START:
             self._begin()
-        if self._state is _State.THOUGHTS:
-            self._add(pieces, Reasoning, self._thoughts())
-            self._skips_space |= self._state is _State.ANSWER
-        if self._state is _State.ANSWER:
-            self._add(pieces, Content, self._buffer)
-            self._buffer = ""
-        return pieces
+        thoughts = self._think() if self._state is _State.THOUGHTS else []
+        return thoughts + self._answer()
 
     def finish(self) -> list[Piece]:
         """What was held back. Ends the text."""
         rest, self._buffer = self._buffer, ""
-        pieces: list[Piece] = []
-        if self.is_reasoning:
-            self._add(pieces, Reasoning, rest.rstrip())
-        else:
-            self._add(pieces, Content, rest)
-        return pieces
-
-    def _add(self, pieces: list[Piece], kind: type[Reasoning | Content], text: str) -> None:
-        if self._skips_space:
-            text = text.lstrip()
-        if text:
-            self._skips_space = False
-            pieces.append(kind(text))
+        return self._piece(Reasoning, rest.rstrip()) if self.is_reasoning else self._piece(Content, rest)
 
     def _begin(self) -> None:
         """Decide, as soon as it is certain, what the text begins with."""
@@ -110,15 +92,27 @@ class ReasoningSplitter:
             return
         self._state, self._skips_space = _State.THOUGHTS, True
 
-    def _thoughts(self) -> str:
+    def _think(self) -> list[Piece]:
         """What is certainly a thought: neither the closing tag, nor its beginning, nor space that may precede it."""
-        at = self._buffer.find(self._tags.closing)
-        if at >= 0:
-            thoughts = self._buffer[:at].rstrip()
-            self._buffer = self._buffer[at + len(self._tags.closing) :]
-            self._state = _State.ANSWER
-            return thoughts
-        num_held = held_back(self._buffer, (self._tags.closing,))
-        thoughts = self._buffer[: len(self._buffer) - num_held].rstrip()
+        thoughts, tag, answer = self._buffer.partition(self._tags.closing)
+        if tag:
+            pieces = self._piece(Reasoning, thoughts.rstrip())
+            self._buffer, self._state, self._skips_space = answer, _State.ANSWER, True
+            return pieces
+        thoughts = self._buffer[: len(self._buffer) - held_back(self._buffer, (self._tags.closing,))].rstrip()
         self._buffer = self._buffer[len(thoughts) :]
-        return thoughts
+        return self._piece(Reasoning, thoughts)
+
+    def _answer(self) -> list[Piece]:
+        if self._state is not _State.ANSWER:
+            return []
+        answer, self._buffer = self._buffer, ""
+        return self._piece(Content, answer)
+
+    def _piece(self, kind: type[Reasoning | Content], text: str) -> list[Piece]:
+        if self._skips_space:
+            text = text.lstrip()
+        if not text:
+            return []
+        self._skips_space = False
+        return [kind(text)]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from server.chat_template import ChatTemplate
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -41,6 +43,14 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that skip_special_tokens leaves out of a text."""
+        ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -49,6 +59,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids, with U+FFFD for broken UTF-8. Called per token: must cost microseconds."""
+        ...
+
+    def to_json(self) -> str:
+        """All of it, as a tokenizer.json has it."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -62,6 +76,7 @@ class Tokenizer(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],

@@ -53,9 +53,11 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self._byte_level = "ByteLevel" in str(backend.decoder)
-        self._template = (
+        self.chat_template = (
             ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens) if vocabulary.chat_template else None
         )
         vocabulary_ids = backend.get_vocab(with_added_tokens=True)
@@ -76,6 +78,10 @@ class TextTokenizer:
         """The text of some ids, with U+FFFD for broken UTF-8."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """All of it, as a tokenizer.json has it."""
+        return self._backend.to_str()
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one id, perhaps part of a character; empty for an id without a token."""
         if token_id in self._added:
@@ -93,18 +99,20 @@ class TextTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
         """The prompt of a conversation; the template spells the special tokens out. Raises InvalidRequestError."""
-        if self._template is None:
+        if self.chat_template is None:
             raise InvalidRequestError(
                 "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
                 param="messages",
             )
-        return self._template.render(
+        return self.chat_template.render(
             messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,

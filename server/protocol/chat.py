@@ -2,97 +2,38 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import SamplingParams
-from server.choice import Delta
+from engine.core.types import FinishReason, SamplingParams
+from server.choice import CallDelta, Delta, TextRules
 from server.errors import shorten, unsupported
-from server.protocol.base import Integer, RequestBody, ResponseBody
+from server.protocol.base import Integer, ResponseBody
+from server.protocol.conversation import Conversation
 from server.protocol.form import ChunkMould, Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
+from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
-
-
-def _as_text(content: Any) -> Any:
-    """Content may come in parts; those of text are joined, others cannot be read."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        if isinstance(kind, str) and kind != "text":
-            raise unsupported("messages", f"content of type {shorten(kind)!r} cannot be read; send text only.")
-        if kind is None or not isinstance(text, str):
-            raise ValueError('parts must look like {"type": "text", "text": "..."}')
-        texts.append(text)
-    return "\n".join(texts)
-
-
-class Message(RequestBody):
-    """One turn of a conversation. What else it holds (name, tool_calls, ...) is for the chat template to read."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
-        return {**(self.model_extra or {}), "role": self.role, "content": self.content}
-
-
-class Conversation(RequestBody):
-    """Messages and how to make a prompt of them; /tokenize takes the same."""
-
-    messages: list[Message] = Field(min_length=1)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _check_ending(self) -> Conversation:
-        if not self.continue_final_message:
-            return self
-        if self.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt contradict each other; set only one.",
-                param="continue_final_message",
-            )
-        if self.messages[-1].role != "assistant":
-            raise InvalidRequestError(
-                f"continue_final_message needs a last message of role assistant, not {self.messages[-1].role}.",
-                param="continue_final_message",
-            )
-        return self
-
-    def render(self, limits: Limits) -> str:
-        """The prompt's text. Raises InvalidRequestError where the template refuses."""
-        wants_prompt = self.add_generation_prompt
-        return limits.tokenizer.apply_chat_template(
-            [message.for_template() for message in self.messages],
-            add_generation_prompt=not self.continue_final_message if wants_prompt is None else wants_prompt,
-            continue_final_message=self.continue_final_message,
-            template_kwargs=self.chat_template_kwargs,
-        )
+from server.tools.parser import Dialect
 
 
 class ChatBody(SamplingBody, Conversation):
     """The request. `logprobs` switches them on, `top_logprobs` counts alternatives."""
 
-    NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"parallel_tool_calls", "prediction"}
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
-        **dict.fromkeys(("audio", "functions", "moderation", "tools", "verbosity", "web_search_options"), ()),
+        **dict.fromkeys(("audio", "functions", "moderation", "verbosity", "web_search_options"), ()),
         "echo": (False,),
         "function_call": ("none",),
-        "include_reasoning": (True,),
         "modalities": (["text"],),
-        "reasoning_effort": (),
-        "tool_choice": ("none",),
     }
 
     max_completion_tokens: Integer | None = Field(None, ge=1)
@@ -100,6 +41,10 @@ class ChatBody(SamplingBody, Conversation):
     logprobs: bool = False
     top_logprobs: Integer | None = Field(None, ge=0)
     add_special_tokens: bool = False
+    tool_choice: Choice = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -111,7 +56,64 @@ class ChatBody(SamplingBody, Conversation):
                 f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; they mean the same, send one.",
                 param="max_tokens",
             )
+        self._check_tool_choice()
         return self
+
+    def _check_tool_choice(self) -> None:
+        choice, names = self.wanted_calls, [tool.function.name for tool in self.tools or []]
+        if not names and choice.mode != "none":
+            raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
+        if choice.name is not None and choice.name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {shorten(choice.name)!r}, which is not one of tools; they are {shorten(', '.join(names))}.",
+                param="tool_choice",
+            )
+
+    @property
+    def wanted_calls(self) -> ToolChoice:
+        """Where the client says nothing: as the model likes, if there is something to call."""
+        choice = self.tool_choice or ToolChoice("auto" if self.tools else "none")
+        assert isinstance(choice, ToolChoice)
+        return choice
+
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model is told of; none, if it is to call none."""
+        return [] if self.wanted_calls.mode == "none" else self.tools or []
+
+    def template_kwargs(self, limits: Limits) -> dict[str, Any]:
+        """What else the template is told. Raises ApiError for an effort that makes no difference here."""
+        dialogue, effort = limits.dialogue, self.reasoning_effort
+        if effort not in (None, "none") and not dialogue.switches:
+            raise unsupported("reasoning_effort", "this model's chat template cannot be told one; leave it out.")
+        return {**dialogue.template_kwargs(effort), **self.chat_template_kwargs}
+
+    def message_rules(self, params: SamplingParams, limits: Limits, prompt: str) -> TextRules:
+        """How the answer to a rendered prompt is taken apart. Raises ApiError for calls that cannot be read."""
+        rules, dialogue = self.text_rules(params), limits.dialogue
+        continued = self.messages[-1].content if self.continue_final_message else ""
+        names = frozenset(tool.function.name for tool in self.shown_tools())
+        make_reader = dialogue.reader(self._dialect(limits), names, prompt, continued)
+        if make_reader is None:
+            return rules
+        rules = replace(rules, make_reader=make_reader, max_calls=None if self.parallel_tool_calls else 1)
+        if dialogue.hidden_ids is None or not rules.skip_special_tokens:
+            return rules
+        return replace(rules, skip_special_tokens=False, hidden_ids=dialogue.hidden_ids)
+
+    def _dialect(self, limits: Limits) -> Dialect | None:
+        """How calls are found in the answer; None where none are looked for."""
+        dialogue, mode = limits.dialogue, self.wanted_calls.mode
+        if mode == "none" or dialogue.calls_stay_text:
+            return None
+        if mode != "auto":
+            raise unsupported("tool_choice", "only none and auto are so far; send one of them.")
+        if dialogue.dialect is None:
+            raise unsupported(
+                "tools",
+                "how this model writes calls is not known here; start the server with --tool-call-parser, or send "
+                'tool_choice: "none".',
+            )
+        return dialogue.dialect
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -129,15 +131,29 @@ class ChatBody(SamplingBody, Conversation):
         )
 
 
+class ChatFunction(ResponseBody):
+    name: str | None = None
+    arguments: str
+
+
+class ChatToolCall(ResponseBody):
+    """A call of an answer, or what is new of one in a chunk: its first one has id, type and name."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: ChatFunction
+
+
 class ChatMessage(ResponseBody):
-    role: str
-    content: str
-    refusal: None = None
+    """An answer, or what is new of it in a chunk. Thoughts go by both names that clients look for."""
 
-
-class ChatDelta(ResponseBody):
     role: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     content: str | None = None
+    refusal: None = None
+    tool_calls: list[ChatToolCall] | None = None
 
 
 class ChatChoice(ResponseBody):
@@ -145,7 +161,7 @@ class ChatChoice(ResponseBody):
 
     index: int
     message: ChatMessage | None = None
-    delta: ChatDelta | None = None
+    delta: ChatMessage | None = None
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -169,40 +185,74 @@ class ChatCompletion(ResponseBody):
 class ChatForm:
     """Implements Form for the chat API."""
 
-    def __init__(self, body: ChatBody, envelope: Envelope) -> None:
+    def __init__(self, body: ChatBody, envelope: Envelope, *, call_id_length: int = 0) -> None:
         self._body = body
         self._envelope = envelope
+        self._call_id_length = call_id_length
         self._chunk_fields = envelope.fields("chat.completion.chunk")
         self._mould = ChunkMould(ChatCompletion(**self._chunk_fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [
-            self._choice(index, delta, {"message": ChatMessage(role="assistant", content=delta.text, refusal=None)})
-            for index, delta in enumerate(deltas)
-        ]
+        choices = [self._choice(index, delta, {"message": self._message(delta)}) for index, delta in enumerate(deltas)]
         answer = ChatCompletion(**self._envelope.fields("chat.completion"), choices=choices, usage=usage)
         self._add_prompt(answer, deltas[0])
         return answer.json_bytes()
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        choice = self._choice(index, delta, {"delta": ChatDelta(content=delta.text)})
+        choice = self._choice(index, delta, {"delta": self._news(delta)})
         if delta.prompt is None:
             return [self._mould.cast(choice, **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
-        role = ChatChoice(index=index, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None)
+        message = ChatMessage(role="assistant", content="")
+        role = ChatChoice(index=index, delta=message, logprobs=None, finish_reason=None)
         return [self._mould.cast(role, **usage), chunk.json_bytes()]
 
     def closing(self, usage: Usage) -> bytes:
         return ChatCompletion(**self._chunk_fields, choices=[], usage=usage).json_bytes()
 
+    def _message(self, delta: Delta) -> ChatMessage:
+        """A whole answer; its content is null where there is something else instead."""
+        message = ChatMessage(role="assistant", content=delta.text, refusal=None)
+        if not delta.text and (delta.reasoning or delta.calls):
+            message.content = None
+        self._add_thoughts(message, delta)
+        if delta.calls:
+            message.tool_calls = [self._call(call) for call in delta.calls]
+        return message
+
+    def _news(self, delta: Delta) -> ChatMessage:
+        message = ChatMessage()
+        if delta.text or not (delta.reasoning or delta.calls):
+            message.content = delta.text
+        self._add_thoughts(message, delta)
+        if delta.calls:
+            message.tool_calls = [self._call(call, index=call.index) for call in delta.calls]
+        return message
+
+    def _add_thoughts(self, message: ChatMessage, delta: Delta) -> None:
+        if delta.reasoning and self._body.include_reasoning:
+            message.reasoning_content = message.reasoning = delta.reasoning
+
+    def _call(self, call: CallDelta, **index: int) -> ChatToolCall:
+        if call.name is None:
+            return ChatToolCall(**index, function=ChatFunction(arguments=call.arguments))
+        length, unique = self._call_id_length, uuid.uuid4().hex
+        return ChatToolCall(
+            **index,
+            id=unique[:length] if length else f"call_{unique[:24]}",
+            type="function",
+            function=ChatFunction(name=call.name, arguments=call.arguments),
+        )
+
     def _choice(self, index: int, delta: Delta, content: dict[str, Any]) -> ChatChoice:
         finish = delta.finish_reason
+        has_called = finish is FinishReason.STOP and delta.has_called
         choice = ChatChoice(
             index=index,
             **content,
             logprobs=self._logprobs(delta),
-            finish_reason=finish.value if finish else None,
+            finish_reason="tool_calls" if has_called else finish.value if finish else None,
         )
         if finish is not None:
             choice.stop_reason = delta.stop_reason

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from server.app_config import AppConfig
+from server.dialogue import Dialogue
 from server.errors import shorten
 from server.text import Tokenizer
 
@@ -22,6 +23,7 @@ class Limits:
     max_logprobs: int
     has_priorities: bool
     tokenizer: Tokenizer
+    dialogue: Dialogue = field(default_factory=Dialogue)
 
     @classmethod
     def of(cls, config: SchedulerConfig, vocab_size: int, tokenizer: Tokenizer, app: AppConfig) -> Limits:
@@ -32,6 +34,7 @@ class Limits:
             max_logprobs=app.max_logprobs,
             has_priorities=config.policy == "priority",
             tokenizer=tokenizer,
+            dialogue=Dialogue.of(tokenizer, app),
         )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:

@@ -9,13 +9,13 @@ from pydantic import Field, model_validator
 
 from engine.core.errors import InvalidRequestError
 from server.protocol.base import RequestBody, ResponseBody
-from server.protocol.chat import Conversation, Message
+from server.protocol.conversation import Conversation, Message
 
 
 class TokenizeBody(Conversation):
     """A `prompt` or `messages`, never both. Special tokens are added to a prompt, not to a rendered conversation."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": (), "tools": ()}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": ()}
 
     model: str | None = None
     prompt: str | None = None

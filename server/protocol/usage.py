@@ -9,6 +9,10 @@ class PromptTokensDetails(ResponseBody):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ResponseBody):
+    reasoning_tokens: int
+
+
 class Usage(ResponseBody):
     """OpenAI's usage object. A prompt counts once, however many choices it has."""
 
@@ -16,12 +20,19 @@ class Usage(ResponseBody):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        return cls(
+    def of(
+        cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+    ) -> Usage:
+        """`reasoning_tokens` None: nobody told them apart."""
+        usage = cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
+        if reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        return usage

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from server.tools.parser import Dialect
 
 HERMES = Dialect(name="hermes", marks=(("<tool_call>", "</tool_call>"),))
@@ -17,13 +15,6 @@ JSON = Dialect(
 FORCED = Dialect(name="forced", is_bare=True, only_known=True)  # what server/tools/forced.py lets a model write
 
 DIALECTS = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON)}
-
-_TOOLS = re.compile(r"\btools\b")
-
-
-def has_place_for_tools(template: str) -> bool:
-    """True if a chat template shows tools to its model."""
-    return bool(_TOOLS.search(template))
 
 
 def detect_dialect(template: str) -> Dialect | None:

@@ -39,7 +39,7 @@ CONFIG = SchedulerConfig(num_blocks=256, block_size=16, max_model_len=512, max_n
 APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
 
 
-def byte_tokenizer() -> TextTokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> TextTokenizer:
     """One token a byte, in byte order, and an end token."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -51,7 +51,7 @@ def byte_tokenizer() -> TextTokenizer:
     vocabulary = Vocabulary(
         special_tokens={},
         eos_token_ids=frozenset({END}),
-        chat_template=TEMPLATE,
+        chat_template=template,
         sampling_defaults=SamplingDefaults(),
     )
     return TextTokenizer(backend, vocabulary)
@@ -95,6 +95,7 @@ class Live:
         fail: Callable[[SequenceSlice], str | None] | None = None,
         step_s: float = 0.0,
         depth: int = 0,
+        template: str = TEMPLATE,
         **app: Any,
     ) -> None:
         self.gate = Gate()
@@ -102,7 +103,7 @@ class Live:
         cost = CostModel(step_s=step_s, token_s=0.0)
         self.runner = FakeRunner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
         self.engine = Engine(self.scheduler, self.runner, vocab_size=VOCAB_SIZE, depth=depth, limits=limits)
-        self.app = create_app(self.engine, byte_tokenizer(), replace(APP, **app))
+        self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
         self.context = self.app.state.context
         self.url = ""
 

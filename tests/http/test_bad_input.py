@@ -16,6 +16,7 @@ Serve = Callable[..., Live]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = {"prompt": "x|"}
 HELLO = {"messages": [{"role": "user", "content": "x"}]}
+TOOL = {"type": "function", "function": {"name": "a"}}
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -120,8 +121,28 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
         ({"logprobs": 1}, "logprobs", "invalid_type"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tools": []}, "tools", "invalid_value"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type", "invalid_value"),
+        ({"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools.0.function.name", "invalid_value"),
+        (
+            {"tools": [TOOL | {"function": {"name": "a", "parameters": []}}]},
+            "tools.0.function.parameters",
+            "invalid_type",
+        ),
+        (
+            {"tools": [TOOL | {"function": {"name": "a", "parameters": {"type": "string"}}}]},
+            "tools.0.function",
+            "invalid_value",
+        ),
+        ({"tools": [TOOL, TOOL]}, "tools", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "auto"}, "tool_choice", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+        ({"tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "b"}}}, "tool_choice", "invalid_value"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "invalid_value"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
         ({"functions": [{}]}, "functions", "unsupported_parameter"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "unsupported_parameter"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),

@@ -68,7 +68,7 @@ def test_every_setting_is_read_by_somebody() -> None:
     """EngineConfig's fields in the engine, the others in the server."""
     engine = {field.name for field in fields(EngineConfig)}
     unread = engine - attributes_read(ROOT / "engine", "config")
-    assert unread - {"swap_space"} == set()  # only validated so far, to be 0
+    assert unread == set()
     ours = set(Settings.model_fields) - (engine - {"model"})
     assert ours - attributes_read(ROOT / "server", "settings", "self") == set()
 
@@ -158,6 +158,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
+        "--tool-call-parser", "json", "--reasoning-parser", "qwen3",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -169,6 +170,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         max_logprobs=7,
         page=False,
         strict_fields=True,
+        tool_call_parser="json",
+        reasoning_parser="qwen3",
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,

@@ -1,0 +1,143 @@
+"""How the served model converses: how it writes calls of tools and thoughts, and what its chat template can be told.
+
+Resolved once at start-up from the template and two settings, then read by the event loop. A MessageReader, one a choice,
+takes the text of an answer apart. Knows text, no HTTP and no tokens but the ids of a few special ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.core.errors import ConfigError
+from server.app_config import AppConfig
+from server.reasoning import REASONING_TAGS, ReasoningSplitter, ReasoningTags, detect_reasoning
+from server.text import Tokenizer
+from server.tools.dialects import DIALECTS, HERMES, detect_dialect
+from server.tools.parser import Dialect, ToolParser
+from server.tools.pieces import Content, Piece
+
+logger = logging.getLogger(__name__)
+
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT_SWITCH = "reasoning_effort"
+
+
+class MessageReader:
+    """push text as it comes, finish at its end; thoughts first, and only in what is none of them calls are found."""
+
+    def __init__(self, splitter: ReasoningSplitter | None, parser: ToolParser | None) -> None:
+        self._splitter = splitter
+        self._parser = parser
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if what comes next is thoughts."""
+        return self._splitter is not None and self._splitter.is_reasoning
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now."""
+        return self._find_calls([Content(text)] if self._splitter is None else self._splitter.push(text))
+
+    def finish(self) -> list[Piece]:
+        """What was held back. Ends the text."""
+        pieces = self._find_calls([] if self._splitter is None else self._splitter.finish())
+        return pieces if self._parser is None else pieces + self._parser.finish()
+
+    def _find_calls(self, pieces: list[Piece]) -> list[Piece]:
+        if self._parser is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._parser.push(piece.text) if isinstance(piece, Content) else [piece]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """What is known of a model's manner. The default is one that has no template."""
+
+    dialect: Dialect | None = HERMES  # how its calls are read
+    calls_stay_text: bool = False  # nobody wants them read
+    shows_tools: bool = False  # its template does; else they are described in the system message
+    tags: ReasoningTags | None = None
+    switches: frozenset[str] = frozenset()  # what its template can be told about reasoning
+    hidden_ids: frozenset[int] | None = None  # special tokens that are no mark, if any mark is one
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: AppConfig) -> Dialogue:
+        """What the chat template shows, where the settings say nothing else. Raises ConfigError."""
+        template = tokenizer.chat_template
+        source = template.source if template else ""
+        variables = template.variables if template else frozenset[str]()
+        shows_tools = "tools" in variables
+        dialect = _choose_dialect(config.tool_call_parser, source, shows_tools=shows_tools)
+        tags = detect_reasoning(source) if config.reasoning_parser == "auto" else None
+        dialogue = cls(
+            dialect=dialect,
+            calls_stay_text=config.tool_call_parser == "none",
+            shows_tools=shows_tools,
+            tags=REASONING_TAGS.get(config.reasoning_parser, tags),
+            switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
+            hidden_ids=_hidden_ids(tokenizer, dialect, REASONING_TAGS.get(config.reasoning_parser, tags)),
+        )
+        if template:
+            logger.info("%s", dialogue.describe())
+        return dialogue
+
+    def describe(self) -> str:
+        """One line for the log."""
+        how = "are told from the text as in " + self.dialect.name if self.dialect else "stay text"
+        if not self.shows_tools:
+            how += ", tools described in the system message (the chat template has no place for them)"
+        elif self.dialect is None and not self.calls_stay_text:
+            how = "are written in a way not known here; name one with --tool-call-parser"
+        return f"calls of tools {how}; reasoning " + (f"as in {self.tags.name}" if self.tags else "is not expected")
+
+    def template_kwargs(self, effort: str | None) -> dict[str, Any]:
+        """What the template is told about an effort."""
+        if effort is None:
+            return {}
+        told: dict[str, Any] = dict.fromkeys(self.switches & set(_THINKING_SWITCHES), effort != "none")
+        return told | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
+
+    def reader(
+        self, dialect: Dialect | None, names: frozenset[str], prompt: str, continued: str
+    ) -> Callable[[], MessageReader] | None:
+        """What makes a reader for each choice of an answer to a prompt; None where nothing is to be found in it."""
+        tags = self.tags
+        if tags is None and dialect is None:
+            return None
+        within = tags is not None and tags.begins_within(prompt, continued)
+
+        def make() -> MessageReader:
+            splitter = None if tags is None else ReasoningSplitter(tags, begins_within=within)
+            return MessageReader(splitter, None if dialect is None else ToolParser(dialect, names))
+
+        return make
+
+
+def _choose_dialect(asked: str, source: str, *, shows_tools: bool) -> Dialect | None:
+    if asked == "none":
+        return None
+    if shows_tools:
+        return DIALECTS.get(asked) or detect_dialect(source)
+    if asked not in ("auto", HERMES.name):
+        raise ConfigError(
+            f"--tool-call-parser is {asked}, but the chat template has no place for tools, so they are introduced in "
+            f"{HERMES.name}' way; leave it out, or give a template with --chat-template."
+        )
+    return HERMES
+
+
+def _hidden_ids(tokenizer: Tokenizer, dialect: Dialect | None, tags: ReasoningTags | None) -> frozenset[int] | None:
+    """A mark that is a special token must reach the text, though special tokens do not; the others then go by id."""
+    marks = {mark for pair in dialect.marks for mark in pair} | {dialect.name_end} if dialect else set()
+    if tags is not None:
+        marks |= {tags.opening, tags.closing}
+    special = tokenizer.special_tokens
+    if not marks & special.keys():
+        return None
+    return frozenset(token_id for token, token_id in special.items() if token not in marks)

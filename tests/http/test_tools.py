@@ -1,0 +1,232 @@
+"""Tools and reasoning over HTTP: what goes into the prompt, and what a client gets of what the model writes.
+
+The parrot repeats the last message, so a test writes there what the model shall say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from harness import CONFIG, Live
+from test_completions import stream
+
+PATH = "/v1/chat/completions"
+SAYS = "{{ messages[-1].content }}|"
+# Templates of our own that speak as the families' documentation has it.
+HERMES = "{% if tools %}{% set a = '<tool_call>' %}{% endif %}" + SAYS
+THINKING = "{% if tools %}{% set a = '<tool_call>' %}{% endif %}{% set b = '</think>' %}" + SAYS
+OPENED = "{% set b = '</think>' %}" + SAYS + "{{ '<think>' if enable_thinking }}"
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ADD = {"type": "function", "function": {"name": "add"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOLS = {"tools": [WEATHER, ADD]}
+
+
+def say(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[..., httpx.Client]]:
+    """A client of a server with some template, one server a template and settings."""
+    clients: dict[str, httpx.Client] = {}
+    with ExitStack() as stack:
+
+        def client(**options: Any) -> httpx.Client:
+            key = repr(options)
+            if key not in clients:
+                live = stack.enter_context(Live(**options).serving())
+                clients[key] = stack.enter_context(httpx.Client(base_url=live.url))
+            return clients[key]
+
+        yield client
+
+
+@pytest.fixture
+def hermes(servers: Callable[..., httpx.Client]) -> httpx.Client:
+    return servers(template=HERMES)
+
+
+def choice_of(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def test_a_call_is_taken_out_of_the_text(hermes: httpx.Client) -> None:
+    choice = choice_of(hermes.post(PATH, json=say(CALL, **TOOLS)))
+    [call] = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert choice["finish_reason"] == "tool_calls"
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+
+
+def test_words_and_two_calls(hermes: httpx.Client) -> None:
+    text = f"Let me see.\n{CALL}\n" + CALL.replace("Rome", "Oslo")
+    choice = choice_of(hermes.post(PATH, json=say(text, **TOOLS, logprobs=True)))
+    assert choice["message"]["content"] == "Let me see."
+    arguments = [json.loads(call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    assert arguments == [{"city": "Rome"}, {"city": "Oslo"}]
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+    assert len(choice["logprobs"]["content"]) == len(text) + 1  # of every token, and the end's
+
+
+def test_a_streamed_call_begins_with_its_name(hermes: httpx.Client) -> None:
+    chunks = stream(hermes, PATH, **say(CALL + CALL.replace("Rome", "Oslo"), **TOOLS))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    parts = [part for delta in deltas[1:] for part in delta.get("tool_calls", [])]
+    for index, city in enumerate(("Rome", "Oslo")):
+        own = [part for part in parts if part["index"] == index]
+        assert (own[0]["type"], own[0]["function"]["name"]) == ("function", "weather")
+        assert all(part.keys() == {"index", "function"} for part in own[1:])
+        assert all(part["function"].keys() == {"arguments"} for part in own[1:])
+        assert json.loads("".join(part["function"]["arguments"] for part in own)) == {"city": city}
+    assert len(parts) > 4, "the arguments came in one piece"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+    assert not any(delta.get("content") for delta in deltas)
+
+
+def test_openais_client_puts_a_streamed_call_together(hermes: httpx.Client) -> None:
+    with openai.OpenAI(base_url=f"{hermes.base_url}/v1", api_key="any", max_retries=0) as client:
+        asked = say(f"I ask.{CALL}{CALL}", **TOOLS)
+        with client.chat.completions.stream(model="parrot", **asked) as events:
+            message = events.get_final_completion().choices[0].message
+    assert message.content == "I ask."
+    assert [call.function.arguments for call in message.tool_calls] == ['{"city": "Rome"}'] * 2
+
+
+def test_one_call_is_enough_without_parallel_calls(hermes: httpx.Client) -> None:
+    choice = choice_of(hermes.post(PATH, json=say(CALL * 3, **TOOLS, parallel_tool_calls=False)))
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_none_neither_shows_tools_nor_finds_calls(hermes: httpx.Client) -> None:
+    choice = choice_of(hermes.post(PATH, json=say(CALL, **TOOLS, tool_choice="none")))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+    assert choice_of(hermes.post(PATH, json=say(CALL)))["message"]["content"] == CALL
+
+
+def test_a_call_cut_short_is_of_length_and_a_broken_one_content(hermes: httpx.Client) -> None:
+    choice = choice_of(hermes.post(PATH, json=say(CALL, **TOOLS, max_tokens=57)))
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "R'
+    broken = "<tool_call>weather(Rome)</tool_call>"
+    choice = choice_of(hermes.post(PATH, json=say(broken, **TOOLS)))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (broken, "stop")
+
+
+def test_stop_strings_are_looked_for_in_content_alone(hermes: httpx.Client) -> None:
+    choice = choice_of(hermes.post(PATH, json=say(f"Rom.{CALL} Rome", **TOOLS, stop=["Rome"])))
+    assert choice["message"]["content"] == "Rom. "
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
+
+
+def test_turns_with_calls_reach_the_template_as_objects(servers: Callable[..., httpx.Client]) -> None:
+    template = (
+        "{{ tools | map(attribute='function.name') | join('+') }};"
+        "{% for message in messages %}{% if message.tool_calls %}{% for call in message.tool_calls %}"
+        "{{ call.id }}{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}"
+        "{% else %}{{ message.role }}{{ message.tool_call_id }}{{ message.content }}{% endif %};{% endfor %}"
+        "{{ '<tool_call>' if false }}|"
+    )
+    called = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+    ]
+    choice = choice_of(servers(template=template).post(PATH, json={"messages": messages, **TOOLS}))
+    assert choice["message"]["content"] == "weather+add;userhi;c1weatherRome;toolc1sun;"
+
+
+def test_a_template_without_tools_is_told_of_them_in_words(servers: Callable[..., httpx.Client]) -> None:
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    called = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "tool_calls": [called, called]},
+        {"role": "tool", "content": "sun"},
+        {"role": "tool", "content": "rain"},
+    ]
+    client = servers(template=template, config=replace(CONFIG, max_model_len=2048))
+    asked = {"messages": messages, **TOOLS, "return_token_ids": True, "max_tokens": 1}
+    response = client.post(PATH, json={**asked, "tools": [ADD]})
+    assert response.status_code == 200, response.text
+    prompt = bytes(response.json()["prompt_token_ids"]).decode()
+    assert prompt.startswith("[system]Be brief.\n\nYou can call these functions")
+    assert json.dumps(ADD["function"]) in prompt
+    assert prompt.endswith(
+        f"[assistant]{CALL}\n{CALL}[user]<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+    )
+    plain = client.post("/tokenize", json={"messages": messages[:1]}).json()
+    assert bytes(plain["tokens"]) == b"[system]Be brief."
+    told = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}], "tools": [ADD]}).json()
+    assert bytes(told["tokens"]).decode().startswith("[system]You can call")
+
+
+def test_calls_in_an_unknown_way_are_refused_or_stay_text(servers: Callable[..., httpx.Client]) -> None:
+    template = "{% if tools %}{% endif %}" + SAYS
+    error = servers(template=template).post(PATH, json=say(CALL, **TOOLS)).json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+    assert "--tool-call-parser" in error["message"]
+    choice = choice_of(servers(template=template, tool_call_parser="none").post(PATH, json=say(CALL, **TOOLS)))
+    assert choice["message"]["content"] == CALL
+    named = servers(template=template, tool_call_parser="mistral")
+    [call] = choice_of(named.post(PATH, json=say('[TOOL_CALLS]add{"a": 1}', **TOOLS)))["message"]["tool_calls"]
+    assert (len(call["id"]), call["function"]["arguments"]) == (9, '{"a": 1}')
+
+
+def test_reasoning_is_told_apart(servers: Callable[..., httpx.Client]) -> None:
+    client = servers(template=THINKING)
+    text = f"<think>\nHm, {CALL}\n</think>\n\nYes."
+    response = client.post(PATH, json=say(text, tools=[WEATHER], stop=["Hm"]))
+    message = choice_of(response)["message"]
+    assert message["reasoning_content"] == message["reasoning"] == f"Hm, {CALL}"
+    assert message["content"] == "Yes."
+    assert "tool_calls" not in message
+    usage = response.json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": text.index("\n\nYes")}
+    message = choice_of(client.post(PATH, json=say(text, include_reasoning=False)))["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
+    message = choice_of(client.post(PATH, json=say(text, max_tokens=20)))["message"]
+    assert (message["content"], message["reasoning"]) == (None, "Hm, <tool_c")
+
+
+def test_reasoning_streams(servers: Callable[..., httpx.Client]) -> None:
+    chunks = stream(servers(template=THINKING), PATH, **say(f"<think>Hm.</think>Yes.{CALL}", tools=[WEATHER]))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
+    assert any("tool_calls" in delta for delta in deltas)
+
+
+def test_a_template_that_opens_the_thoughts(servers: Callable[..., httpx.Client]) -> None:
+    client = servers(template=OPENED)
+    unsaid = "<think>"  # the parrot leaves out as much as stands behind the bar
+    for effort, kwargs, reasoning, content in (
+        ("none", {}, None, "1234567a</think>b"),
+        ("high", {}, "a", "b"),
+        ("high", {"enable_thinking": False}, None, "1234567a</think>b"),
+        (None, {"enable_thinking": True}, "a", "b"),
+    ):
+        assert len(unsaid) == 7
+        asked = say("1234567a</think>b", reasoning_effort=effort, chat_template_kwargs=kwargs)
+        message = choice_of(client.post(PATH, json=asked))["message"]
+        assert (message.get("reasoning"), message["content"]) == (reasoning, content)
