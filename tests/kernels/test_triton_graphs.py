@@ -17,6 +17,7 @@ from engine.core.types import Progress, Request, SamplingParams, TokenEvent, Tok
 from engine.runtime.cuda.decode_inputs import DecodeInputs
 from engine.runtime.cuda.graphs import DecodeGraphs, graph_sizes
 from engine.runtime.runner import ModelRunner
+from engine.runtime.sampling.sampler import Sampler
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
 
 # Rows of nobody have no keys, and no result: 0 / 0, which NumPy would warn of.
@@ -38,7 +39,7 @@ WISHES: list[dict] = [
 def asked(wishes: list[dict]) -> list[Request]:
     return [
         request(f"r{i}", prompt, max_tokens=11, **wish)
-        for i, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=True))
+        for i, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=False))
     ]
 
 
@@ -78,6 +79,26 @@ def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth
     for key, events in served.events.items():
         for ours, others in zip(logprobs(events), logprobs(expected.events[key]), strict=True):
             assert ours.logprob == pytest.approx(others.logprob, abs=1e-4)
+
+
+def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn again behind it."""
+    wishes = [
+        {"temperature": 1.1, "seed": 3, "top_p": 0.8},
+        {"temperature": 0.9, "seed": 4, "top_k": 4},
+        {"temperature": 1.4, "seed": 5, "top_k": 2**70, "top_p": 0.9, "min_p": 0.01},
+        {},
+    ]
+    config = settings(max_num_seqs=4)
+    expected = serve(MODEL, config, asked(wishes), depth=1, apart=0)
+    runner, calls = with_graphs(config), []
+    for owner, name in ((DecodeGraphs, "launch"), (Sampler, "sample")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, c=call, n=name: (calls.append(n), c(*args))[1])
+    served = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=runner)
+    assert served.ids == expected.ids
+    assert "launch" in calls
+    assert "sample" not in calls[calls.index("launch") :]
 
 
 def test_rows_of_nobody_leave_no_trace() -> None:

@@ -23,7 +23,7 @@ from engine.runtime.sampling.draw import as_signed, lowest_score
 
 
 class _Field(IntEnum):
-    """What is sent of each row, as int64 or, the last two, the bits of float64."""
+    """What is sent of each row, as int64 or, from TEMPERATURE on, the bits of float64."""
 
     SEAT = 0
     ID = 1  # -1: the seat's last drawn
@@ -32,10 +32,13 @@ class _Field(IntEnum):
     BLOCK_AT = 4  # where in its table the last block stands
     BLOCK = 5
     SEED = 6
-    TEMPERATURE = 7
-    LOWEST = 8
+    TOP_K = 7
+    TEMPERATURE = 8
+    LOWEST = 9
+    TOP_P = 10
 
 
+_LARGEST_TOP_K = (1 << 31) - 1  # of the kernels; beyond any vocabulary, and what it then keeps is all
 _PLANNED_CONTEXT = 8192  # tokens; what a graph's attention is cut for. Longer ones come out right, if not as fast
 
 
@@ -96,11 +99,12 @@ class DecodeInputs:
             context_lens_host=[min(self._width * self._block_size, _PLANNED_CONTEXT)] * num_rows,
             block_tables_host=[()] * num_rows,
         )
-        temperature, lowest = fields[_Field.TEMPERATURE :].view(torch.float64).float().unbind(0)
+        floats = fields[_Field.TEMPERATURE :].view(torch.float64)
+        temperature, lowest = floats[:2].float().unbind(0)
         draws = Draws(
             temperature=temperature,
-            top_k=torch.zeros_like(batch.context_lens),
-            top_p=torch.ones_like(temperature, dtype=torch.float64),
+            top_k=fields[_Field.TOP_K].int(),
+            top_p=floats[2],
             lowest=lowest,
             seed=fields[_Field.SEED],
             position=position + 1,
@@ -121,8 +125,10 @@ class DecodeInputs:
             at,
             table[at],
             as_signed(samples[0].seed),
+            min(params.top_k, _LARGEST_TOP_K),
             params.temperature,
             lowest_score(params.min_p),
+            params.top_p,
         )
 
     def _grow(self, piece: SequenceSlice) -> Iterator[tuple[int, int]]:

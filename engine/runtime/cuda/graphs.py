@@ -29,7 +29,7 @@ Report = Callable[[Progress], None]
 class Outputs(NamedTuple):
     """What a step leaves for R rows, at the same addresses every time."""
 
-    ids: Tensor  # [R] int64, drawn without penalties, top_k and top_p
+    ids: Tensor  # [R] int64, drawn without penalties, biases and bans
     is_finite: Tensor  # [R] bool
     logits: Tensor  # [R, V] float32
     seats: Tensor  # [R] int64
@@ -114,6 +114,8 @@ class DecodeGraphs:
         self._backend.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
         logits = self._logits[:num_rows].copy_(self._model.logits(hidden))
-        ids, is_finite = sample(logits, draws, is_ranking=False)
+        # Rows without top_k and top_p have nothing ranked, but the three launches for it are in every graph: two graphs of
+        # each size would take twice the time to record.
+        ids, is_finite = sample(logits, draws)
         self._last_ids.index_copy_(0, seats, ids)
         return Outputs(ids, is_finite, logits, seats, batch.ids)
