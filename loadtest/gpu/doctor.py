@@ -85,7 +85,7 @@ def _pinned() -> None:
     there = [host.to("cuda", non_blocking=True) for host in hosts]
     back = torch.empty(1 << 20, dtype=torch.int64, pin_memory=True)
     back.copy_(there[0] + there[1], non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     event.synchronize()
     assert bool((back == 3).all()), back[:8]
@@ -107,7 +107,7 @@ def _graph() -> None:
         table.index_copy_(0, fields, torch.where(fields < 4, table.index_select(0, fields), fields))
         return F.linear(x, weight).float() + table[:8, None] + fields.view(torch.float64).float()[:, None]
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.inference_mode(), torch.cuda.stream(stream):
         compute()
@@ -127,9 +127,13 @@ def _fp8_product() -> None:
     from engine.runtime.cuda.fp8_linear import Fp8Linear
 
     weight, bias = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((6144, 4096), (6144,)))
+
+    def fill(rows: torch.Tensor) -> None:
+        rows.copy_(weight)
+
     for added in (None, bias):
         linear = Fp8Linear(torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="cuda"), added)
-        linear.load(0, len(weight), lambda rows: rows.copy_(weight))
+        linear.load(0, len(weight), fill)
         for num_rows in (1, 17, 256):
             x = torch.randn(num_rows, 4096, dtype=torch.bfloat16, device="cuda")
             exact = F.linear(x.float(), weight.float(), None if added is None else added.float())

@@ -1,24 +1,38 @@
-"""The tests on the device: tests/kernels in several processes side by side, tests/gpu in one, which measures memory.
+"""The tests on the device, in several processes side by side but for those that measure memory, which have it alone.
 
-pytest is told to treat warnings as what they are: these tests run on whatever versions a machine has, and another
-version's deprecations are no fault of a kernel.
+A process whose time is up is interrupted: pytest then writes what it has found. It is told to treat warnings as what they
+are: these tests run on whatever versions a machine has, and another version's deprecations are no fault of a kernel.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET  # of files that our own pytest has just written
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from loadtest.gpu.figures import Figure
 from loadtest.gpu.task import Task
 
 SHARE_VARIABLE = "GPU_TEST_SHARE"  # "2/12": every twelfth test from the third
 _MOST_PROCESSES = 12
+_ENGINE_PROCESSES = 6
+_GRACE_S = 12.0  # for all that were interrupted; less than a part has
+_INTERRUPTED = 2  # as pytest says it
+
+
+class _Process(NamedTuple):
+    """One pytest, and what it will write."""
+
+    handle: subprocess.Popen[bytes]
+    report: Path
 
 
 def run_kernels(task: Task) -> None:
@@ -29,8 +43,15 @@ def run_kernels(task: Task) -> None:
 
 
 def run_engine(task: Task) -> None:
-    """tests/gpu."""
-    _run(task, ["tests/gpu"], 1)
+    """tests/gpu; those of memory last and alone."""
+    memory = "tests/gpu/test_memory_cuda.py"
+    _run(task, ["tests/gpu", f"--ignore={memory}"], 1 if task.is_rehearsal else _ENGINE_PROCESSES)
+    _run(task, [memory], 1)
+
+
+def pytest_configure() -> None:
+    """As a pytest plugin: heed an interrupt, also where a shell that runs us in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[object]) -> None:
@@ -42,31 +63,50 @@ def pytest_collection_modifyitems(items: list[object]) -> None:
 
 
 def _run(task: Task, arguments: Sequence[str], num_processes: int) -> None:
-    processes = []
-    for index in range(num_processes):
-        report = task.scratch / f"{task.name}-{index}.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "loadtest.gpu.suites"]
-        command += ["-o", "addopts=", "-W", "default", "--tb=short", f"--junitxml={report}", *arguments]
-        environ = os.environ | {SHARE_VARIABLE: f"{index}/{num_processes}"}
-        with report.with_suffix(".log").open("wb") as log:
-            process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)  # noqa: S603 - ours
-        processes.append((process, report))
+    processes = [_start(task, arguments, index, num_processes) for index in range(num_processes)]
     try:
-        statuses = [process.wait() for process, _ in processes]
-    finally:
-        for process, _ in processes:
-            if process.poll() is None:
-                process.kill()
+        for process in processes:
+            process.handle.wait()
+    finally:  # when the part's time is up, too
+        _interrupt(processes)
+        _tell(task, arguments[0], processes)
+
+
+def _start(task: Task, arguments: Sequence[str], index: int, num: int) -> _Process:
+    report = task.scratch / f"{task.name}-{Path(arguments[0]).stem}-{index}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "loadtest.gpu.suites"]
+    command += ["-o", "addopts=", "-W", "default", "--tb=short", f"--junitxml={report}", *arguments]
+    environ = os.environ | {SHARE_VARIABLE: f"{index}/{num}"}
+    with report.with_suffix(".log").open("wb") as log:
+        return _Process(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT), report)  # noqa: S603 - ours
+
+
+def _interrupt(processes: Sequence[_Process]) -> None:
+    running = [process.handle for process in processes if process.handle.poll() is None]
+    for handle in running:
+        handle.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + _GRACE_S
+    for handle in running:
+        with suppress(subprocess.TimeoutExpired):
+            handle.wait(max(0.0, deadline - time.monotonic()))
+        handle.kill()
+
+
+def _tell(task: Task, name: str, processes: Sequence[_Process]) -> None:
     counts: Counter[str] = Counter()
-    for status, (_, report) in zip(statuses, processes, strict=True):
+    for handle, report in processes:
+        status = handle.wait()
         if status not in (0, 1, 5):  # passed, some failed, none in this share
-            task.notebook.fail(f"pytest ended with status {status}:\n{task.log_tail(report.with_suffix('.log'))}")
+            outcome = "was interrupted" if status == _INTERRUPTED else f"ended with status {status}"
+            task.notebook.fail(f"{name}: pytest {outcome}:\n{task.log_tail(report.with_suffix('.log'))}")
         if report.exists():
             counts += _read(task, report)
-    task.notebook.detail("outcomes", dict(counts))
+            # The one in whose middle it was interrupted is in the report, and nothing wrong with it.
+            counts["passed"] -= status == _INTERRUPTED
+    task.notebook.detail(f"{name}: outcomes", dict(counts))
     for outcome in ("passed", "failed", "skipped"):
         less = outcome != "passed"
-        task.notebook.figure(Figure(f"{arguments[0]}: {outcome}", counts[outcome], "tests", less_is_better=less))
+        task.notebook.figure(Figure(f"{name}: {outcome}", counts[outcome], "tests", less_is_better=less))
 
 
 def _read(task: Task, report: Path) -> Counter[str]:

@@ -38,7 +38,8 @@ def within(name: str, *roots: str) -> bool:
 
 # What measures kernels calls them.
 ON_THE_DEVICE = tuple(
-    f"loadtest.gpu.{name}" for name in ("attention", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
+    f"loadtest.gpu.{name}"
+    for name in ("attention", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
 # The engine for scripts: the daemon's own text side around it, nothing of HTTP.
 OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))

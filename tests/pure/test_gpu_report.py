@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
 
-from loadtest.gpu import names
+from loadtest.gpu import names, suites
 from loadtest.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
 from loadtest.gpu.parts import MACHINE, PARTS, TARGETS
 from loadtest.gpu.report import Results
@@ -151,3 +152,26 @@ def test_the_parts_fit_into_a_run() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert {part.name for part in PARTS} >= set(SHAPES)
     assert [part.name for part in PARTS[:2]] == ["doctor", MACHINE]  # the rates that the others are held against
+
+
+def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) -> None:
+    """The part's time is up in the middle of the third."""
+    (tmp_path / "test_some.py").write_text(
+        "import pathlib, time\n\ndef test_a(): pass\n\ndef test_b(): assert 1 == 2\n\n"
+        "def test_c():\n    pathlib.Path(__file__).with_name('begun').touch()\n    time.sleep(100)\n"
+    )
+    task = Task("tests", tmp_path, is_rehearsal=True)
+    process = suites._start(task, [str(tmp_path / "test_some.py")], 0, 1)
+    while not (tmp_path / "begun").exists():
+        assert process.handle.poll() is None
+        time.sleep(0.02)
+    suites._interrupt([process])
+    suites._tell(task, "some", [process])
+    found = read_findings(tmp_path / "tests.json")
+    assert {figure.name: figure.value for figure in found.figures} == {
+        "some: passed": 1,
+        "some: failed": 1,
+        "some: skipped": 0,
+    }
+    assert found.has_failed
+    assert any("assert 1 == 2" in note for note in found.notes)
