@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.reference import ReferenceAttention
-from engine.runtime.cuda.budget import CudaMemory, full_steps
+from engine.runtime.cuda.budget import CudaMemory, full_steps, other_steps
 from engine.runtime.kv_cache import PoolSize, fit_pool
 from engine.runtime.native.library import native
 from engine.runtime.runner import ModelRunner
@@ -147,6 +148,14 @@ def test_the_steps_that_memory_is_measured_on_can_be_computed(folder: str) -> No
     assert (len(crowd.token_ids), len(crowd.logprobs), crowd.errors) == (5, 5, {})
     assert {len(entry.top) for entry in crowd.logprobs.values()} == {20}
     assert [len(entries) for entries in scored.prompt_logprobs.values()] == [63]
+    for config in (engine.config, replace(engine.config, max_model_len=5)):
+        few, more = other_steps(config)
+        assert [plan.num_tokens for plan in (few, more)] == [
+            min(8, config.max_model_len),
+            min(64, config.max_model_len),
+        ]
+        for plan in (few, more):
+            assert len(engine._runner.run(plan).wait().token_ids) == 1
 
 
 def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_rest_went(

@@ -15,13 +15,14 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError
-from engine.core.plan import StepPlan
+from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this
 _TOLERANCE = 0.01  # of the card: how far torch's cache may grow beyond the share before it is emptied
+_LONG_CONTEXT = 4096  # of which a card shares out the keys of one prompt's chunk
 _NUM_TOP = 20  # log probabilities a token, the most that OpenAI's API knows
 
 
@@ -71,6 +72,21 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
     scored = warm_up_plan(config, 1, min(config.max_num_batched_tokens, config.max_model_len))
     scored = scored._replace(slices=[piece._replace(params=params, prompt_logprobs=0) for piece in scored.slices])
     return [crowd, scored]
+
+
+def other_steps(config: SchedulerConfig) -> list[StepPlan]:
+    """Steps that other kernels compute than full ones: a few tokens, and a hundred, behind a long context, which share out
+    their keys; greedy, and by temperature alone. Without them a kernel would be compiled for whoever first asks for it."""
+    context = min(_LONG_CONTEXT, config.max_model_len, config.num_blocks * config.block_size)
+    table = list(range(-(-context // config.block_size)))
+    plans = []
+    for num, temperature in ((8, 0.0), (128, 1.0)):
+        length = min(num, context, config.max_num_batched_tokens)
+        params = SamplingParams(max_tokens=1, temperature=temperature)
+        start, samples = context - length, (Sample(0, 0),)
+        piece = SequenceSlice(0, [0] * context, context, start, length, table, samples, params, -1, -1)
+        plans.append(StepPlan(0, [piece], [], length, 1))
+    return plans
 
 
 def measure_memory(
