@@ -33,18 +33,22 @@ def settings(**changes: int | bool | str) -> SchedulerConfig:
 
 
 def make_runner(
-    model: CausalLM, config: SchedulerConfig, backend_name: str = "auto", kv_dtype: torch.dtype | None = None
+    model: CausalLM,
+    config: SchedulerConfig,
+    backend_name: str = "auto",
+    kv_dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> ModelRunner:
-    backend = load_backend(backend_name, CPU)
+    backend = load_backend(backend_name, device)
     pool = KVCache(
         model.attention_specs,
         backend,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         dtype=kv_dtype or model.dtype,
-        device=CPU,
+        device=device,
     )
-    return ModelRunner(model, backend, pool, config, CPU)
+    return ModelRunner(model, backend, pool, config, device)
 
 
 def request(request_id: str, prompt: Sequence[int], **sampling: object) -> Request:
@@ -103,7 +107,7 @@ class TinyModel:
 
     vocab_size, max_model_len, dtype = 61, 256, torch.float32
 
-    def __init__(self, poison: int | None = None) -> None:
+    def __init__(self, poison: int | None = None, device: torch.device = CPU) -> None:
         generator = torch.Generator().manual_seed(17)
         self.attention_specs = [AttentionSpec(4, 2, 8, 0.35), AttentionSpec(4, 2, 8, 0.35, window=24)]
         self._embedding = torch.randn(self.vocab_size, 32, generator=generator)
@@ -111,10 +115,11 @@ class TinyModel:
         self._poison = poison  # an id whose embedding is NaN
         if poison is not None:
             self._embedding[poison] = torch.nan
+        self._embedding, self._weights = self._embedding.to(device), [weight.to(device) for weight in self._weights]
 
     def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
         x = self._embedding[ids]
-        wave = torch.sin(positions[:, None] * torch.linspace(0.05, 1.5, 32))
+        wave = torch.sin(positions[:, None] * torch.linspace(0.05, 1.5, 32, device=x.device))
         for layer, weight in enumerate(self._weights):
             q, k, v = ((x + wave) @ weight).split([32, 16, 16], dim=-1)
             out = attention(layer, q.view(-1, 4, 8), k.view(-1, 2, 8), v.view(-1, 2, 8))

@@ -22,7 +22,8 @@ from tests.cpu.model_driver import TinyModel, make_runner, request, serve, setti
 
 # Rows of nobody have no keys, and no result: 0 / 0, which NumPy would warn of.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-MODEL = TinyModel()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MODEL = TinyModel(device=DEVICE)
 _random = random.Random(11)
 PROMPTS = [[_random.randrange(MODEL.vocab_size) for _ in range(length)] for length in (1, 6, 11, 7, 3)]
 # What a graph draws by itself, and what it does not.
@@ -44,7 +45,7 @@ def asked(wishes: list[dict]) -> list[Request]:
 
 
 def with_graphs(config: SchedulerConfig) -> ModelRunner:
-    runner = make_runner(MODEL, config, "triton")
+    runner = make_runner(MODEL, config, "triton", device=DEVICE)
     told: list[Progress] = []
     runner.capture(told.append)
     assert [progress.total for progress in told] == [len(graph_sizes(config.max_num_seqs))] * len(told)
@@ -63,7 +64,9 @@ def logprobs(events: list[TokenEvent]) -> list[TokenLogprob]:
 )
 def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth: int) -> None:
     config = settings(max_num_seqs=6, **regime)
-    expected = serve(MODEL, config, asked(wishes), depth=depth, apart=0)
+    expected = serve(
+        MODEL, config, asked(wishes), depth=depth, apart=0, runner=make_runner(MODEL, config, device=DEVICE)
+    )
     scheduler, launched = Scheduler(config), []
     runner = with_graphs(config)
     launch = DecodeGraphs.launch
@@ -90,7 +93,9 @@ def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         {},
     ]
     config = settings(max_num_seqs=4)
-    expected = serve(MODEL, config, asked(wishes), depth=1, apart=0)
+    expected = serve(
+        MODEL, config, asked(wishes), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE)
+    )
     runner, calls = with_graphs(config), []
     for owner, name in ((DecodeGraphs, "launch"), (Sampler, "sample")):
         call = getattr(owner, name)
@@ -113,7 +118,7 @@ def test_rows_of_nobody_leave_no_trace() -> None:
 
 def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is taken back comes again, with the same lists."""
-    inputs, table = DecodeInputs(settings(), torch.device("cpu")), [5, 3, 1]
+    inputs, table = DecodeInputs(settings(), DEVICE), [5, 3, 1]
     piece = SequenceSlice(0, [0] * 9, 8, 8, 1, table, (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
     plan = StepPlan(0, [piece], [], 1, 1)
 
@@ -125,7 +130,7 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
         with pytest.raises(torch.OutOfMemoryError):
             inputs.send(plan)
     inputs.send(plan)
-    batch, _, _ = inputs.compute(1, torch.zeros(7, dtype=torch.int64))
+    batch, _, _ = inputs.compute(1, torch.zeros(9, dtype=torch.int64, device=DEVICE))
     assert batch.block_tables[0, :3].tolist() == table
 
 
