@@ -28,6 +28,7 @@ from server.routes import chat, completions, live, models, operations, requests,
 from server.routes.context import Context
 from server.routes.page import load_files, page_router
 from server.standing import Standing
+from server.structured.compiler import GrammarCompiler
 from server.text import Tokenizer
 from server.version import VERSION
 
@@ -35,17 +36,19 @@ from server.version import VERSION
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
     live_view = LiveView(engine)
+    metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     context = Context(
         engine=engine,
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
         limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
-        metrics=Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm"),
+        metrics=metrics,
         live=live_view,
         standing=Standing(live_view),
         ledger=Ledger(),
         started_s=int(time.time()),
+        grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
     )
 
     page = load_files() if config.page else {}
@@ -55,6 +58,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         context.client.start()
         yield
         await context.client.stop(config.shutdown_timeout_s)
+        context.grammars.close()
 
     app = FastAPI(
         title="Quire",

@@ -21,6 +21,7 @@ from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
 from server.standing import Standing
+from server.structured.compiler import GrammarCompiler
 from server.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Context:
     limits: Limits
     metrics: Metrics
     live: LiveView
+    grammars: GrammarCompiler
     standing: Standing
     ledger: Ledger
     started_s: int  # Unix time
