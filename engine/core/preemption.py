@@ -14,33 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.sequence import Sequence, Status
-
-
-class SwapCosts(NamedTuple):
-    """Seconds, measured on the machine that serves."""
-
-    trip_s: float  # what a copy to the host and back takes, however small it is
-    block_s: float  # a block's part of it
-    token_s: float  # computing one position as part of a prompt
-
-
-def min_swap_tokens(costs: SwapCosts, block_size: int) -> int | None:
-    """The fewest computed positions that are copied out and back sooner than they are computed anew; None for never.
-
-    Positions are taken to fill one block more than they do, at worst. Attention's part of a prompt, which grows with
-    its square, is left out, and so is that copies run beside the steps on CUDA: long ones gain more than is said here.
-    """
-    gain_s = costs.token_s - costs.block_s / block_size
-    if gain_s <= 0:
-        return None
-    return int((costs.trip_s + costs.block_s) / gain_s) + 1
 
 
 class SwapSpace:

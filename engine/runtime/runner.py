@@ -24,7 +24,7 @@ from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
-from engine.runtime.swap import HostPool, make_host_pool
+from engine.runtime.swap import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
@@ -120,7 +120,12 @@ class ModelRunner:
 
     def open_host_pool(self, num_blocks: int) -> HostPool:
         """Have blocks in main memory for what plans swap. Raises MemoryBudgetError."""
-        self._host_pool = make_host_pool(self._kv_cache.blocks, num_blocks, self._device)
+        if self._device.type == "cuda":
+            from engine.runtime.cuda.swap import PinnedPool
+
+            self._host_pool = PinnedPool(self._kv_cache.blocks, num_blocks, self._device)
+        else:
+            self._host_pool = MainMemoryPool(self._kv_cache.blocks, num_blocks)
         return self._host_pool
 
     def close_host_pool(self) -> None:

@@ -48,7 +48,10 @@ def make_runner(
         dtype=kv_dtype or model.dtype,
         device=device,
     )
-    return ModelRunner(model, backend, pool, config, device)
+    runner = ModelRunner(model, backend, pool, config, device)
+    if config.num_host_blocks:
+        runner.open_host_pool(config.num_host_blocks)
+    return runner
 
 
 def request(request_id: str, prompt: Sequence[int], **sampling: object) -> Request:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from engine.core.preemption import SwapCosts, min_swap_tokens
 from engine.core.sequence import Status
 from engine.core.stats import PreemptionKind, SwapDirection
+from engine.core.swap_costs import SwapCosts, min_swap_tokens
 from engine.core.types import AbortCause
 from tests.pure.driver import Driver, config, request
 
