@@ -91,7 +91,7 @@ export class Answer {
       return;
     }
     const message = error instanceof TypeError ? "The server cannot be reached; is it still running?" : error.message;
-    this.element.insertBefore(el("p", { className: "error", textContent: message, attrs: { role: "alert" } }), this.element.children[1]);
+    this.textElement.after(el("p", { className: "error", textContent: message, attrs: { role: "alert" } }));
   }
 
   #showFacts() {
@@ -104,17 +104,21 @@ export class Answer {
   }
 
   #footer() {
-    const toggle = el("button", { type: "button", className: "link", textContent: "curl", attrs: { "aria-expanded": "false" } });
-    const copy = el("button", { type: "button", className: "link", textContent: "copy", hidden: true });
+    const link = (textContent) => el("button", { type: "button", className: "link", textContent });
+    const [toggle, copy] = [link("curl"), link("copy")];
+    copy.hidden = true;
+    toggle.setAttribute("aria-expanded", "false");
     toggle.onclick = () => {
       this.command.hidden = copy.hidden = !this.command.hidden;
       toggle.setAttribute("aria-expanded", String(!this.command.hidden));
     };
     copy.onclick = async () => {
-      await navigator.clipboard.writeText(this.command.textContent).then(
-        () => (copy.textContent = "copied"),
-        () => getSelection().selectAllChildren(this.command), // no clipboard over plain HTTP: selected, to be copied by hand
-      );
+      try {
+        await navigator.clipboard.writeText(this.command.textContent);
+        copy.textContent = "copied";
+      } catch {
+        getSelection().selectAllChildren(this.command); // browsers give pages over plain HTTP no clipboard
+      }
     };
     return el("div", { className: "footer" }, this.facts, el("span", { className: "space" }), copy, toggle);
   }

@@ -17,7 +17,7 @@ function setStatus(state, text) {
   }
 }
 
-// -- the key -------------------------------------------------------------------------------------------------------------
+// -- the key ----------------------------------------------------------------------
 
 function askForKey(wasWrong) {
   const dialog = byId("key-dialog");
@@ -39,7 +39,7 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 byId("key-button").addEventListener("click", () => askForKey(false));
 
-// -- the chats -----------------------------------------------------------------------------------------------------------
+// -- the chats --------------------------------------------------------------------
 
 function addChat() {
   numMade += 1;
@@ -81,7 +81,7 @@ new MutationObserver(() => {
   byId("settings-button").setAttribute("aria-expanded", String(!byId("settings").hidden));
 }).observe(byId("settings"), { attributeFilter: ["hidden"] });
 
-// -- the engine ----------------------------------------------------------------------------------------------------------
+// -- the engine -------------------------------------------------------------------
 
 const live = new Live({
   onSnapshot({ sequences, requests, totals }) {
@@ -91,7 +91,8 @@ const live = new Live({
     }
     const isBusy = requests.running + requests.waiting + requests.preempted > 0;
     setStatus(isBusy ? "busy" : "idle", isBusy ? "computing" : "idle");
-    byId("engine-note").textContent = `${count(totals.finished)} answers, ${count(totals.generation_tokens)} tokens so far`;
+    const [answers, tokens] = [count(totals.finished), count(totals.generation_tokens)];
+    byId("engine-note").textContent = `${answers} answers, ${tokens} tokens so far`;
   },
   onError(error) {
     if (error.status === 401) {

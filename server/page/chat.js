@@ -16,21 +16,15 @@ export class Chat {
   /** `ask` is called with what was typed; whoever made the chat decides which chats it goes to. */
   constructor(number, { ask, close }) {
     this.name = `Chat ${number}`;
-    this.dot = el("i", { className: "dot" });
-    this.kind = el("select", { className: "quiet", attrs: { "aria-label": `${this.name}: API` } }, new Option("Chat", "chat"), new Option("Completion", "completion"));
-    this.log = el("div", { className: "log", tabIndex: 0, attrs: { role: "log", "aria-label": `${this.name}: conversation` } });
-    this.input = el("textarea", { rows: 1, attrs: { "aria-label": `${this.name}: message`, placeholder: "Ask something" } });
+    const named = (what, more = {}) => ({ "aria-label": `${this.name}: ${what}`, ...more });
+    this.kind = el("select", { className: "quiet", attrs: named("API") },
+      new Option("Chat", "chat"), new Option("Completion", "completion"));
+    this.log = el("div", { className: "log", tabIndex: 0, attrs: named("conversation", { role: "log" }) });
+    this.input = el("textarea", { rows: 1, attrs: named("message") });
     this.button = el("button", { type: "submit", textContent: "Send" });
-    const clear = el("button", { type: "button", className: "quiet", textContent: "Clear", onclick: () => this.clear() });
-    const leave = el("button", { type: "button", className: "quiet", textContent: "×", title: "Close", attrs: { "aria-label": `Close ${this.name}` } });
-    leave.onclick = () => {
-      this.stop();
-      close(this);
-    };
     const composer = el("form", { className: "composer" }, this.input, this.button);
-    const title = el("h3", { textContent: this.name });
     this.element = el("article", { className: "chat", attrs: { "aria-label": this.name } },
-      el("header", {}, this.dot, title, el("span", { className: "space" }), this.kind, clear, leave), this.log, composer);
+      this.#header(close), this.log, composer);
     this.#listen(composer, ask);
     this.clear();
   }
@@ -70,7 +64,8 @@ export class Chat {
     }
     const kind = this.kind.value;
     this.log.querySelector(".suggestions")?.remove();
-    this.log.append(el("div", { className: `message question${kind === "completion" ? " prompt" : ""}`, textContent: text }));
+    const className = kind === "chat" ? "message question" : "message question prompt";
+    this.log.append(el("div", { className, textContent: text }));
     const answer = new Answer(kind, this.#body(kind, text));
     this.log.append(answer.element);
     this.input.value = "";
@@ -89,6 +84,19 @@ export class Chat {
     const tag = this.#answer?.tag ?? "";
     const seqId = tag ? seqIds.get(tag.slice(0, 8)) : undefined;
     this.element.style.setProperty("--own", seqId === undefined ? "" : sequenceColour(seqId));
+  }
+
+  #header(close) {
+    const quiet = (properties) => el("button", { type: "button", className: "quiet", ...properties });
+    const clear = quiet({ textContent: "Clear", onclick: () => this.clear() });
+    const leave = quiet({ textContent: "×", title: "Close", attrs: { "aria-label": `Close ${this.name}` } });
+    leave.onclick = () => {
+      this.stop();
+      close(this);
+    };
+    const title = el("h3", { textContent: this.name });
+    const [dot, space] = [el("i", { className: "dot" }), el("span", { className: "space" })];
+    return el("header", {}, dot, title, space, this.kind, clear, leave);
   }
 
   #body(kind, text) {

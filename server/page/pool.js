@@ -1,6 +1,6 @@
-// The KV pool, a cell a block, in physical order. A block wears the colour of the sequence whose page table names it and
-// fills up as positions are computed; one that several share is ringed. A chosen sequence's page table is drawn over the
-// pool as a line from its first logical block to its last.
+// The KV pool, a cell a block, in physical order. A block wears the colour of the sequence whose page table names it
+// and fills up as positions are computed; one that several share is ringed. A chosen sequence's page table is drawn
+// over the pool as a line from its first logical block to its last.
 
 import { prepare } from "./canvas.js";
 import { count, sequenceColour, themeColour } from "./dom.js";
@@ -69,7 +69,8 @@ export class Pool {
     const part = shown < total ? `first ${count(shown)} of ${count(total)} blocks` : `${count(total)} blocks`;
     this.note.textContent = `${part}, ${size} tokens each`;
     const { held } = this.#snapshot.blocks;
-    this.canvas.setAttribute("aria-label", `The pool: ${held} of ${total} blocks held by ${sequences.length} sequences`);
+    const holders = sequences.filter((sequence) => sequence.block_runs.length).length;
+    this.canvas.setAttribute("aria-label", `The pool: ${held} of ${total} blocks held by ${holders} sequences`);
   }
 
   #paintAll(context, { cell, gap, place }, blocks, colour) {

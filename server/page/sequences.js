@@ -8,7 +8,15 @@ const MAX_ROWS = 40;
 function makeRow(seqId, choose) {
   const part = (className) => el("span", { className });
   const row = el("li", { tabIndex: 0 });
-  const parts = { swatch: el("i", { className: "swatch" }), state: part("state"), bar: part("bar"), prompt: part("prompt"), answer: part("answer"), tokens: part("tokens"), blocks: part("blocks") };
+  const parts = {
+    swatch: part("swatch"),
+    state: part("state"),
+    bar: part("bar"),
+    prompt: part("prompt"),
+    answer: part("answer"),
+    tokens: part("tokens"),
+    blocks: part("blocks"),
+  };
   parts.bar.append(parts.prompt, parts.answer);
   row.append(parts.swatch, parts.state, parts.bar, parts.tokens, parts.blocks);
   for (const [event, chosen] of [["pointerenter", seqId], ["focus", seqId], ["pointerleave", null], ["blur", null]]) {
@@ -43,7 +51,8 @@ export class Sequences {
       this.#show(sequence, longest);
     }
     const total = requests.running + requests.waiting + requests.preempted;
-    this.note.textContent = total ? `${count(total)}${total > shown.length ? `, ${shown.length} shown` : ""}` : "none: the engine is idle";
+    const part = total > shown.length ? `, ${shown.length} shown` : "";
+    this.note.textContent = total ? count(total) + part : "none: the engine is idle";
   }
 
   #show(sequence, longest) {
@@ -65,7 +74,7 @@ export class Sequences {
     answer.style.width = `${(100 * (sequence.num_computed - ofPrompt)) / longest}%`;
     state.textContent = sequence.status;
     tokens.textContent = `${count(sequence.num_prompt)} + ${count(answered)}`;
-    tokens.title = `${sequence.num_prompt} prompt tokens, ${sequence.num_cached} of them from the cache; ${answered} generated`;
+    tokens.title = `${sequence.num_prompt} prompt tokens (${sequence.num_cached} cached) + ${answered} generated`;
     blocks.textContent = `${count(numBlocks)} block${numBlocks === 1 ? "" : "s"}`;
   }
 }
