@@ -116,7 +116,7 @@ def _graph() -> None:
         found = compute()
     x.normal_()
     graph.replay()
-    assert torch.equal(found, compute())
+    torch.testing.assert_close(found, compute(), rtol=1e-2, atol=1e-2)
 
 
 def _fp8_product() -> None:
@@ -150,6 +150,7 @@ def _fp8_product() -> None:
 def _trace() -> None:
     """Whether the profiler sees the kernels of a graph that was recorded before it began."""
     import torch
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     x, graph = torch.zeros(1 << 20, device="cuda"), torch.cuda.CUDAGraph()
@@ -159,8 +160,8 @@ def _trace() -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         graph.replay()
         torch.cuda.synchronize()
-    names = [event.name for event in profiler.events() or ()]
-    assert len(names) >= 5, names
+    events = [(event.name, event.device_type) for event in profiler.events() or ()]
+    assert sum(kind == DeviceType.CUDA for _, kind in events) >= 5, events
 
 
 def _engine(shape_name: str, settings: dict[str, object]) -> None:
