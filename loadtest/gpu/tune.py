@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -76,7 +76,8 @@ def _search(task: Task, device: torch.device, dim: int, tuning: Tuning, search: 
     part = getattr(tuning, search.part)
 
     def seconds(part: Part) -> list[float]:
-        tried = tuning._replace(**{search.part: part})
+        changed: dict[str, Any] = {search.part: part}
+        tried = tuning._replace(**changed)
         if str(part) not in times:
             times[str(part)] = [_time(task, device, dim, tried, load, str(part)) for load in search.loads]
         return times[str(part)]
@@ -90,7 +91,8 @@ def _search(task: Task, device: torch.device, dim: int, tuning: Tuning, search: 
     )
     if best != part:
         task.notebook.note(f"{name}: {best} instead of {part}")
-    return tuning._replace(**{search.part: best})
+    found: dict[str, Any] = {search.part: best}
+    return tuning._replace(**found)
 
 
 def climb(part: Part, fields: Sequence[tuple[str, Sequence[int]]], cost: Callable[[Part], float]) -> Part:

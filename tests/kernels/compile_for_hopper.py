@@ -15,6 +15,7 @@ from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import SCALE_BYTES
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+from engine.runtime.cuda.attention_tuning import Cut, Tuning, choose_tuning
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
@@ -56,13 +57,13 @@ def empty_pool(num_kv_heads: int, dim: int, dtype: torch.dtype) -> PoolView:
     return view_pool(*(torch.zeros(2, num_kv_heads, 16, width).to(dtype) for _ in "kv"))
 
 
-def attend(spec: AttentionSpec, query_len: int, context: int, pool: PoolView) -> None:
+def attend(spec: AttentionSpec, query_len: int, context: int, pool: PoolView, tuning: Tuning | None = None) -> None:
     """A step of two slices, which stores and attends."""
     rows, numbers = torch.arange(2 * query_len), torch.zeros(2, dtype=torch.int32)
     table = torch.zeros(2, 8, dtype=torch.int32)
     starts = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32)
     lens = [query_len] * 2, [context] * 2
-    backend = TritonPagedAttention()
+    backend = TritonPagedAttention(tuning)
     backend.prepare(Batch(rows, rows, rows, table, starts, numbers, rows, *lens, block_tables_host=[()] * 2))
     q = torch.zeros(2 * query_len, spec.num_heads, spec.head_dim, dtype=BF16)
     k = q[:, : spec.num_kv_heads]
@@ -95,6 +96,11 @@ for num_heads in (16, 32):
     for kv_dtype in (BF16, INT8, FP8):
         for query_len, context in ((1, 4096), (1, 100_000), (64, 4096)):  # one program a context, several, and a chunk
             attend(spec, query_len, context, empty_pool(8, 128, kv_dtype))
+
+# What the table has for this card alone; and a few tokens behind a context, which are cut.
+tuning = choose_tuning(256, 2, (9, 0))._replace(prompt_cut=Cut(64, 32, 64))
+for query_len in (4, 64):
+    attend(AttentionSpec(32, 8, 256, 0.1), query_len, 4096, empty_pool(8, 256, BF16), tuning)
 
 for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
     logits, column = torch.zeros(num_rows, vocab_size), torch.zeros(num_rows)
