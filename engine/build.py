@@ -18,7 +18,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
-from engine.runtime.attention.table import load_backend
+from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.budget import describe_use, full_steps, hold_to_share, measure_memory, shortage_told
 from engine.runtime.cuda.card import check_card, explain_absence
@@ -59,6 +59,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
         check_card(device, dtype)
+        report(Progress("attention", describe_choice(config.attention_backend, device)))
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
     _check_model_len(config, model)
