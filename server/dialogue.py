@@ -103,17 +103,21 @@ class Dialogue:
         told: dict[str, Any] = dict.fromkeys(self.switches & set(_THINKING_SWITCHES), effort != "none")
         return told | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
 
+    def textual_tags(self, prompt: str) -> ReasoningTags | None:
+        """The tags that a grammar may let the model write behind a prompt, if there it may think at all."""
+        is_over = self.tags is not None and prompt.rstrip().endswith(self.tags.closing)
+        return None if is_over or self.hidden_ids is not None else self.tags
+
     def reader(
-        self, dialect: Dialect | None, names: frozenset[str], prompt: str, continued: str
+        self, dialect: Dialect | None, names: frozenset[str], *, begins_within: bool
     ) -> Callable[[], MessageReader] | None:
-        """What makes a reader for each choice of an answer to a prompt; None where nothing is to be found in it."""
+        """What makes a reader for each choice of an answer; None where nothing is to be found in it."""
         tags = self.tags
         if tags is None and dialect is None:
             return None
-        within = tags is not None and tags.begins_within(prompt, continued)
 
         def make() -> MessageReader:
-            splitter = None if tags is None else ReasoningSplitter(tags, begins_within=within)
+            splitter = None if tags is None else ReasoningSplitter(tags, begins_within=begins_within)
             return MessageReader(splitter, None if dialect is None else ToolParser(dialect, names))
 
         return make

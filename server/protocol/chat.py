@@ -21,6 +21,8 @@ from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
+from server.structured.spec import GrammarSpec
+from server.tools.forced import forced_dialect, forced_grammar
 from server.tools.parser import Dialect
 
 
@@ -90,9 +92,8 @@ class ChatBody(SamplingBody, Conversation):
     def message_rules(self, params: SamplingParams, limits: Limits, prompt: str) -> TextRules:
         """How the answer to a rendered prompt is taken apart. Raises ApiError for calls that cannot be read."""
         rules, dialogue = self.text_rules(params), limits.dialogue
-        continued = self.messages[-1].content if self.continue_final_message else ""
         names = frozenset(tool.function.name for tool in self.shown_tools())
-        make_reader = dialogue.reader(self._dialect(limits), names, prompt, continued)
+        make_reader = dialogue.reader(self._dialect(limits), names, begins_within=self._begins_within(limits, prompt))
         if make_reader is None:
             return rules
         rules = replace(rules, make_reader=make_reader, max_calls=None if self.parallel_tool_calls else 1)
@@ -100,13 +101,41 @@ class ChatBody(SamplingBody, Conversation):
             return rules
         return replace(rules, skip_special_tokens=False, hidden_ids=dialogue.hidden_ids)
 
+    def message_grammar(self, limits: Limits, prompt: str) -> tuple[GrammarSpec, str] | None:
+        """What constrains the answer to a rendered prompt, and the field that asked for it."""
+        asked, choice = self.grammar_spec(), self.wanted_calls
+        if choice.mode in ("none", "auto"):
+            return asked
+        if asked is not None:
+            raise InvalidRequestError(
+                f"tool_choice and {asked[1]} both constrain the answer; send only one.", param="tool_choice"
+            )
+        tools = [tool.function for tool in self.tools or [] if choice.name in (None, tool.function.name)]
+        grammar = forced_grammar(
+            [(tool.name, tool.parameters) for tool in tools],
+            self._forced_dialect(limits),
+            max_calls=1 if choice.name or not self.parallel_tool_calls else None,
+            tags=limits.dialogue.textual_tags(prompt),
+            begins_within=self._begins_within(limits, prompt),
+        )
+        return GrammarSpec.of_lark(grammar), "tools"
+
+    def _begins_within(self, limits: Limits, prompt: str) -> bool:
+        """True if the answer begins with thoughts."""
+        continued = self.messages[-1].content if self.continue_final_message else ""
+        tags = limits.dialogue.tags
+        return tags is not None and tags.begins_within(prompt, continued)
+
+    def _forced_dialect(self, limits: Limits) -> Dialect:
+        return forced_dialect(limits.dialogue.dialect, marks_are_text=limits.dialogue.hidden_ids is None)
+
     def _dialect(self, limits: Limits) -> Dialect | None:
         """How calls are found in the answer; None where none are looked for."""
         dialogue, mode = limits.dialogue, self.wanted_calls.mode
+        if mode in ("required", "named"):
+            return self._forced_dialect(limits)
         if mode == "none" or dialogue.calls_stay_text:
             return None
-        if mode != "auto":
-            raise unsupported("tool_choice", "only none and auto are so far; send one of them.")
         if dialogue.dialect is None:
             raise unsupported(
                 "tools",

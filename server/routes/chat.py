@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.protocol.chat import ChatBody, ChatForm
 from server.protocol.form import Envelope
 from server.routes.context import InContext, json_body
-from server.routes.generate import answer_id, engine_requests, respond
+from server.routes.generate import answer_id, constrain, engine_requests, respond
 
 router = APIRouter()
 
@@ -25,6 +25,8 @@ async def create_chat_completion(
     [ids] = await context.encode([text], "messages", add_special_tokens=body.add_special_tokens)
     prompt = body.truncate(ids, context.limits)
     params = body.params(context.limits, len(prompt))
+    params = await constrain(context, body.message_grammar(context.limits, text), params)
+    rules = body.message_rules(params, context.limits, text)
     requests = engine_requests(context, body, [prompt], [params])
     envelope = Envelope(
         id_prefix="chatcmpl",
@@ -33,4 +35,6 @@ async def create_chat_completion(
         prompts=[prompt],
         answer_id=answer_id(requests),
     )
-    return await respond(http, context, body, requests, body.text_rules(params), ChatForm(body, envelope))
+    dialect = context.limits.dialogue.dialect
+    form = ChatForm(body, envelope, call_id_length=dialect.id_length if dialect else 0)
+    return await respond(http, context, body, requests, rules, form)

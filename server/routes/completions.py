@@ -22,7 +22,7 @@ async def create_completion(
 ) -> Response:
     """Continue one or several prompts."""
     model = context.check_model(body.model)
-    params = await constrain(context, body, body.params(context.limits))
+    params = await constrain(context, body.grammar_spec(), body.params(context.limits))
     prompts = await _prompt_ids(context, body)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     envelope = Envelope(

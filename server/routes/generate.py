@@ -28,6 +28,7 @@ from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.protocol.usage import Usage
 from server.routes.context import Context
 from server.sse import DONE, EventStream, frame
+from server.structured.spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,8 @@ def engine_requests(
     ]
 
 
-async def constrain(context: Context, body: SamplingBody, params: SamplingParams) -> SamplingParams:
-    """The parameters with the grammar that the body asks for, compiled. Raises InvalidRequestError if it cannot be."""
-    asked = body.grammar_spec()
+async def constrain(context: Context, asked: tuple[GrammarSpec, str] | None, params: SamplingParams) -> SamplingParams:
+    """The parameters with a grammar, compiled, that a field asks for. Raises InvalidRequestError if it cannot be."""
     if asked is None or not params.max_tokens:
         return params
     return replace(params, grammar=await context.grammars.compile(*asked))

@@ -1,0 +1,65 @@
+"""The grammar under which a model can write nothing but calls whose arguments are valid: tool_choice required or named.
+
+In llguidance's Lark. Each tool's schema is a grammar of its own, so that its references mean its own definitions; where
+a schema says nothing of further properties there are none, since a small model would write them for ever. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.reasoning import ReasoningTags
+from server.tools.dialects import FORCED, HERMES
+from server.tools.parser import Dialect
+
+MAX_CALLS = 16  # of one answer
+# As models are shown their JSON: one space behind a comma and a colon.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+def forced_dialect(dialect: Dialect | None, *, marks_are_text: bool) -> Dialect:
+    """How forced calls are written: with Hermes' marks if the model knows them, else as a JSON list."""
+    return HERMES if dialect is HERMES and marks_are_text else FORCED
+
+
+def forced_grammar(
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    dialect: Dialect,
+    *,
+    max_calls: int | None,
+    tags: ReasoningTags | None = None,
+    begins_within: bool = False,
+) -> str:
+    """Lark for one or more calls of `tools`, names and schemas. Thoughts come first if `tags` are given, and must if an
+    answer begins within them."""
+    more = (max_calls or MAX_CALLS) - 1
+    lines = [f"calls: {_calls(dialect, more)}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    for index, (name, schema) in enumerate(tools):
+        head = json.dumps(f'{{"name": "{name}", "arguments": ')
+        arguments = json.dumps(_closed(schema) | {"x-guidance": _SPACING}).replace("::=", ":\\u003a=")  # no GBNF
+        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {arguments}"]
+    if tags is None:
+        return "\n".join(["start: calls", *lines])
+    closing, opening = json.dumps(tags.closing), json.dumps(tags.opening)
+    thoughts = "thoughts gap" if begins_within else f"({opening} thoughts gap)?"
+    start = [f"start: {thoughts} calls", f"thoughts[suffix={closing}]: /(?s:.*)/", r"gap: /\n{0,2}/"]
+    return "\n".join([*start, *lines])
+
+
+def _calls(dialect: Dialect, more: int) -> str:
+    if dialect is FORCED:
+        return f'"[" call (", " call){{0,{more}}} "]"' if more else '"[" call "]"'
+    [(opening, closing)] = dialect.marks
+    one = f"{json.dumps(opening + chr(10))} call {json.dumps(chr(10) + closing)}"
+    return f'{one} ("\\n" {one}){{0,{more}}}' if more else one
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of arguments; none at all means that there are no arguments."""
+    closed: dict[str, Any] = {"type": "object", **schema}
+    if not any(key in schema for key in _OPEN_ENDED):
+        closed["additionalProperties"] = False
+    return closed
