@@ -17,7 +17,7 @@ from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
 from engine.runtime.models import load
 from engine.runtime.models.config import Activation
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear
+from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear, Quantization
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.test_models_families import CASES, logits_of, save_tiny
 
@@ -171,7 +171,7 @@ def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path)
     told: list[Progress] = []
     plain, fp8 = (
         load._load_decoder(config, tmp_path, DEVICE, BF16, quantization, told.append)
-        for quantization in ("none", "fp8")
+        for quantization in (Quantization.NONE, Quantization.FP8)
     )
     assert isinstance(fp8, Decoder)
     assert {linear.weight.dtype for linear in matrices(fp8)} == {FP8}
@@ -190,7 +190,7 @@ def test_matrices_of_odd_sides_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", quantization="fp8")
     told: list[Progress] = []
-    model = load._load_decoder(config, tmp_path, DEVICE, BF16, "fp8", told.append)
+    model = load._load_decoder(config, tmp_path, DEVICE, BF16, Quantization.FP8, told.append)
     assert isinstance(model, Decoder)
     assert [linear.weight.dtype == FP8 for linear in matrices(model)][:4] == [True, True, False, False]
     detail = next(line.detail for line in told if line.stage == "quantization")

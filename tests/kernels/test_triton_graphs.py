@@ -93,9 +93,7 @@ def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         {},
     ]
     config = settings(max_num_seqs=4)
-    expected = serve(
-        MODEL, config, asked(wishes), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE)
-    )
+    expected = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
     runner, calls = with_graphs(config), []
     for owner, name in ((DecodeGraphs, "launch"), (Sampler, "sample")):
         call = getattr(owner, name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, NoNorm, RMSNorm
-from engine.runtime.models.linear import Linear
+from engine.runtime.models.linear import Linear, Quantization
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import LayerParts, NativeDecoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
@@ -116,10 +116,9 @@ class Decoder:
         served_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        is_int8: bool = False,
-        is_fp8: bool = False,
+        quantization: Quantization = Quantization.NONE,
     ) -> None:
-        make = Maker(dtype, device, is_int8, is_fp8)
+        make = Maker(dtype, device, quantization)
         self.attention_specs: Sequence[AttentionSpec] = [
             AttentionSpec(
                 num_heads=config.num_heads,
@@ -142,7 +141,7 @@ class Decoder:
         self._layers = [DecoderLayer(index, config, make) for index in range(len(config.layers))]
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset)
         head = self._embedding if config.tied_head else make.empty(config.vocab_size, config.hidden_size)
-        self._head = Linear(head, is_int8=is_int8)
+        self._head = Linear(head, quantization=quantization)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.runtime.attention.base import LayerAttention, Rotation
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
-from engine.runtime.models.linear import FP8_MULTIPLE, Linear
+from engine.runtime.models.linear import FP8_MULTIPLE, Linear, Quantization
 from engine.runtime.models.ops import add_rms_norm
 from engine.runtime.models.rope import rotate
 from engine.runtime.weights.checkpoint import Keep
@@ -32,17 +32,17 @@ class Maker(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    is_int8: bool = False  # whether linears are to be
-    is_fp8: bool = False  # likewise, where their sides allow it
+    quantization: Quantization = Quantization.NONE  # of linears; to fp8, where their sides allow it
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def linear(self, inputs: int, outputs: int, *, bias: bool, activation: Activation | None = None) -> Linear:
-        is_fp8 = self.is_fp8 and inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0
+        has_sides = inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0
+        is_fp8 = self.quantization is Quantization.FP8 and has_sides
         weight = self.empty(outputs, inputs, dtype=torch.float8_e4m3fn if is_fp8 else None)
         added = self.empty(outputs) if bias else None
-        return Linear(weight, added, is_int8=self.is_int8, activation=activation)
+        return Linear(weight, added, quantization=self.quantization, activation=activation)
 
 
 class Matrix(NamedTuple):

@@ -17,6 +17,7 @@ are quantised as they are kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,15 @@ _NATIVE = (PackedLinear, QuantisedLinear)
 _CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as quire_cpu.h has them
 
 
+class Quantization(Enum):
+    """What becomes of the weights of linears, by the names that --quantization has."""
+
+    NONE = "none"
+    GGUF = "gguf"  # they stay as their file has them
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
 class Linear:
     """A weight [outputs, inputs] and perhaps a bias [outputs]; uninitialised until a checkpoint fills them.
 
@@ -49,19 +59,19 @@ class Linear:
     With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
     """
 
-    __slots__ = ("_activation", "_fp8", "_is_int8", "_kept", "_kernel", "bias", "weight")
+    __slots__ = ("_activation", "_fp8", "_kept", "_kernel", "_quantization", "bias", "weight")
 
     def __init__(
         self,
         weight: Tensor,
         bias: Tensor | None = None,
         *,
-        is_int8: bool = False,
+        quantization: Quantization = Quantization.NONE,
         activation: Activation | None = None,
     ) -> None:
         self.weight = weight
         self.bias = bias
-        self._is_int8 = is_int8
+        self._quantization = quantization
         self._activation = activation
         self._kept: dict[int, StoredTensor] = {}
         self._kernel: Kernel = self._plain
@@ -104,7 +114,7 @@ class Linear:
             self._kernel = QuantisedLinear.from_gguf(
                 library, quantised, self.weight.shape[1], self.weight.dtype, self.bias, code
             )
-        elif library and self._is_int8:
+        elif library and self._quantization is Quantization.INT8:
             self._kernel = QuantisedLinear.int8(library, self.weight, self.bias, code)
         elif library and PackedLinear.fits(self.weight):
             self._kernel = PackedLinear(library, self.weight, self.bias, code)

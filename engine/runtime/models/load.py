@@ -18,7 +18,7 @@ from engine.runtime.attention.base import CausalLM
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES, read_config
-from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE
+from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import Isa, native
 from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, fill
@@ -34,7 +34,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
     path = resolve_model_path(config.model, config.revision)
     use_decoder = _use_decoder(config, path)
     quantization = _resolve_quantization(config, path, device, use_decoder)
-    if quantization == "fp8":
+    if quantization is Quantization.FP8:
         _require_fp8(device, dtype)
     try:
         if use_decoder:
@@ -61,8 +61,8 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return stored
 
 
-def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> str:
-    """`none`, `gguf`, `int8` or `fp8`; auto leaves a GGUF file's weights as they are unless another format was named.
+def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> Quantization:
+    """What --quantization comes to; auto leaves a GGUF file's weights as they are unless another format was named.
 
     The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto asks for
     more. Raises ConfigError for what cannot be done here.
@@ -72,9 +72,9 @@ def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device
     can_multiply = device.type == "cpu" and use_decoder and library is not None
     if asked == "auto":
         is_faster = can_multiply and library is not None and library.isa > Isa.PORTABLE
-        return "gguf" if has_gguf and is_faster and config.dtype == "auto" else "none"
+        return Quantization.GGUF if has_gguf and is_faster and config.dtype == "auto" else Quantization.NONE
     if asked == "none":
-        return "none"
+        return Quantization.NONE
     if asked == "gguf" and not has_gguf:
         reason = "the weights do not come from a GGUF file; int8 quantises those of any"
     elif asked == "fp8" and device.type != "cuda":
@@ -84,11 +84,11 @@ def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device
     elif not use_decoder:
         reason = "transformers' code runs this model, which multiplies its weights itself"
     elif asked == "fp8":
-        return asked
+        return Quantization.FP8
     elif not can_multiply:
         reason = "the native kernels are missing or switched off; see --cpu-kernels, or install a C compiler"
     else:
-        return asked
+        return Quantization(asked)
     raise ConfigError(f"--quantization is {asked!r}, but {reason}.")
 
 
@@ -118,7 +118,12 @@ def _use_decoder(config: EngineConfig, path: Path) -> bool:
 
 
 def _load_decoder(
-    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, quantization: str, report: Report
+    config: EngineConfig,
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    report: Report,
 ) -> CausalLM:
     checkpoint = _open(path, config.load_format)
     if checkpoint.config.get("quantization_config"):
@@ -132,11 +137,11 @@ def _load_decoder(
         served_len=served_len,
         dtype=dtype,
         device=device,
-        is_int8=quantization == "int8",
-        is_fp8=quantization == "fp8",
+        quantization=quantization,
     )
-    targets, keepers = model.tensors(), model.keepers() if quantization in ("gguf", "fp8") else {}
-    if quantization == "fp8":
+    targets = model.tensors()
+    keepers = model.keepers() if quantization in (Quantization.GGUF, Quantization.FP8) else {}
+    if quantization is Quantization.FP8:
         keepers = _fp8_keepers(targets, keepers, report)
     if config.load_format == "dummy":
         fill_dummy(targets, config.seed, report, keepers)
