@@ -20,7 +20,14 @@ from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.cuda.budget import describe_use, full_steps, hold_to_share, measure_memory, shortage_told
+from engine.runtime.cuda.budget import (
+    describe_use,
+    full_steps,
+    hold_to_share,
+    measure_memory,
+    other_steps,
+    shortage_told,
+)
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.host_cpus import usable_cpus
@@ -55,6 +62,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     device = _resolve_device(config.device)
     if device.type == "cpu":
         _load_kernels(config.cpu_kernels, report)
+    else:
+        choose_kernels("off")  # which would be compiled for nothing, at the first start on a machine
     load_backend(config.attention_backend, device)  # a wrong name is told before minutes of loading
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
@@ -152,7 +161,7 @@ def _warm_up_cuda(
             runner.capture(report)
         if config.kv_cache_memory_bytes is None:
             hold_to_share(device, config.gpu_memory_utilization)
-        for plan in full_steps(settings, vocab_size):
+        for plan in (*full_steps(settings, vocab_size), *other_steps(settings)):
             runner.run(plan).wait()
     report(Progress("memory", describe_use(device)))
 
