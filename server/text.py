@@ -51,6 +51,11 @@ class Tokenizer(Protocol):
     def chat_template(self) -> ChatTemplate | None: ...
 
     @property
+    def description(self) -> Mapping[str, str | None]:
+        """As a tokenizer_config.json says it: the special tokens' texts by role, and the chat template."""
+        ...
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

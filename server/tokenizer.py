@@ -64,6 +64,7 @@ class TextTokenizer:
         self.vocab_size = max(vocabulary_ids.values()) + 1
         self.max_token_chars = max(map(len, vocabulary_ids))
         self.eos_token_ids = vocabulary.eos_token_ids
+        self.description = {**vocabulary.special_tokens, "chat_template": vocabulary.chat_template}
         self.sampling_defaults = vocabulary.sampling_defaults
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

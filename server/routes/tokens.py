@@ -1,8 +1,8 @@
-"""POST /tokenize and /detokenize: the tokenizer alone, without the engine."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer alone, without the engine."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
@@ -31,6 +31,14 @@ async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(jso
     if body.return_token_strs:
         answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
     return _json(answer)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(context: InContext) -> dict[str, Any]:
+    """What lm-eval asks to work with the server's tokenizer instead of one of its own."""
+    limits = context.limits
+    lengths = {"vocab_size": limits.vocab_size, "model_max_length": limits.max_model_len}
+    return {"tokenizer_class": "TextTokenizer", "eos_token": None, **lengths, **context.tokenizer.description}
 
 
 @router.post("/detokenize")

@@ -223,3 +223,9 @@ def test_null_means_absent_and_no_ops_are_not_told(http: httpx.Client) -> None:
     response = http.post(PATH, json=fields)
     assert response.json()["choices"][0]["text"] == "hi"
     assert "x-quire-ignored-fields" not in response.headers
+
+
+def test_the_tokenizer_is_described_as_lm_eval_asks(http: httpx.Client) -> None:
+    info = http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["vocab_size"], info["model_max_length"]) == (None, 258, 512)
+    assert "messages" in info["chat_template"]
