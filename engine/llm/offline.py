@@ -26,7 +26,7 @@ from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams, checked
 from server.app_config import AppConfig
 from server.model_source import find_model
-from server.protocol.chat import Conversation
+from server.protocol.conversation import Conversation
 from server.protocol.limits import Limits
 from server.startup import StartupStory
 from server.tokenizer import load_tokenizer
