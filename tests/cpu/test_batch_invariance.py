@@ -14,6 +14,7 @@ from test_attention import empty_pools, make_batch, make_tables
 
 from engine.core.config import EngineConfig
 from engine.core.scheduler import Scheduler
+from engine.core.stats import PreemptionKind
 from engine.runtime.attention.base import AttentionSpec, CausalLM
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.models.load import load_model
@@ -99,7 +100,7 @@ def model() -> CausalLM:
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=["", "int8"])
-def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(
+def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(
     model: CausalLM, kv_dtype: torch.dtype
 ) -> None:
     tokenizer = load_tokenizer(str(Path(find_model(None).path)))
@@ -123,10 +124,13 @@ def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_and_on_a_hit(
         "busy": settings(max_num_seqs=12),
         "chunked": settings(max_num_batched_tokens=16),
         "preempting": settings(num_blocks=16, max_num_seqs=12),
+        "swapping": settings(num_blocks=16, max_num_seqs=12, num_host_blocks=60),
         "uncached": settings(enable_prefix_caching=False),
     }
     for depth, (name, config) in enumerate(regimes.items()):
         scheduler, runner = Scheduler(config), make_runner(model, config, kv_dtype=kv_dtype)
         served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler, runner=runner)
         assert served.ids == alone, name
-        assert (scheduler.stats.preemptions > 0) == (name == "preempting")
+        preempted = scheduler.stats.preempted
+        assert (preempted[PreemptionKind.RECOMPUTE] > 0) == (name == "preempting")
+        assert (preempted[PreemptionKind.SWAP] > 0) == (name == "swapping")

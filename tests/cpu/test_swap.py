@@ -1,0 +1,200 @@
+"""K/V that goes to host memory and comes back: the same bits, in every layout, and so the same answers."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import build
+from engine.build import build_engine
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError
+from engine.core.plan import StepPlan
+from engine.core.scheduler import Scheduler
+from engine.core.stats import PreemptionKind, SwapDirection
+from engine.core.swap_costs import SwapCosts
+from engine.core.types import Progress
+from engine.runtime import swap
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.attention.table import load_backend
+from engine.runtime.cuda.swap import gather, runs, scatter
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.swap import MainMemoryPool, count_host_blocks
+from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, solo_greedy
+from tests.cpu.test_engine_faults import answers
+from tests.cpu.test_models_families import CASES, save_tiny
+
+SPECS = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
+NUM_BLOCKS = 7
+OUT, BACK = [(6, 0), (2, 3), (0, 1)], [(1, 2), (0, 5)]  # pool to host, host to pool: 0 comes to 2, 6 to 5
+
+
+def filled(backend: str, dtype: torch.dtype) -> KVCache:
+    """A pool of which every byte is drawn."""
+    pool = KVCache(SPECS, load_backend(backend, CPU), num_blocks=NUM_BLOCKS, block_size=4, dtype=dtype, device=CPU)
+    for tensor in (*pool._keys, *pool._values):
+        tensor.copy_(torch.randint(-100, 100, tensor.shape))
+    return pool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch", "reference"])
+def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None:
+    cache = filled(backend, dtype)
+    assert sum(view.nbytes for view in cache.blocks) == sum(each.nbytes for each in (*cache._keys, *cache._values))
+    before = [view.clone() for view in cache.blocks]
+    host = MainMemoryPool(cache.blocks, 4)
+    host.begin(StepPlan(0, [], [], 0, 0, swap_out=OUT))
+    for view in cache.blocks:
+        view[[0, 6]] = 0  # whoever has them now writes to them
+    host.bring_in(StepPlan(1, [], [], 0, 0, swap_in=BACK))
+    for view, old in zip(cache.blocks, before, strict=True):
+        old[2], old[5] = old[0].clone(), old[6].clone()
+        old[[0, 6]] = 0
+        assert torch.equal(view, old)
+
+
+def test_a_block_that_the_pool_calls_so_is_one_to_attention_too() -> None:
+    for backend in ("auto", "cpu", "torch", "reference"):
+        cache, same = filled(backend, torch.float32), filled(backend, torch.float32)
+        for tensor, other in zip((*same._keys, *same._values), (*cache._keys, *cache._values), strict=True):
+            tensor.copy_(other)
+        cache.copy_blocks([(5, 1)])
+        for view in same.blocks:
+            view[1] = view[5]
+        assert all(torch.equal(*views) for views in zip(cache.blocks, same.blocks, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_what_is_gathered_for_the_journey_is_scattered_after_it(backend: str) -> None:
+    """The CUDA pool's way, but for streams and pinned memory."""
+    pool = filled(backend, torch.bfloat16).blocks
+    rows = torch.zeros(5, sum(view[0].numel() for view in pool), dtype=torch.bfloat16)
+    gather(pool, torch.tensor([6, 2]), rows[:2])
+    before = [view.clone() for view in pool]
+    scatter(pool, torch.tensor([1, 6]), rows[:2])
+    for view, old in zip(pool, before, strict=True):
+        assert torch.equal(view[[1, 6]], old[[6, 2]])
+        assert torch.equal(view[[0, 2, 3, 4, 5]], old[[0, 2, 3, 4, 5]])
+
+
+def test_adjacent_blocks_are_one_copy() -> None:
+    assert list(runs([4, 5, 6, 2, 9, 10])) == [(4, 0, 3), (2, 3, 1), (9, 4, 2)]
+    assert list(runs([])) == []
+
+
+MODEL = TinyModel()
+_random = random.Random(7)
+PROMPTS = [[_random.randrange(MODEL.vocab_size) for _ in range(length)] for length in (3, 17, 30, 9, 22, 12)]
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["", "caching"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch", "reference"])
+def test_preempted_by_swap_says_the_same(backend: str, depth: int, caching: bool) -> None:
+    config = settings(num_blocks=18, num_host_blocks=60, enable_prefix_caching=caching)
+    scheduler, runner = Scheduler(config), make_runner(MODEL, config, backend)
+    requests = [request(f"r{i}", prompt, max_tokens=16) for i, prompt in enumerate(PROMPTS)]
+    served = serve(MODEL, config, requests, depth=depth, apart=1, scheduler=scheduler, runner=runner)
+    for i, prompt in enumerate(PROMPTS):
+        assert served.ids[f"r{i}", 0] == solo_greedy(MODEL, prompt, 16)
+    assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0
+    assert scheduler.stats.swapped_blocks[SwapDirection.IN] > 0
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=["", "int8"])
+def test_forks_and_penalties_survive_a_swap(kv_dtype: torch.dtype) -> None:
+    asked = [
+        request(f"r{i}", prompt, max_tokens=14, temperature=0.9 * (i % 2), n=1 + i % 3, frequency_penalty=0.5 * (i > 2))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    alone: dict[tuple[str, int], list[int]] = {}
+    for one in asked:
+        alone |= serve(MODEL, settings(), [one], runner=make_runner(MODEL, settings(), kv_dtype=kv_dtype)).ids
+    config = settings(num_blocks=20, num_host_blocks=60)
+    for depth in (0, 1):
+        scheduler, runner = Scheduler(config), make_runner(MODEL, config, kv_dtype=kv_dtype)
+        served = serve(MODEL, config, asked, depth=depth, apart=2, scheduler=scheduler, runner=runner)
+        assert served.ids == alone
+        assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0
+
+
+# -- the setting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> partial[EngineConfig]:
+    save_tiny(CASES["qwen3"], tmp_path)
+    return partial(
+        EngineConfig,
+        model=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        block_size=4,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        kv_cache_memory_bytes=1 << 17,
+        max_model_len=64,
+    )
+
+
+def test_an_engine_with_swap_space_says_what_one_without_says(
+    tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "measure_costs", lambda *_: SwapCosts(0.0, 0.0, 1.0))
+    told: list[Progress] = []
+    without, with_swap = build_engine(tiny(), told.append), build_engine(tiny(swap_space=0.001), told.append)
+    assert without.config.num_host_blocks == 0 < with_swap.config.num_host_blocks
+    assert answers(with_swap) == answers(without)
+    assert with_swap.stats.preempted[PreemptionKind.SWAP] > 0
+    assert with_swap.stats.host_blocks_held == 0
+    (line,) = [progress.detail for progress in told if progress.stage == "swap_space"]
+    assert line.startswith(
+        f"{with_swap.config.num_host_blocks} blocks, for sequences from 1 tokens: a block of 4 tokens"
+    )
+
+
+def test_where_copying_takes_longer_than_computing_nothing_is_swapped(
+    tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "measure_costs", lambda *_: SwapCosts(0.0, 1.0, 0.1))
+    told: list[Progress] = []
+    engine = build_engine(tiny(swap_space=0.001), told.append)
+    assert engine.config.num_host_blocks == 0
+    assert any("none: a block of 4 tokens takes 1e+03 ms out and back, and 400 ms" in each.detail for each in told)
+
+
+def test_what_is_measured_is_there(tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    costs: list[SwapCosts] = []
+
+    def measure(*args: object) -> SwapCosts:
+        costs.append(swap.measure_costs(*args))  # type: ignore[arg-type]
+        return costs[0]
+
+    monkeypatch.setattr(build, "measure_costs", measure)
+    build_engine(tiny(swap_space=0.001), lambda _: None)
+    ((trip_s, block_s, token_s),) = costs
+    assert token_s > 0 < trip_s + block_s
+    assert min(trip_s, block_s) >= 0
+
+
+def test_more_than_main_memory_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "available_memory", lambda: 5 << 30)
+    assert count_host_blocks(3.0, 1 << 20, 2 << 30) == 3 << 10
+    with pytest.raises(
+        ConfigError, match=r"--swap-space is 4 GiB, .* has 3\.0 left beside the KV pool's 2\.0; .* most 3"
+    ):
+        count_host_blocks(4.0, 1 << 20, 2 << 30)
+    with pytest.raises(ConfigError, match=r"less than one block of K/V \(1\.00 MiB\); raise it, or set it to 0"):
+        count_host_blocks(0.0001, 1 << 20, 0)
+
+
+@pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])
+def test_a_size_that_is_none_is_refused(size: float) -> None:
+    with pytest.raises(ConfigError, match=r"--swap-space is .*; it must be a number of GiB, 0 for none"):
+        EngineConfig(model="m", swap_space=size)
