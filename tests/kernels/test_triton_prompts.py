@@ -17,7 +17,7 @@ from engine.runtime.cuda.store import view_pool
 from tests.kernels.test_triton_attention import CAPABILITY, DEVICE, GRID, HEAD_DIMS, VARIANTS, Case, make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities that are meant
-UNCUT, FINE = Cut(1, 1 << 20, 1 << 20), Cut(64, 32, 64)
+UNCUT, FINE, FINEST = Cut(1, 1 << 20, 1 << 20), Cut(64, 32, 64), Cut(1024, 16, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,15 @@ def test_cut_prompts(dim: int, group: int, block_size: int, variant: dict, dtype
 
 
 def test_a_window_that_ends_inside_a_tile_leaves_parts_that_rows_do_not_see() -> None:
-    """Tile of 32 rows, window of 8: the first part is behind what its last rows see."""
-    case = Case(make_spec(64, 1, window=8, has_sinks=True), [(60, 80)], 16, torch.float32, seed=3)
-    assert attend(case, PromptTile(64, 16, 4, 1), Cut(64, 16, 16)) > 4
+    """To the last row, more parts in front are empty than are merged at once."""
+    spec = AttentionSpec(1, 1, 64, 0.125, window=8, sinks=torch.ones(1, device=DEVICE))
+    case = Case(spec, [(60, 300)], 16, torch.float32, seed=3)
+    assert attend(case, PromptTile(512, 16, 4, 1), FINEST) == 20
 
 
 def test_more_parts_than_are_merged_at_once() -> None:
     case = Case(make_spec(64, 2), [(400, 3)], 16, torch.float32, seed=4)
-    assert attend(case, PromptTile(16, 16, 4, 1), Cut(64, 16, 16)) > 16
+    assert attend(case, PromptTile(16, 16, 4, 1), FINEST) > 16
 
 
 def sampled() -> Iterator[object]:
