@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from engine.core.errors import InvalidRequestError, OverloadedError
 from engine.core.grammar import Grammar
 from server.errors import shorten
-from server.structured.spec import GrammarSpec
+from server.structured.spec import GrammarSpec, Kind
 from server.structured.trials import MAX_TRIAL_S, GrammarError, Trials
 from server.text import Tokenizer
 
@@ -41,6 +41,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._observe = observe
+        # llguidance takes forced text that spells a special token for that token, and then finds that it does not fit.
+        self._special = [name for name in tokenizer.special_tokens if len(name) > 1]
         self._kept: OrderedDict[GrammarSpec, asyncio.Future[Grammar]] = OrderedDict()
         self._num_waiting = 0
         self._pool = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="quire-grammar")
@@ -54,6 +56,13 @@ class GrammarCompiler:
         if len(spec.text) > MAX_TEXT:
             raise InvalidRequestError(
                 f"{param} has {len(spec.text)} characters; a grammar may have at most {MAX_TEXT}.", param=param
+            )
+        named = None if spec.kind is Kind.GRAMMAR else next(filter(spec.text.__contains__, self._special), None)
+        if named is not None:
+            raise InvalidRequestError(
+                f"{param} has the text {named!r}, which is a special token of this model; a constrained answer cannot "
+                "spell it. A Lark grammar can call for the token itself.",
+                param=param,
             )
         future = self._kept.get(spec)
         if future is None:
@@ -101,7 +110,7 @@ class GrammarCompiler:
         try:
             trials = getattr(self._local, "trials", None)
             if trials is None:
-                trials = self._local.trials = Trials()
+                trials = self._local.trials = Trials(self._special)
                 self._trials.append(trials)
             grammar = trials.run(spec)
             from server.structured.guidance import GuidanceGrammar

@@ -21,12 +21,18 @@ NUM_BYTES = 256
 
 
 class _Bytes:
-    """A tokenizer of one token a byte: what is wrong with a grammar is wrong whatever the vocabulary."""
+    """A tokenizer of one token a byte: what is wrong with a grammar is wrong whatever the vocabulary.
+
+    The model's special tokens are in it too, for a grammar may call for them by name.
+    """
 
     eos_token_id = NUM_BYTES
     bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(NUM_BYTES)), b"<end>")
-    special_token_ids = (NUM_BYTES,)
+
+    def __init__(self, special_tokens: list[str]) -> None:
+        special = [b"<end>", *(name.encode() for name in special_tokens)]
+        self.tokens = [*(bytes([byte]) for byte in range(NUM_BYTES)), *special]
+        self.special_token_ids = range(NUM_BYTES, len(self.tokens))
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -64,8 +70,10 @@ def attempt(task: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer until the other end is gone."""
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[NUM_BYTES])
+    """Answer until the other end is gone. The first line names the model's special tokens."""
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(json.loads(sys.stdin.readline()))), eos_token=[NUM_BYTES])
+    sys.stdout.write("{}\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(attempt(json.loads(line), tokenizer)) + "\n")
         sys.stdout.flush()

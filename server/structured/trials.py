@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class GrammarError(InvalidRequestError):
 class Trials:
     """A process that grammars are tried in."""
 
-    def __init__(self) -> None:
+    def __init__(self, special_tokens: Sequence[str] = ()) -> None:
+        """`special_tokens` are the model's, which a grammar may call for by name."""
+        self._special_tokens = list(special_tokens)
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, spec: GrammarSpec) -> str:
@@ -44,7 +47,7 @@ class Trials:
         if self._process is None or self._process.poll() is not None:
             self._start()
         task = {**spec._asdict(), "kind": spec.kind.value}
-        answer = self._ask(json.dumps(task).encode() + b"\n", MAX_TRIAL_S)
+        answer = self._ask(task, MAX_TRIAL_S)
         if "error" in answer:
             raise GrammarError(
                 clean(answer["error"], is_in_lark=spec.kind is Kind.GRAMMAR) + _where(spec, answer["error"])
@@ -69,9 +72,9 @@ class Trials:
             env=environment,
             start_new_session=True,  # a Ctrl-C is for the daemon, which may still be draining
         )
-        self._ask(json.dumps({"kind": "regex", "text": "a"}).encode() + b"\n", _MAX_START_S)
+        self._ask(self._special_tokens, _MAX_START_S)
 
-    def _ask(self, line: bytes, limit_s: float) -> dict[str, Any]:
+    def _ask(self, document: Any, limit_s: float) -> dict[str, Any]:
         """One line there and one back. A process that does not answer in time is ended."""
         process = self._process
         assert process is not None
@@ -79,7 +82,7 @@ class Trials:
         assert process.stdout is not None
         answer, give_up_s = b"", time.monotonic() + limit_s
         try:
-            process.stdin.write(line)
+            process.stdin.write(json.dumps(document).encode() + b"\n")
             process.stdin.flush()
             while not answer.endswith(b"\n"):
                 rest_s = max(give_up_s - time.monotonic(), 0)

@@ -1,0 +1,142 @@
+"""Structured outputs on the real model: whatever is drawn, an answer that has finished is valid."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from engine.core.config import EngineConfig
+from engine.core.errors import InvalidRequestError
+from engine.core.grammar import Grammar
+from engine.core.types import FinishReason, Request
+from engine.runtime.attention.base import CausalLM
+from engine.runtime.models.load import load_model
+from server.model_source import find_model
+from server.structured.compiler import GrammarCompiler
+from server.structured.spec import GrammarSpec, Kind
+from server.tokenizer import TextTokenizer, load_tokenizer
+from tests.cpu.model_driver import request, serve, settings
+
+NUM_SEEDS = 50
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "ok": {"type": "boolean"},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "color": {"enum": ["red", "green", "bleu clair é"]},
+    },
+    "required": ["ok", "n", "color"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-Z][a-z]{2,8} \d{1,4}"
+CHOICES = ["yes", "no", "perhaps", "no way"]
+LARK = 'start: n ("+" n){0,3}\nn: /[0-9]{1,3}/ | "(" n "-" n ")"'
+SPECS = {
+    "json": GrammarSpec.of_json_schema(SCHEMA, whitespace=" ?"),
+    "regex": GrammarSpec(Kind.REGEX, REGEX),
+    "choice": GrammarSpec.of_choice(CHOICES),
+    "grammar": GrammarSpec.of_lark(LARK),
+}
+
+
+def check(kind: str, text: str) -> None:
+    """Raise if a text is not what was asked for, by another library's judgement or a simple one."""
+    if kind == "json":
+        jsonschema.validate(json.loads(text), SCHEMA)
+    elif kind == "regex":
+        assert re.fullmatch(REGEX, text)
+    elif kind == "choice":
+        assert text in CHOICES
+    else:
+        inner = re.compile(r"\((\d{1,3})-(\d{1,3})\)")
+        while inner.search(text):
+            text = inner.sub("1", text)
+        assert re.fullmatch(r"\d{1,3}(\+\d{1,3}){0,3}", text)
+
+
+class Real:
+    """The model in its own four bits, and the four grammars."""
+
+    def __init__(self) -> None:
+        path = find_model(None).path
+        self.tokenizer: TextTokenizer = load_tokenizer(path)
+        config = EngineConfig(model=path)
+        self.model: CausalLM = load_model(config, torch.device("cpu"), torch.bfloat16, lambda progress: None)
+        self.prompt = self.tokenizer.encode("Answer as you were asked.\nAnswer: ", add_special_tokens=False)
+        self.grammars = asyncio.run(self._compile())
+
+    async def _compile(self) -> dict[str, Grammar]:
+        compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size, lambda seconds: None)
+        try:
+            return {kind: await compiler.compile(spec, "response_format") for kind, spec in SPECS.items()}
+        finally:
+            compiler.close()
+
+    def ask(self, kind: str, seed: int, **sampling: Any) -> Request:
+        wanted = {
+            "max_tokens": 40,
+            "temperature": 1.0,
+            "seed": seed,
+            "grammar": self.grammars[kind],
+            "eos_token_ids": self.tokenizer.eos_token_ids,
+        }
+        return request(f"{kind} {seed}", self.prompt, **(wanted | sampling))
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def real() -> Real:
+    return Real()
+
+
+def test_every_finished_answer_is_valid(real: Real) -> None:
+    requests = [real.ask(kind, seed) for seed in range(NUM_SEEDS) for kind in SPECS]
+    served = serve(real.model, settings(max_num_seqs=64, num_blocks=1000), requests)
+    num_valid = dict.fromkeys(SPECS, 0)
+    for (request_id, _), events in served.events.items():
+        kind = request_id.split()[0]
+        if events[-1].finish_reason is FinishReason.STOP:
+            check(kind, real.text(served.ids[request_id, 0]))
+            num_valid[kind] += 1
+        else:
+            assert events[-1].finish_reason is FinishReason.LENGTH
+    assert all(num > 0.8 * NUM_SEEDS for num in num_valid.values()), num_valid
+    assert len({tuple(ids) for ids in served.ids.values()}) > NUM_SEEDS  # and they are not all the same
+
+
+def test_overlap_preemption_and_choices_change_nothing(real: Real) -> None:
+    requests = [real.ask(kind, 7, n=2) for kind in SPECS]
+    roomy = serve(real.model, settings(), requests).ids
+    tight = settings(num_blocks=24, max_num_batched_tokens=24)
+    assert serve(real.model, tight, requests, depth=1, apart=2).ids == roomy
+    for (request_id, _), ids in roomy.items():
+        check(request_id.split()[0], real.text(ids))
+
+
+def test_a_special_token_cannot_be_spelled(real: Real) -> None:
+    """Text that calls for one must not end the model's turn: it is refused, or where that is not seen, fails alone."""
+    with pytest.raises(InvalidRequestError, match="special token"):
+        asyncio.run(compile_one(real, GrammarSpec.of_choice(["<|im_end|>"])))
+    hidden = asyncio.run(compile_one(real, GrammarSpec(Kind.REGEX, r"<\|im_end\|>")))
+    called_for = asyncio.run(compile_one(real, GrammarSpec.of_lark('start: "a" <|im_start|> "b"')))
+    requests = [real.ask("choice", 0, grammar=hidden), real.ask("json", 0), real.ask("choice", 1, grammar=called_for)]
+    served = serve(real.model, settings(), requests)
+    assert served.events["choice 0", 0][-1].finish_reason is FinishReason.ERROR
+    check("json", real.text(served.ids["json 0", 0]))
+    assert real.tokenizer.decode(served.ids["choice 1", 0], skip_special_tokens=False) == "a<|im_start|>b"
+
+
+async def compile_one(real: Real, spec: GrammarSpec) -> Grammar:
+    compiler = GrammarCompiler(real.tokenizer, real.model.vocab_size, lambda seconds: None)
+    try:
+        return await compiler.compile(spec, "structured_outputs")
+    finally:
+        compiler.close()
