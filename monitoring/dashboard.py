@@ -212,10 +212,11 @@ ROWS = (
             ),
             Panel(
                 "Preemptions",
-                "Sequences a second pushed out because the pool was exhausted; their work is computed again.",
+                "Sequences a second pushed out because the pool was exhausted; swapped to host memory, or computed again.",
                 "timeseries",
                 "ops",
-                (("preemptions", f"sum({rate('quire_preemptions_total')})"),),
+                (("{{kind}}", f"sum by (kind) ({rate('quire_preemptions_total')})"),),
+                stacked=True,
             ),
         ),
     ),

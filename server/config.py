@@ -152,7 +152,9 @@ class DeviceSettings(BaseModel):
         "number format of the KV pool; auto is the model's, int8, and on CUDA fp8, hold nearly twice the tokens",
     )
     block_size: int = _setting(_ENGINE.block_size, "TOKENS", "tokens a KV block holds, a power of two")
-    swap_space: float = _setting(_ENGINE.swap_space, "GIB", "host memory for the K/V of preempted sequences; 0 computes them anew")
+    swap_space: float = _setting(
+        _ENGINE.swap_space, "GIB", "host memory for the K/V of preempted sequences; 0 computes them anew"
+    )
 
 
 class SchedulingSettings(BaseModel):

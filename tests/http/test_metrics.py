@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
-from engine.core.stats import Histogram, Stats
+from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
 from server.metrics import MAX_IGNORED_FIELDS, METRICS, VLLM_METRICS, Metrics
@@ -97,7 +97,6 @@ SHOWN = {
     "quire_generation_tokens_total": "generation_tokens",
     "quire_prefix_cache_queried_tokens_total": "prefix_queried_tokens",
     "quire_prefix_cache_hit_tokens_total": "prefix_hit_tokens",
-    "quire_preemptions_total": "preemptions",
     "quire_integrity_failures_total": "integrity_failures",
     "quire_out_of_memory_steps_total": "out_of_memory_steps",
     "quire_requests_rejected_total": "rejected",
@@ -114,7 +113,9 @@ SHOWN = {
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
 }
-ELSEWHERE = {"blocks_free", "blocks_cached", "blocks_held", "finished", "failed", "aborted", "last_step_s"}
+LABELLED = {"finished", "failed", "aborted", "preempted", "swapped_blocks"}
+BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_held"}
+ELSEWHERE = LABELLED | BLOCKS | {"last_step_s"}
 
 
 def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
@@ -173,6 +174,19 @@ def test_preempted_requests_wait_in_vllms_eyes() -> None:
     assert value(families["quire_num_requests_waiting"]) == 3
     assert value(families["quire_num_requests_preempted"]) == 2
     assert value(families["vllm:num_requests_waiting"]) == 5
+
+
+def test_preemptions_and_what_was_moved_for_them() -> None:
+    engine = started_engine()
+    stats = engine.stats
+    stats.preempted[PreemptionKind.SWAP], stats.preempted[PreemptionKind.RECOMPUTE] = 3, 2
+    stats.swapped_blocks[SwapDirection.OUT], stats.swapped_blocks[SwapDirection.IN] = 9, 7
+    stats.host_blocks_free, stats.host_blocks_held = 30, 2
+    families = scrape(Metrics(engine, "tiny", compat_vllm=True))
+    assert [value(families["quire_preemptions"], kind=kind) for kind in ("swap", "recompute")] == [3, 2]
+    assert [value(families["quire_swapped_blocks"], direction=way) for way in ("out", "in")] == [9, 7]
+    assert [value(families["quire_swap_blocks"], state=state) for state in ("free", "held")] == [30, 2]
+    assert value(families["vllm:num_preemptions"]) == 5
 
 
 def test_health_is_told() -> None:
