@@ -61,6 +61,9 @@ LEVERS = (
     Lever("--block-size", ("4", "16", "64"), 16, 32, MEDIUM, MEDIUM),
     Lever("--enable-prefix-caching", ("off", "on"), 4, 16, SHORT, Length(16, 16), prefix_len=400),
     Lever("--scheduling-policy", ("fcfs", "sjf"), 16, 48, SHORT, Length(4, 128), shared="--max-num-seqs 4"),
+    Lever(
+        "--swap-space", ("0", "1"), 16, 32, Length(128, 256), Length(128, 256), shared="--kv-cache-memory-bytes 48MiB"
+    ),
     Lever("--async-scheduling", ("off", "on"), 16, 32, MEDIUM, MEDIUM),
     Lever("--dtype", ("float32", "bfloat16"), 16, 32, MEDIUM, MEDIUM),
     Lever("--quantization", ("none", "gguf", "int8"), 16, 32, MEDIUM, MEDIUM),

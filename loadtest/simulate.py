@@ -21,6 +21,7 @@ from engine.core.page_table import blocks_for
 from engine.core.plan import StepPlan
 from engine.core.policies import POLICIES
 from engine.core.scheduler import Scheduler
+from engine.core.stats import PreemptionKind
 from engine.core.types import Request, SamplingParams
 
 COST = CostModel(step_s=1.0, token_s=0.0)  # the clock counts steps
@@ -51,7 +52,8 @@ class Trace:
     finished: dict[str, float] = field(default_factory=dict)
     most_blocks: dict[int, int] = field(default_factory=dict)  # by sequence: its longest page table
     prefix_blocks: set[int] = field(default_factory=set)  # physical blocks that the example's prefix ever mapped to
-    preemptions: int = 0
+    preempted: dict[PreemptionKind, int] = field(default_factory=dict)
+    swapped_blocks: int = 0  # out and in
     hit_tokens: int = 0
 
     @property
@@ -63,6 +65,11 @@ class Trace:
     def peak(self) -> int:
         """Most blocks held at once."""
         return max(sample.held for sample in self.samples)
+
+    @property
+    def preemptions(self) -> int:
+        """Of both kinds."""
+        return sum(self.preempted.values())
 
     def note(self, plan: StepPlan) -> None:
         """Remember the page tables of a plan; its lists grow on, so lengths are taken now."""
@@ -102,7 +109,8 @@ def simulate(config: SchedulerConfig, requests: Sequence[Request]) -> Trace:
             )
         )
     scheduler.check_integrity()
-    trace.preemptions, trace.hit_tokens = stats.preemptions, stats.prefix_hit_tokens
+    trace.preempted, trace.swapped_blocks = stats.preempted, sum(stats.swapped_blocks.values())
+    trace.hit_tokens = stats.prefix_hit_tokens
     return trace
 
 
@@ -205,6 +213,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=tuple(POLICIES), default="fcfs", help="default %(default)s")
     parser.add_argument("--num-blocks", type=int, default=64, help="size of the pool; default %(default)s")
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block; default %(default)s")
+    parser.add_argument(
+        "--num-host-blocks", type=int, default=0, help="swap space for preempted sequences; default %(default)s"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="default %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw blocks in use over time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's sample and the figures")
@@ -226,6 +237,7 @@ def run(options: argparse.Namespace) -> int:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=max(2048, options.max_num_seqs),
         policy=options.policy,
+        num_host_blocks=options.num_host_blocks,
     )
     requests = batch(lengths, arrivals, options.prompt_len)
     trace = simulate(config, requests)
@@ -243,6 +255,7 @@ def run(options: argparse.Namespace) -> int:
             "blocks_by_sequence": trace.blocks,
             "peak_blocks": trace.peak,
             "preemptions": trace.preemptions,
+            "swapped_blocks": trace.swapped_blocks,
             "samples": [sample._asdict() for sample in trace.samples],
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -273,6 +286,11 @@ def show(
     print(f"  paged, sum of each one's own    {sum(each):>6} blocks   measured: {' + '.join(map(str, each))}")
     print(f"  paged, most held at one time    {trace.peak:>6} blocks   measured: not all are long at the same time")
     print(f"  preemptions                     {trace.preemptions:>6}")
+    if config.num_host_blocks:
+        num_swaps = trace.preempted[PreemptionKind.SWAP]
+        print(
+            f"  of these, swapped to the host   {num_swaps:>6}          {trace.swapped_blocks} blocks copied, both ways"
+        )
     print("time")
     print(
         f"  efficiency of the static batch  {static.efficiency:>6.1%}          {static.useful} of {static.slots} slots"
