@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from engine.core.types import Progress
 from engine.runtime import swap
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
+from engine.runtime.cuda import swap as cuda_swap
 from engine.runtime.cuda.swap import gather, runs, scatter
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.swap import MainMemoryPool, count_host_blocks
@@ -80,6 +82,47 @@ def test_what_is_gathered_for_the_journey_is_scattered_after_it(backend: str) ->
     for view, old in zip(pool, before, strict=True):
         assert torch.equal(view[[1, 6]], old[[6, 2]])
         assert torch.equal(view[[0, 2, 3, 4, 5]], old[[0, 2, 3, 4, 5]])
+
+
+class AtOnce:
+    """A stream, and an event: all that is asked of it is done when it is asked for."""
+
+    def __init__(self, *_: object) -> None: ...
+    def record(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: AtOnce) -> None:
+        assert isinstance(event, AtOnce)
+
+    def record_event(self) -> AtOnce:
+        return AtOnce()
+
+
+@pytest.mark.parametrize("num_staged", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_the_cuda_pool_moves_what_it_is_told(
+    backend: str, dtype: torch.dtype, num_staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it but the overlap, which takes a card (tests/gpu)."""
+    cache = filled(backend, dtype)
+    monkeypatch.setattr(cuda_swap, "STAGING_BYTES", num_staged * sum(view[0].nbytes for view in cache.blocks))
+    monkeypatch.setattr(cuda_swap, "_pin", lambda rows: None)
+    monkeypatch.setattr(cuda_swap.PinnedPool, "_to_device", lambda self, blocks: torch.tensor(blocks))
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, AtOnce)
+    monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    before = [view.clone() for view in cache.blocks]
+    host = cuda_swap.PinnedPool(cache.blocks, NUM_BLOCKS, CPU)
+    order = [5, 6, 0, 1, 2, 4, 3]
+    host.begin(StepPlan(0, [], [], 0, 0, swap_out=[(block, 6 - block) for block in order]))
+    for view in cache.blocks:
+        view[:] = 0
+    for pairs in ([(6 - block, block) for block in order[:4]], [(6 - block, block) for block in order[4:]]):
+        host.begin(plan := StepPlan(1, [], [], 0, 0, swap_in=pairs))
+        host.bring_in(plan)
+    assert all(torch.equal(view, old) for view, old in zip(cache.blocks, before, strict=True))
 
 
 def test_adjacent_blocks_are_one_copy() -> None:
