@@ -17,7 +17,8 @@ export class ApiError extends Error {
 async function send(path, options) {
   const headers = { ...options.headers };
   if (savedKey()) {
-    headers.authorization = `Bearer ${savedKey()}`;
+    const bytes = new TextEncoder().encode(savedKey()); // headers hold bytes; a key may hold any character
+    headers.authorization = `Bearer ${String.fromCharCode(...bytes)}`;
   }
   const response = await fetch(path, { ...options, headers });
   if (!response.ok) {

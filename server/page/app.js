@@ -25,7 +25,7 @@ function askForKey(wasWrong) {
   error.hidden = !wasWrong;
   error.textContent = "The server does not know this key; check it and try again.";
   byId("key-button").hidden = false;
-  setStatus("error", "no key");
+  setStatus("error", wasWrong ? "wrong key" : "no key");
   if (!dialog.open) {
     dialog.showModal();
   }

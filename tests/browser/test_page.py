@@ -122,10 +122,10 @@ def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> No
 
 
 def test_a_wrong_key_is_told_and_a_right_one_kept_in_the_tab(serve: Serve, open_page: Open) -> None:
-    page = open_page(serve(api_keys=("right",)))
+    page = open_page(serve(api_keys=("rïght→",)))
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
-    for key, error in (("wrong", "The server does not know this key"), ("right", None)):
+    for key, error in (("wrong", "The server does not know this key"), ("rïght→", None)):
         page.get_by_label("API key", exact=True).fill(key)
         page.get_by_role("button", name="Use this key").click()
         if error:
@@ -138,12 +138,12 @@ def test_a_wrong_key_is_told_and_a_right_one_kept_in_the_tab(serve: Serve, open_
     card(page).get_by_role("button", name="curl").click()
     command = card(page).locator(".command").inner_text()
     assert "$QUIRE_API_KEY" in command
-    assert "right" not in command
+    assert "rïght→" not in command
     page.reload()
     expect(page.locator("#model-name")).to_have_text("parrot")
     expect(dialog).to_be_hidden()
     stored = page.evaluate("[JSON.stringify({...sessionStorage}), JSON.stringify({...localStorage})]")
-    assert ["right" in each for each in stored] == [True, False]
+    assert ["rïght→" in each for each in stored] == [True, False]
 
 
 def test_a_refusal_is_shown_where_the_answer_would_be(serve: Serve, open_page: Open) -> None:
