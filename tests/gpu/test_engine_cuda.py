@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,15 @@ def build(folder: Path, device: str, **changes: object) -> Engine:
 
 
 def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
-    """Greedy and seeded requests, some of two choices, all at once."""
+    """Greedy and seeded requests, some of two choices, some that edit their logits, all at once."""
     events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     engine.start(events.put)
     said: dict[tuple[str, int], list[int]] = {}
     open_choices = 0
     for i in range(8):
         params = SamplingParams(max_tokens=12, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
+        if i % 4 > 1:
+            params = replace(params, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((5, 1.5), (9, -100.0)))
         prompt = tuple((7 * i + j) % 128 for j in range(3 + 5 * i))
         engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
         open_choices += params.n

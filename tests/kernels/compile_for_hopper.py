@@ -11,6 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from engine.core.plan import Sample, SequenceSlice
+from engine.core.types import SamplingParams
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import SCALE_BYTES
 from engine.runtime.attention.triton_paged import TritonPagedAttention
@@ -20,6 +22,7 @@ from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.sampling import Penalties, sample
+from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
 
@@ -109,5 +112,8 @@ for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
     for is_drawing, is_ranking in ((False, False), (True, False), (True, True)):
         sample(logits, draws, None, is_drawing=is_drawing, is_ranking=is_ranking)
         sample(logits, draws, penalties, is_drawing=is_drawing, is_ranking=is_ranking)
+    add_to_tokens(logits, {(0, 3): 1.0})
+    counted = SequenceSlice(0, [1, 2, 2], 1, 2, 1, [0], (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
+    TokenCounts(2, vocab_size, logits.device).penalties([(0, counted)], num_rows, torch.zeros(2).long())
 
 print(*sorted(compiled))

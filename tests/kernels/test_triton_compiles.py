@@ -16,7 +16,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     expected = """
-        _act_mul_kernel _add_rms_norm _choose _copy_best _decode_kernel _find_candidates _find_peaks _merge_kernel
-        _prefill_kernel _quantise_rows _rotate_and_store _search_borders _store_kernel _tally
+        _act_mul_kernel _add_rms_norm _add_to_tokens _choose _copy_best _count_tokens _decode_kernel _find_candidates
+        _find_peaks _merge_kernel _prefill_kernel _quantise_rows _rotate_and_store _search_borders _store_kernel _tally
     """
     assert done.stdout.split() == expected.split()
