@@ -15,6 +15,7 @@ from engine.core.errors import ConfigError
 from server.app_config import AppConfig
 from server.reasoning import REASONING_TAGS, ReasoningSplitter, ReasoningTags, detect_reasoning
 from server.text import Tokenizer
+from server.thinking import TagIds
 from server.tools.dialects import DIALECTS, HERMES, detect_dialect
 from server.tools.parser import Dialect, ToolParser
 from server.tools.pieces import Content, Piece
@@ -64,6 +65,7 @@ class Dialogue:
     shows_tools: bool = False  # its template does; else they are described in the system message
     tags: ReasoningTags | None = None
     switches: frozenset[str] = frozenset()  # what its template can be told about reasoning
+    tag_ids: TagIds | None = None  # of the tags, if each is one token
     hidden_ids: frozenset[int] | None = None  # special tokens that are no mark, if any mark is one
 
     @classmethod
@@ -74,14 +76,16 @@ class Dialogue:
         variables = template.variables if template else frozenset[str]()
         shows_tools = "tools" in variables
         dialect = _choose_dialect(config.tool_call_parser, source, shows_tools=shows_tools)
-        tags = detect_reasoning(source) if config.reasoning_parser == "auto" else None
+        detected = detect_reasoning(source) if config.reasoning_parser == "auto" else None
+        tags = REASONING_TAGS.get(config.reasoning_parser, detected)
         dialogue = cls(
             dialect=dialect,
             calls_stay_text=config.tool_call_parser == "none",
             shows_tools=shows_tools,
-            tags=REASONING_TAGS.get(config.reasoning_parser, tags),
+            tags=tags,
+            tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
-            hidden_ids=_hidden_ids(tokenizer, dialect, REASONING_TAGS.get(config.reasoning_parser, tags)),
+            hidden_ids=_hidden_ids(tokenizer, dialect, tags),
         )
         if template:
             logger.info("%s", dialogue.describe())
@@ -103,10 +107,13 @@ class Dialogue:
         told: dict[str, Any] = dict.fromkeys(self.switches & set(_THINKING_SWITCHES), effort != "none")
         return told | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
 
-    def textual_tags(self, prompt: str) -> ReasoningTags | None:
-        """The tags that a grammar may let the model write behind a prompt, if there it may think at all."""
-        is_over = self.tags is not None and prompt.rstrip().endswith(self.tags.closing)
-        return None if is_over or self.hidden_ids is not None else self.tags
+    def knows_effort(self, effort: str) -> bool:
+        """True if telling the template of an effort is all there is to do."""
+        return _EFFORT_SWITCH in self.switches or (effort == "none" and bool(self.switches))
+
+    def has_thought(self, prompt: str) -> bool:
+        """True if the prompt ends with thoughts that are over: the template was told that there shall be none."""
+        return self.tags is not None and prompt.rstrip().endswith(self.tags.closing)
 
     def reader(
         self, dialect: Dialect | None, names: frozenset[str], *, begins_within: bool
@@ -134,6 +141,13 @@ def _choose_dialect(asked: str, source: str, *, shows_tools: bool) -> Dialect | 
             f"{HERMES.name}' way; leave it out, or give a template with --chat-template."
         )
     return HERMES
+
+
+def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
+    if tags is None:
+        return None
+    opening, closing = (tokenizer.encode(tag, add_special_tokens=False) for tag in (tags.opening, tags.closing))
+    return TagIds(opening[0], closing[0]) if len(opening) == len(closing) == 1 else None
 
 
 def _hidden_ids(tokenizer: Tokenizer, dialect: Dialect | None, tags: ReasoningTags | None) -> frozenset[int] | None:

@@ -39,7 +39,7 @@ class Grammar(Protocol):
         ...
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
-        """Write what each of some matchers, of this grammar or of others, allows next.
+        """Write what each of some matchers, of this grammar or of others of its class, allows next.
 
         Row i at `address` has `num_words` 32-bit words; token t is bit t % 32 of word t // 32, set where it is allowed.
         """

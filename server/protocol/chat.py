@@ -22,6 +22,7 @@ from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
 from server.structured.spec import GrammarSpec
+from server.thinking import EFFORT_BUDGETS, ThinkingGrammar
 from server.tools.forced import forced_dialect, forced_grammar
 from server.tools.parser import Dialect
 
@@ -31,7 +32,7 @@ class ChatBody(SamplingBody, Conversation):
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **UNSUPPORTED,
+        **{name: neutral for name, neutral in UNSUPPORTED.items() if name != "thinking_token_budget"},
         **dict.fromkeys(("audio", "functions", "moderation", "verbosity", "web_search_options"), ()),
         "echo": (False,),
         "function_call": ("none",),
@@ -46,6 +47,7 @@ class ChatBody(SamplingBody, Conversation):
     tool_choice: Choice = None
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Integer | None = Field(None, ge=0)
     include_reasoning: bool = True
 
     @model_validator(mode="after")
@@ -85,8 +87,8 @@ class ChatBody(SamplingBody, Conversation):
     def template_kwargs(self, limits: Limits) -> dict[str, Any]:
         """What else the template is told. Raises ApiError for an effort that makes no difference here."""
         dialogue, effort = limits.dialogue, self.reasoning_effort
-        if effort not in (None, "none") and not dialogue.switches:
-            raise unsupported("reasoning_effort", "this model's chat template cannot be told one; leave it out.")
+        if effort not in (None, "none") and not dialogue.switches and dialogue.tag_ids is None:
+            raise unsupported("reasoning_effort", "this model is not known to reason; leave it out.")
         return {**dialogue.template_kwargs(effort), **self.chat_template_kwargs}
 
     def message_rules(self, params: SamplingParams, limits: Limits, prompt: str) -> TextRules:
@@ -101,8 +103,8 @@ class ChatBody(SamplingBody, Conversation):
             return rules
         return replace(rules, skip_special_tokens=False, hidden_ids=dialogue.hidden_ids)
 
-    def message_grammar(self, limits: Limits, prompt: str) -> tuple[GrammarSpec, str] | None:
-        """What constrains the answer to a rendered prompt, and the field that asked for it."""
+    def message_grammar(self, limits: Limits) -> tuple[GrammarSpec, str] | None:
+        """What constrains the answer, calls that must be made included, and the field that asked for it."""
         asked, choice = self.grammar_spec(), self.wanted_calls
         if choice.mode in ("none", "auto"):
             return asked
@@ -115,10 +117,30 @@ class ChatBody(SamplingBody, Conversation):
             [(tool.name, tool.parameters) for tool in tools],
             self._forced_dialect(limits),
             max_calls=1 if choice.name or not self.parallel_tool_calls else None,
-            tags=limits.dialogue.textual_tags(prompt),
-            begins_within=self._begins_within(limits, prompt),
         )
         return GrammarSpec.of_lark(grammar), "tools"
+
+    def with_thoughts(self, params: SamplingParams, limits: Limits, prompt: str) -> SamplingParams:
+        """The parameters, with thoughts before what a grammar constrains, and as many of them as were asked for."""
+        dialogue = limits.dialogue
+        budget = self.thinking_token_budget
+        if budget is None and self.reasoning_effort is not None and not dialogue.knows_effort(self.reasoning_effort):
+            budget = EFFORT_BUDGETS.get(self.reasoning_effort)
+        tags = dialogue.tag_ids
+        if tags is None and self.thinking_token_budget is not None:
+            raise unsupported(
+                "thinking_token_budget", "this model's reasoning has no tags that are tokens; leave it out."
+            )
+        if tags is None or dialogue.has_thought(prompt) or (budget is None and params.grammar is None):
+            return params
+        grammar = ThinkingGrammar(
+            tags,
+            begins_within=self._begins_within(limits, prompt),
+            budget=budget,
+            inner=params.grammar,
+            end_ids=limits.tokenizer.eos_token_ids,
+        )
+        return replace(params, grammar=grammar)
 
     def _begins_within(self, limits: Limits, prompt: str) -> bool:
         """True if the answer begins with thoughts."""

@@ -25,7 +25,8 @@ async def create_chat_completion(
     [ids] = await context.encode([text], "messages", add_special_tokens=body.add_special_tokens)
     prompt = body.truncate(ids, context.limits)
     params = body.params(context.limits, len(prompt))
-    params = await constrain(context, body.message_grammar(context.limits, text), params)
+    params = await constrain(context, body.message_grammar(context.limits), params)
+    params = body.with_thoughts(params, context.limits, text)
     rules = body.message_rules(params, context.limits, text)
     requests = engine_requests(context, body, [prompt], [params])
     envelope = Envelope(

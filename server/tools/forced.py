@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.reasoning import ReasoningTags
 from server.tools.dialects import FORCED, HERMES
 from server.tools.parser import Dialect
 
@@ -30,23 +29,15 @@ def forced_grammar(
     dialect: Dialect,
     *,
     max_calls: int | None,
-    tags: ReasoningTags | None = None,
-    begins_within: bool = False,
 ) -> str:
-    """Lark for one or more calls of `tools`, names and schemas. Thoughts come first if `tags` are given, and must if an
-    answer begins within them."""
+    """Lark for one or more calls of `tools`, names and schemas."""
     more = (max_calls or MAX_CALLS) - 1
-    lines = [f"calls: {_calls(dialect, more)}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    lines = [f"start: {_calls(dialect, more)}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for index, (name, schema) in enumerate(tools):
         head = json.dumps(f'{{"name": "{name}", "arguments": ')
         arguments = json.dumps(_closed(schema) | {"x-guidance": _SPACING}).replace("::=", ":\\u003a=")  # no GBNF
         lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {arguments}"]
-    if tags is None:
-        return "\n".join(["start: calls", *lines])
-    closing, opening = json.dumps(tags.closing), json.dumps(tags.opening)
-    thoughts = "thoughts gap" if begins_within else f"({opening} thoughts gap)?"
-    start = [f"start: {thoughts} calls", f"thoughts[suffix={closing}]: /(?s:.*)/", r"gap: /\n{0,2}/"]
-    return "\n".join([*start, *lines])
+    return "\n".join(lines)
 
 
 def _calls(dialect: Dialect, more: int) -> str:

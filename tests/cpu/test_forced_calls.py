@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,10 +15,13 @@ from engine.build import build_engine
 from engine.core.config import EngineConfig
 from server.app import create_app
 from server.app_config import AppConfig
+from server.dialogue import Dialogue
 from server.model_source import find_model
+from server.reasoning import ReasoningTags
+from server.thinking import TagIds
 from server.tokenizer import load_tokenizer
 
-PATH = "/v1/chat/completions"
+PATH, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WEATHER = {
     "type": "object",
     "properties": {
@@ -40,28 +44,34 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def app() -> Any:
     source = find_model(None)
-    engine = build_engine(EngineConfig(model=source.path, max_model_len=512, max_num_seqs=16), lambda _: None)
+    engine = build_engine(
+        EngineConfig(model=source.path, max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=64 << 20),
+        lambda _: None,
+    )
     return create_app(engine, load_tokenizer(source.path), AppConfig(model=source.path, served_model_names=("small",)))
 
 
 async def ask(app: Any, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, in order."""
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://t", timeout=300) as client,
     ):
-        answers = await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
+        answers = await asyncio.gather(
+            *(client.post(COMPLETIONS if "prompt" in body else PATH, json=body) for body in bodies)
+        )
     assert [answer.status_code for answer in answers] == [200] * len(bodies), answers[0].text
-    return [answer.json()["choices"][0] for answer in answers]
+    return [answer.json() for answer in answers]
 
 
 def test_every_forced_call_validates(app: Any) -> None:
     asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "tools": TOOLS, "max_tokens": 72}
     named = {"type": "function", "function": {"name": "paint"}}
-    choices = asyncio.run(
+    answers = asyncio.run(
         ask(
             app,
             [
@@ -71,6 +81,7 @@ def test_every_forced_call_validates(app: Any) -> None:
             + [{**asked, "seed": seed, "tool_choice": named} for seed in range(4)],
         )
     )
+    choices = [answer["choices"][0] for answer in answers]
     finished = [choice for choice in choices if choice["finish_reason"] != "length"]
     assert len(finished) > 18
     for choice in finished:
@@ -80,3 +91,33 @@ def test_every_forced_call_validates(app: Any) -> None:
             jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
     assert all(choice["message"]["tool_calls"][0]["function"]["name"] == "paint" for choice in choices[20:])
     assert {call["function"]["name"] for choice in choices for call in choice["message"]["tool_calls"]} > {"paint"}
+
+
+def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) -> None:
+    """SmolLM2 does not reason: two of its tokens play the tags, and it is taken to begin within them."""
+    context = app.state.context
+    tags = ReasoningTags(name="played", opening="<file_sep>", closing="<jupyter_text>", always=True)
+    special = context.tokenizer.special_tokens
+    dialogue = Dialogue(
+        tags=tags,
+        tag_ids=TagIds(special[tags.opening], special[tags.closing]),
+        hidden_ids=frozenset(special.values()) - {special[tags.opening], special[tags.closing]},
+    )
+    app.state.context = replace(context, limits=replace(context.limits, dialogue=dialogue))
+    asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "max_tokens": 60, "temperature": 0}
+    forced = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**WEATHER, "additionalProperties": False}}}
+    bodies = [{**asked, "thinking_token_budget": budget} for budget in (0, 5)]
+    bodies += [{**asked, "thinking_token_budget": 7, **forced}]
+    bodies += [{**asked, "reasoning_effort": "none", "response_format": schema}, asked]
+    bodies += [{"prompt": "Rome or Oslo?", "structured_outputs": {"choice": ["Rome", "Oslo"]}}]  # in the same batch
+    *answers, chosen = asyncio.run(ask(app, bodies))
+    spent = [answer["usage"]["completion_tokens_details"]["reasoning_tokens"] for answer in answers]
+    assert spent == [1, 6, 8, 1, 60]  # the closing tag counts; without a budget nobody closes
+    messages = [answer["choices"][0]["message"] for answer in answers]
+    assert "reasoning" not in messages[0]
+    assert messages[4]["content"] is None
+    assert messages[4]["reasoning"].startswith(messages[1]["reasoning"])
+    jsonschema.validate(json.loads(messages[2]["tool_calls"][0]["function"]["arguments"]), WEATHER)
+    jsonschema.validate(json.loads(messages[3]["content"]), WEATHER)
+    assert chosen["choices"][0]["text"] in ("Rome", "Oslo")

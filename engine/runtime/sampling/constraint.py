@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -126,7 +127,10 @@ class Constraints:
     def _masks(self, rows: Sequence[Constrained], seats: Sequence[_Seat], vocab_size: int) -> NDArray[np.int32]:
         """[rows, words]; of a sequence that has ended or failed, whose token is void, everything is allowed."""
         masks = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
-        rows[0].grammar.fill_masks([seat.matcher for seat in seats], masks.ctypes.data, masks.shape[1])
+        for _, run in groupby(range(len(rows)), key=lambda row: type(rows[row].grammar)):
+            first, *others = run  # of one kind, which fills the masks of all its matchers together
+            matchers = [seat.matcher for seat in seats[first : first + len(others) + 1]]
+            rows[first].grammar.fill_masks(matchers, masks[first:].ctypes.data, masks.shape[1])
         for mask, each, seat in zip(masks, rows, seats, strict=True):
             if seat.matcher.error() is not None or seat.matcher.is_complete():
                 mask[:] = -1
