@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engine.runtime.native.library import Isa, Library, native
+from server.model_source import find_model
+
+
+@pytest.fixture(scope="session")
+def transformers_smollm2() -> Any:
+    """The default model as transformers reads it, in float32: ten seconds of a core, so it is read once."""
+    from transformers import AutoModelForCausalLM  # seconds, of which most tests here have no need
+
+    path = Path(find_model(None).path)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @pytest.fixture(params=Isa, ids=lambda isa: isa.name)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.scheduler import Scheduler
@@ -35,11 +35,10 @@ BLOCK_SIZE = 4
 class Real:
     """The model, its prompts, and what transformers makes of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, theirs: Any) -> None:
         path = Path(find_model(None).path)
         tokenizer = load_tokenizer(str(path))
         self.prompts = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-        theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
         self.expected = []
         with torch.inference_mode():
             for prompt in self.prompts:
@@ -48,7 +47,6 @@ class Real:
                     ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
                 )
                 self.expected.append(out[0, len(prompt) :].tolist())
-        del theirs
         self.model: CausalLM = load_model(
             EngineConfig(model=str(path), dtype="float32"), torch.device("cpu"), torch.float32, lambda progress: None
         )
@@ -67,8 +65,8 @@ class Real:
 
 
 @pytest.fixture(scope="module")
-def real() -> Real:
-    return Real()
+def real(transformers_smollm2: Any) -> Real:
+    return Real(transformers_smollm2)
 
 
 @pytest.mark.parametrize(("regime", "depth"), [("roomy", 0), ("chunked", 1), ("preempting", 0), ("preempting", 1)])

@@ -7,6 +7,7 @@ The requests are those of lm-eval's local-completions client (0.4.13): token ids
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from engine.build import build_engine
 from engine.core.config import EngineConfig
@@ -34,9 +34,8 @@ POOL = {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8}
 class Oracle:
     """transformers' own model, every number of it in float64."""
 
-    def __init__(self) -> None:
-        loaded = AutoModelForCausalLM.from_pretrained(PATH.parent, gguf_file=PATH.name, dtype=torch.float32)
-        self._model = loaded.double().eval()
+    def __init__(self, theirs: Any) -> None:
+        self._model = deepcopy(theirs).double()
 
     def logprobs(self, ids: Sequence[int]) -> Tensor:
         """Row i is the distribution of the token after position i."""
@@ -45,8 +44,8 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
+def oracle(transformers_smollm2: Any) -> Oracle:
+    return Oracle(transformers_smollm2)
 
 
 @pytest.fixture(scope="module")

