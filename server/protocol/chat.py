@@ -21,7 +21,7 @@ from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
-from server.structured.spec import GrammarSpec
+from server.structured.spec import GrammarSpec, Kind
 from server.thinking import EFFORT_BUDGETS, ThinkingGrammar
 from server.tools.forced import forced_dialect, forced_grammar
 from server.tools.parser import Dialect
@@ -106,19 +106,28 @@ class ChatBody(SamplingBody, Conversation):
     def message_grammar(self, limits: Limits) -> tuple[GrammarSpec, str] | None:
         """What constrains the answer, calls that must be made included, and the field that asked for it."""
         asked, choice = self.grammar_spec(), self.wanted_calls
-        if choice.mode in ("none", "auto"):
+        if not self._constrains_calls(limits):
             return asked
-        if asked is not None:
+        if asked is not None and (asked[0].kind is not Kind.JSON_SCHEMA or asked[0].text == "false"):
             raise InvalidRequestError(
-                f"tool_choice and {asked[1]} both constrain the answer; send only one.", param="tool_choice"
+                f'{asked[1]} leaves no room for calls of tools; send tool_choice: "none", or leave one of them out.',
+                param=asked[1],
             )
         tools = [tool.function for tool in self.tools or [] if choice.name in (None, tool.function.name)]
         grammar = forced_grammar(
             [(tool.name, tool.parameters) for tool in tools],
             self._forced_dialect(limits),
             max_calls=1 if choice.name or not self.parallel_tool_calls else None,
+            answer=asked[0] if asked and choice.mode == "auto" else None,
         )
         return GrammarSpec.of_lark(grammar), "tools"
+
+    def _constrains_calls(self, limits: Limits) -> bool:
+        """True if a grammar has to speak of calls: they must be made, or may be instead of an answer that has one."""
+        mode = self.wanted_calls.mode
+        if mode == "auto":
+            return self.grammar_spec() is not None and not limits.dialogue.calls_stay_text
+        return mode != "none"
 
     def with_thoughts(self, params: SamplingParams, limits: Limits, prompt: str) -> SamplingParams:
         """The parameters, with thoughts before what a grammar constrains, and as many of them as were asked for."""
@@ -154,7 +163,7 @@ class ChatBody(SamplingBody, Conversation):
     def _dialect(self, limits: Limits) -> Dialect | None:
         """How calls are found in the answer; None where none are looked for."""
         dialogue, mode = limits.dialogue, self.wanted_calls.mode
-        if mode in ("required", "named"):
+        if self._constrains_calls(limits):
             return self._forced_dialect(limits)
         if mode == "none" or dialogue.calls_stay_text:
             return None

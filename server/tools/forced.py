@@ -1,4 +1,6 @@
-"""The grammar under which a model can write nothing but calls whose arguments are valid: tool_choice required or named.
+"""The grammar under which a model can write nothing but calls whose arguments are valid, or JSON as it was asked for.
+
+For tool_choice required and named, and for tools beside a schema of the answer, which alone would rule out any call.
 
 In llguidance's Lark. Each tool's schema is a grammar of its own, so that its references mean its own definitions; where
 a schema says nothing of further properties there are none, since a small model would write them for ever. Pure.
@@ -10,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server.structured.spec import GrammarSpec
 from server.tools.dialects import FORCED, HERMES
 from server.tools.parser import Dialect
 
@@ -29,15 +32,29 @@ def forced_grammar(
     dialect: Dialect,
     *,
     max_calls: int | None,
+    answer: GrammarSpec | None = None,
 ) -> str:
-    """Lark for one or more calls of `tools`, names and schemas."""
+    """Lark for one or more calls of `tools`, names and schemas, or for a JSON `answer` instead."""
     more = (max_calls or MAX_CALLS) - 1
-    lines = [f"start: {_calls(dialect, more)}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    lines = [
+        "start: calls" + (" | answer" if answer else ""),
+        f"calls: {_calls(dialect, more)}",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
+    ]
     for index, (name, schema) in enumerate(tools):
         head = json.dumps(f'{{"name": "{name}", "arguments": ')
-        arguments = json.dumps(_closed(schema) | {"x-guidance": _SPACING}).replace("::=", ":\\u003a=")  # no GBNF
-        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {arguments}"]
+        arguments = _json(_closed(schema), _SPACING)
+        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {arguments}"]
+    if answer is not None:
+        schema = json.loads(answer.text)
+        spacing = {"whitespace_pattern": answer.whitespace} if answer.whitespace else {"whitespace_flexible": False}
+        lines.append(f"answer: {_json({} if schema is True else schema, {**spacing, 'lenient': answer.is_lenient})}")
     return "\n".join(lines)
+
+
+def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Lark's way to embed a schema. What looks like a rule of GBNF is spelled so that it does not."""
+    return "%json " + json.dumps({**schema, "x-guidance": options}).replace("::=", ":\\u003a=")
 
 
 def _calls(dialect: Dialect, more: int) -> str:

@@ -121,3 +121,26 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) 
     jsonschema.validate(json.loads(messages[2]["tool_calls"][0]["function"]["arguments"]), WEATHER)
     jsonschema.validate(json.loads(messages[3]["content"]), WEATHER)
     assert chosen["choices"][0]["text"] in ("Rome", "Oslo")
+
+
+def test_an_answer_with_a_schema_may_be_a_call_instead(app: Any) -> None:
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"$ref": "#/$defs/n", "$defs": {"n": {"enum": ["sun", "rain"]}}}},
+    }
+    asked = {"messages": [{"role": "user", "content": "Weather in Rome?"}], "max_tokens": 72, "response_format": schema}
+    bodies = [
+        {**asked, "tools": TOOLS[:1], "parallel_tool_calls": False, "temperature": 2, "seed": seed}
+        for seed in range(12)
+    ]
+    bodies += [{**body, "tool_choice": "required"} for body in bodies[:1]]
+    choices = [answer["choices"][0] for answer in asyncio.run(ask(app, bodies))]
+    kinds = [choice["finish_reason"] for choice in choices]
+    assert set(kinds) == {"stop", "tool_calls"}
+    assert kinds[-1] == "tool_calls"
+    for choice in choices:
+        message = choice["message"]
+        if message["content"] is None:
+            jsonschema.validate(json.loads(message["tool_calls"][0]["function"]["arguments"]), WEATHER)
+        else:
+            assert json.loads(message["content"]) in ("sun", "rain")
