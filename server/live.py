@@ -41,6 +41,7 @@ class LiveView:
         if self._taking is None or (self._taking.done() and now - self._taken_s >= MIN_AGE_S):
             self._taken_s = now
             self._taking = asyncio.create_task(self._take())
+            self._taking.add_done_callback(_hear_out)
         return await asyncio.shield(self._taking)  # who leaves must not take the look from the others
 
     async def _take(self) -> Snapshot:
@@ -91,6 +92,12 @@ class LiveView:
             "cached_runs": runs(sorted(snapshot.cached_blocks)),
             "sequences": [_sequence(view) for view in snapshot.sequences],
         }
+
+
+def _hear_out(taking: asyncio.Task[Snapshot]) -> None:
+    """A failure that nobody waited for any more is nobody's."""
+    if not taking.cancelled():
+        taking.exception()
 
 
 def _sequence(view: SequenceView) -> dict[str, Any]:

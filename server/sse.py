@@ -88,7 +88,7 @@ class EventStream(EventSourceResponse):
             await send({"type": "http.response.body", "body": comment, "more_body": True})
 
     async def _news(self) -> str:
-        try:
-            return await self._standing()
-        except ApiError:  # an engine that does not answer: the stream's own fate is told elsewhere
-            return ""
+        """Where it stands; nothing if the engine does not say so soon, being in a long step: the stream has to live on."""
+        with contextlib.suppress(ApiError, asyncio.TimeoutError):  # not the builtin's before Python 3.11
+            return await asyncio.wait_for(self._standing(), min(NEWS_S, self._keep_alive_s))
+        return ""
