@@ -135,8 +135,7 @@ _random = random.Random(7)
 PROMPTS = [[_random.randrange(MODEL.vocab_size) for _ in range(length)] for length in (3, 17, 30, 9, 22, 12)]
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["", "caching"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("depth", "caching"), [(0, False), (1, True)], ids=["depth0", "depth1-caching"])
 @pytest.mark.parametrize("backend", ["auto", "cpu", "torch", "reference"])
 def test_preempted_by_swap_says_the_same(backend: str, depth: int, caching: bool) -> None:
     config = settings(num_blocks=18, num_host_blocks=60, enable_prefix_caching=caching)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from engine.core.config import SchedulerConfig
+from engine.core.stats import PreemptionKind
 from loadtest import simulate
 from loadtest.__main__ import main
 
@@ -57,6 +59,10 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_token(policy: str, pro
     assert tight.preemptions > 0
     assert tight.peak <= 10
     assert tight.tokens == roomy.tokens
+    swapping = simulate.simulate(replace(config(10, policy), num_host_blocks=40), requests)
+    assert swapping.preempted[PreemptionKind.SWAP] == swapping.preemptions > 0
+    assert swapping.swapped_blocks > 0
+    assert swapping.tokens == roomy.tokens
 
 
 def test_blocks_are_told_in_order_of_arrival_whatever_the_policy() -> None:
