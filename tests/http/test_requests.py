@@ -152,7 +152,7 @@ def test_a_silent_stream_is_told_its_place_and_then_that_it_lives(
     live = serve(config=ONE_AT_A_TIME, step_s=0.05, sse_keep_alive_interval_s=0.3)
     with ThreadPoolExecutor() as pool, streaming(live, "endless", max_tokens=40) as first:
         eventually(lambda: live.engine.stats.num_running == 1)
-        with streaming(live) as second:
+        with streaming(live, "hello to all of you|", max_tokens=20) as second:
             eventually(lambda: live.engine.stats.num_waiting == 1)
             third = pool.submit(httpx.post, live.url + PATH, json={"prompt": "x|", "stream": True})
             text = second.read().decode()
