@@ -285,6 +285,13 @@ ROWS = (
                 "none",
                 (("{{instance}}", rate("process_cpu_seconds_total", f'job="quire", {PROCESS}')),),
             ),
+            Panel(
+                "Grammars for structured outputs",
+                "Time to compile one that is not kept already.",
+                "timeseries",
+                "s",
+                quantiles("quire_grammar_compile_seconds", PROCESS),
+            ),
         ),
     ),
 )
