@@ -17,6 +17,7 @@ from engine.core.plan import Fault, SequenceSlice, StepPlan, StepResult
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1
+_HIDDEN_SIZE = 4
 
 
 def mix(*values: int) -> int:
@@ -26,6 +27,11 @@ def mix(*values: int) -> int:
         state = ((state ^ (value & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
         state ^= state >> 29
     return state
+
+
+def hidden_state(history: Sequence[int]) -> list[int]:
+    """That of the last of some tokens, which depends on all of them; in units of POOLED_UNIT, from -1 to 1."""
+    return [mix(index, *history) % (1 << 25) - (1 << 24) for index in range(_HIDDEN_SIZE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,7 @@ class FakeRunner:
         errors: dict[int, Fault] = {}
         logprobs: dict[int, TokenLogprob] = {}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
+        pooled: dict[int, Sequence[int]] = {}
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
         for index, piece in enumerate(plan.slices):
@@ -115,7 +122,11 @@ class FakeRunner:
             if piece.prompt_logprobs >= 0:
                 following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
                 prompt_logprobs[index] = [self._logprob(token, piece.prompt_logprobs) for token in following]
-        result.errors, result.logprobs, result.prompt_logprobs = errors, logprobs, prompt_logprobs
+            if piece.pooled_positions:
+                states = [hidden_state(history[: piece.start + i + 1]) for i in piece.pooled_positions]
+                pooled[index] = [sum(column) for column in zip(*states, strict=True)]
+        result.errors, result.logprobs = errors, logprobs
+        result.prompt_logprobs, result.pooled = prompt_logprobs, pooled
         return FakeStep(result, self._timer(plan))
 
     def use_idle_moment(self) -> bool:

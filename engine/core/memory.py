@@ -40,7 +40,7 @@ class Memory:
             return False
         size, tokens, pool = self._block_size, seq.tokens, self.pool
         hits: list[int] = []
-        if self._caching and not seq.wants_prompt_logprobs:
+        if self._caching and not seq.needs_every_position:
             # The last token is always computed: its hidden state is what the first draw comes from.
             hits = self._cache.match(seq.chain, tokens, len(tokens) - 1)
         for block in hits:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.core.stats import FailureCause
-from engine.core.types import SamplingParams, TokenLogprob
+from engine.core.types import Pooling, SamplingParams, TokenLogprob
+
+POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
 
 
 class Sample(NamedTuple):
@@ -47,6 +49,15 @@ class SequenceSlice(NamedTuple):
     prompt_logprobs: int
     seq_id: int  # unique for the engine's life: tells a runner when a seat has changed hands
 
+    @property
+    def pooled_positions(self) -> range:
+        """Positions within the slice whose hidden states are asked for."""
+        if self.params.pooling is None:
+            return range(0)
+        if self.params.pooling is Pooling.MEAN:
+            return range(self.num_tokens)
+        return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
+
 
 class StepPlan(NamedTuple):
     """One forward pass: blocks to move, then every slice as one flat batch.
@@ -79,6 +90,8 @@ class StepResult:
     logprobs: by index into token_ids, for samples whose params ask for them.
     prompt_logprobs: by slice index; entry i is the log probability of the token at position start + i + 1, given all
         before it, for as many of the slice's positions as have a next *prompt* token.
+    pooled: by slice index: the sum of final hidden states that `pooling` wants of the slice, in units of POOLED_UNIT.
+        Whole numbers add up to the same whatever chunks a prompt was computed in.
     errors: by slice index: that sequence alone has failed and its sampled ids are void.
     ended: indices into token_ids: with this token the sequence's grammar is complete.
     """
@@ -86,6 +99,7 @@ class StepResult:
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
+    pooled: Mapping[int, Sequence[int]] = field(default_factory=dict)
     errors: Mapping[int, Fault] = field(default_factory=dict)
     ended: Collection[int] = ()
 

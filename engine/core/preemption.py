@@ -37,8 +37,7 @@ class SwapSpace:
         False where that does not pay or there is no room. To be called before its blocks are released.
         """
         num_blocks = blocks_for(seq.num_computed, self._block_size)
-        # The log probabilities of a prompt are made while it is computed, all of it.
-        is_worth_it = seq.num_computed >= self._min_tokens and not seq.wants_prompt_logprobs
+        is_worth_it = seq.num_computed >= self._min_tokens and not seq.needs_every_position
         if not is_worth_it or self.pool.num_available < num_blocks:
             return False
         seq.host_blocks = self.pool.alloc_many(num_blocks)

@@ -1,6 +1,7 @@
 """The Runner that computes with a model: a StepPlan in, sampled ids out.
 
-    blocks moved -> batch -> forward -> prompt log probabilities -> LM head of the sampled rows -> sampler -> host
+    blocks moved -> batch -> forward -> prompt log probabilities, pooled states -> LM head of the sampled rows -> sampler
+    -> host
 
 Only rows that are sampled or scored go through the LM head. On a GPU nothing waits before `wait`: results travel to
 pinned memory behind an event, and drawn ids stay on the device in `last_ids[seat]` for the step that needs them.
@@ -22,6 +23,7 @@ from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch, CausalLM
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.swap import HostPool, MainMemoryPool
@@ -46,11 +48,18 @@ class _Scores(NamedTuple):
 class ModelStep:
     """A launched step; its tensors are on their way to the host."""
 
-    def __init__(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], event: torch.cuda.Event | None):
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampled: Sampled | None,
+        scores: list[_Scores],
+        pooled: Pooled | None,
+        event: torch.cuda.Event | None,
+    ) -> None:
         self._owners = [index for index, piece in enumerate(plan.slices) for _ in piece.samples]
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
-        self._sampled, self._scores, self._event = sampled, scores, event
+        self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
         if sampled is not None and sampled.constrained is not None:
             sampled.constrained.read = self._ids
 
@@ -86,6 +95,9 @@ class ModelStep:
             prompt_logprobs[scores.slice_index] = entries
             if any(entry.logprob != entry.logprob for entry in entries):
                 errors[scores.slice_index] = _NOT_FINITE
+        if self._pooled is not None:
+            result.pooled, void = self._pooled.to_types()
+            errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
         return result
 
@@ -144,24 +156,26 @@ class ModelRunner:
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
         if self._graphs is not None and self._graphs.takes(plan):
-            return self._send(plan, self._replay(self._graphs, plan), [])
+            return self._send(plan, self._replay(self._graphs, plan), [], None)
         batch = self._batches.build(plan, self._last_ids)
         if self._kv_cache.headroom is not None:
             self._kv_cache.headroom.note_use(int(batch.slots.max()) // self._config.block_size)
         self._backend.prepare(batch)
-        is_scored = any(piece.prompt_logprobs >= 0 for piece in plan.slices)
-        rows = None if is_scored else batch.sample_rows
+        needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
+        rows = None if needs_all else batch.sample_rows
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
+        first_rows = _first_rows(batch)
         scores = [
             self._score(index, piece, first_row, hidden)
-            for index, (piece, first_row) in enumerate(zip(plan.slices, _first_rows(batch), strict=True))
+            for index, (piece, first_row) in enumerate(zip(plan.slices, first_rows, strict=True))
             if piece.prompt_logprobs >= 0
         ]
+        pooled = pool(plan.slices, first_rows, hidden) if needs_all else None
         sampled = None
         if plan.num_samples:
-            logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if is_scored else hidden)
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if needs_all else hidden)
             sampled = self._sampler.sample(plan, logits, self._last_ids)
-        return self._send(plan, sampled, scores)
+        return self._send(plan, sampled, scores, pooled)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
@@ -195,18 +209,20 @@ class ModelRunner:
         ]
         return _Scores(index, piece.prompt_logprobs, chunks if following else [])
 
-    def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores]) -> ModelStep:
+    def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
         if self._device.type != "cuda":
-            return ModelStep(plan, sampled, scores, None)
+            return ModelStep(plan, sampled, scores, pooled, None)
         if sampled is not None:
             logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
             sampled = sampled._replace(
                 ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
             )
         scores = [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in scores]
+        if pooled is not None:
+            pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
         event = torch.cuda.Event()
         event.record()
-        return ModelStep(plan, sampled, scores, event)
+        return ModelStep(plan, sampled, scores, pooled, event)
 
 
 def _grammar_fault(error: str) -> Fault:

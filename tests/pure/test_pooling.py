@@ -1,0 +1,84 @@
+"""Prompts that become vectors: the same whatever chunks, cached blocks, preemptions and failed steps lie behind them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.fake_runner import hidden_state
+from engine.core.plan import POOLED_UNIT
+from engine.core.types import AbortCause, FinishReason, Pooling, Request
+from tests.pure.driver import Driver, config, request
+
+KINDS = (Pooling.LAST, Pooling.MEAN)
+
+
+def embedding(name: str, prompt: tuple[int, ...], pooling: Pooling, **changes: object) -> Request:
+    return request(name, prompt, max_tokens=0, pooling=pooling, **changes)
+
+
+def expected(asked: Request) -> list[float]:
+    """The vector, from the states themselves."""
+    states = [hidden_state(asked.prompt[: end + 1]) for end in range(len(asked.prompt))]
+    if asked.params.pooling is Pooling.LAST:
+        return [value * POOLED_UNIT for value in states[-1]]
+    return [sum(column) * POOLED_UNIT / len(states) for column in zip(*states, strict=True)]
+
+
+def check(driver: Driver, names: set[str]) -> None:
+    for name in names:
+        end, asked = driver.ends[name, 0], driver.requests[name]
+        assert end.finish_reason is FinishReason.LENGTH
+        assert not end.token_ids
+        assert end.prompt is not None
+        assert end.prompt.pooled == pytest.approx(expected(asked), rel=1e-12), name
+    driver.scheduler.check_integrity()
+    assert driver.scheduler.stats.blocks_held == driver.scheduler.stats.host_blocks_held == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("pooling", KINDS)
+def test_a_prompt_of_many_chunks(pooling: Pooling, depth: int) -> None:
+    driver = Driver(config(max_num_batched_tokens=7), depth)
+    driver.add(embedding("r", tuple(range(40)), pooling))
+    driver.drain()
+    check(driver, {"r"})
+
+
+def test_only_the_last_state_can_come_after_cached_blocks() -> None:
+    """And what a mean has computed is there for others to hit."""
+    driver, prompt, hits = Driver(config(max_num_batched_tokens=64)), tuple(range(21)), []
+    for name, pooling in (("a", Pooling.MEAN), ("b", Pooling.MEAN), ("c", Pooling.LAST)):
+        driver.add(embedding(name, prompt, pooling))
+        driver.drain()
+        hits.append(driver.prompts[name, 0].num_cached_tokens)
+    assert hits == [0, 0, 20]
+    check(driver, {"a", "b", "c"})
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_crowd_with_too_little_memory(seed: int, depth: int) -> None:
+    """Beside answers, in a pool that preempts, to the host and not, with steps that fail and clients that leave."""
+    rng = random.Random(seed)
+    settings = config(num_blocks=14, num_host_blocks=rng.choice([0, 30]), max_num_batched_tokens=9)
+    driver, names, gone = Driver(settings, depth), set(), set()
+    for i in range(24):
+        prompt = tuple(range(rng.choice([0, 3]), rng.randrange(4, 30)))
+        if rng.random() < 0.6:
+            driver.add(embedding(f"e{i}", prompt, rng.choice(KINDS), arrival_s=driver.now))
+            names.add(f"e{i}")
+        else:
+            driver.add(request(f"r{i}", prompt, max_tokens=20, eos_token_ids=frozenset(), arrival_s=driver.now))
+        for _ in range(rng.randrange(4)):
+            driver.step()
+        if rng.random() < 0.2:
+            driver.run_out_of_memory()
+        if rng.random() < 0.1 and f"e{i}" in names:
+            gone.add(f"e{i}")
+            driver.take(driver.scheduler.abort(f"e{i}", AbortCause.DISCONNECT, driver.now))
+    driver.drain()
+    check(driver, names - gone)
+    assert {driver.ends[name, 0].finish_reason for name in gone} <= {FinishReason.ABORT, FinishReason.LENGTH}
+    check(driver, {name for name in gone if driver.ends[name, 0].finish_reason is FinishReason.LENGTH})
