@@ -142,7 +142,8 @@ class Engine:
         Only others are ahead: an engine with a free seat takes any submission, else a large one would never be taken.
         """
         stats, inbox, limits = self.stats, self._inbox, self._limits
-        num_seats = max(self.config.max_num_seqs - stats.num_running, 0)
+        num_running = stats.num_running - stats.num_background_running  # those of the background give way
+        num_seats = max(self.config.max_num_seqs - num_running, 0)
         num_ahead = stats.num_waiting + stats.num_preempted + inbox.num_requests - num_seats
         if num_ahead < 0:
             return

@@ -92,6 +92,10 @@ def _aborted(stats: Stats) -> Mapping[str, float]:
     return {cause.value: stats.aborted[cause] for cause in AbortCause}
 
 
+def _background(stats: Stats) -> Mapping[str, float]:
+    return {"running": stats.num_background_running, "waiting": stats.num_background_waiting}
+
+
 def _blocks(stats: Stats) -> Mapping[str, float]:
     return {"free": stats.blocks_free, "cached": stats.blocks_cached, "held": stats.blocks_held}
 
@@ -128,6 +132,7 @@ METRICS = (
         "quire_num_requests_waiting", "Requests waiting to be scheduled for the first time.", lambda s: s.num_waiting
     ),
     _gauge("quire_num_requests_preempted", "Preempted sequences waiting to resume.", lambda s: s.num_preempted),
+    _gauge("quire_num_requests_background", "Sequences of batches by state: running, waiting.", _background, "state"),
     _gauge(
         "quire_num_waiting_tokens", "Prompt tokens still to compute of all that wait.", lambda s: s.num_waiting_tokens
     ),

@@ -4,6 +4,8 @@ A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. 
 the same rate, "priority minus age" orders requests exactly as "arrival plus priority" does, so a key never changes
 while a request waits, nothing is ever re-sorted, and no request can be overtaken for longer than its handicap: that
 is the proof that priority and sjf do not starve. A new policy is one function and one line in POLICIES.
+
+Background requests are the exception, on purpose: they stand behind all others, and among themselves as the policy says.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from engine.core.types import Request
 
 PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting
 TOKEN_STEP_S = 0.05  # sjf: one expected token of work outweighs this much waiting
+BACKGROUND_S = 1e12  # more than any other handicap and any wait; a double still tells 0.1 ms apart there
 
 Policy = Callable[[Request], float]
 
@@ -31,6 +34,11 @@ def sjf(request: Request) -> float:
 def priority(request: Request) -> float:
     """Lower `priority` first; a request gains one level for every PRIORITY_STEP_S it has waited."""
     return request.arrival_s + PRIORITY_STEP_S * request.priority
+
+
+def sort_key(policy: Policy, request: Request) -> float:
+    """A request's key under a policy, behind all others for one of the background."""
+    return policy(request) + (BACKGROUND_S if request.is_background else 0.0)
 
 
 POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "sjf": sjf, "priority": priority}

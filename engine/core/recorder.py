@@ -1,8 +1,10 @@
-"""Writes the scheduler's history into Stats: one small method for each thing that can happen. Engine thread."""
+"""Writes the scheduler's history into Stats: one small method for each thing that can happen. Engine thread.
+
+What the background does is counted, but its waits and gaps, long by intent, are kept out of the latencies that people
+set alarms on.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence as Seq
 
 from engine.core.block_pool import BlockPool
 from engine.core.plan import StepPlan
@@ -21,11 +23,14 @@ class Recorder:
         self._pool = pool
         self._host_pool = host_pool
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
-        self.gauges(())
+        self.gauges(0, 0)
 
     def queued(self, seq: Sequence, change: int) -> None:
         """A sequence joins (1) or leaves (-1) the waiting queue."""
         stats = self._stats
+        if seq.is_background:
+            stats.num_background_waiting += change
+            return
         stats.num_waiting_tokens += change * (len(seq.tokens) - seq.num_saved)
         if seq.is_resuming:
             stats.num_preempted += change
@@ -38,7 +43,8 @@ class Recorder:
             return
         seq.first_scheduled_s = now
         seq.num_cached = seq.num_computed
-        self._stats.queue_s.observe(now - seq.request.arrival_s)
+        if not seq.is_background:
+            self._stats.queue_s.observe(now - seq.request.arrival_s)
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
 
@@ -50,17 +56,20 @@ class Recorder:
     def first_token(self, seq: Sequence, now: float) -> None:
         """A sequence drew its first token."""
         seq.first_token_s = now
-        self._stats.ttft_s.observe(now - seq.request.arrival_s)
         self._stats.generation_tokens += 1
+        if not seq.is_background:
+            self._stats.ttft_s.observe(now - seq.request.arrival_s)
         if seq.choice == 0:
-            self._stats.prefill_s.observe(now - seq.first_scheduled_s)
             self._stats.prompt_tokens += seq.num_prompt
+            if not seq.is_background:
+                self._stats.prefill_s.observe(now - seq.first_scheduled_s)
 
-    def stepped(self, plan: StepPlan, now: float) -> None:
-        """A step was committed."""
+    def stepped(self, plan: StepPlan, now: float, *, is_background: bool) -> None:
+        """A step was committed: of the background, or of all others, never of both."""
         stats = self._stats
         for previous, times in self.gaps.items():
-            stats.itl_s.observe(now - previous, times)
+            if not is_background:
+                stats.itl_s.observe(now - previous, times)
             stats.generation_tokens += times
         self.gaps.clear()
         stats.steps += 1
@@ -76,15 +85,12 @@ class Recorder:
         has_token = seq.first_token_s >= 0
         decode_s = seq.last_token_s - seq.first_token_s if has_token else 0.0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            stats.e2e_s.observe(now - arrival)
             stats.request_prompt_tokens.observe(seq.num_prompt)
             stats.request_generation_tokens.observe(seq.num_generated)
-            if has_token:
-                stats.decode_s.observe(decode_s)
-            else:
+            if not has_token:
                 stats.prompt_tokens += seq.num_prompt
-            if seq.num_generated > 1:
-                stats.tpot_s.observe(decode_s / (seq.num_generated - 1))
+            if not seq.is_background:
+                self._completed(seq, now, decode_s)
         started = seq.first_scheduled_s if seq.first_scheduled_s >= 0 else now
         return RequestTimings(
             queue_s=started - arrival,
@@ -93,10 +99,18 @@ class Recorder:
             num_preemptions=seq.num_preemptions,
         )
 
-    def gauges(self, running: Seq[Sequence]) -> None:
+    def _completed(self, seq: Sequence, now: float, decode_s: float) -> None:
+        self._stats.e2e_s.observe(now - seq.request.arrival_s)
+        if seq.first_token_s >= 0:
+            self._stats.decode_s.observe(decode_s)
+        if seq.num_generated > 1:
+            self._stats.tpot_s.observe(decode_s / (seq.num_generated - 1))
+
+    def gauges(self, num_running: int, num_background: int) -> None:
         """How things stand."""
         stats, pool = self._stats, self._pool
-        stats.num_running = len(running)
+        stats.num_running = num_running
+        stats.num_background_running = num_background
         stats.blocks_free = pool.num_free
         stats.blocks_cached = pool.num_cached
         stats.blocks_held = pool.num_held

@@ -14,6 +14,7 @@ from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
 
 _order = attrgetter("order")
+_is_background = attrgetter("is_background")
 
 
 class Roster:
@@ -57,6 +58,25 @@ class Roster:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
+
+    @property
+    def has_foreground(self) -> bool:
+        """True if anybody runs or waits who is not of the background; they come first in both queues."""
+        return any(queue and not queue[0].is_background for queue in (self.running, self.waiting))
+
+    @property
+    def num_background(self) -> int:
+        """How many of the background run: the end of that queue."""
+        return len(self.running) - bisect_left(self.running, True, key=_is_background)
+
+    @property
+    def num_due(self) -> int:
+        """How many of those that run are to be planned: while there is anybody else, the background pauses."""
+        return len(self.running) - (self.num_background if self.has_foreground else 0)
+
+    def tell(self) -> None:
+        """Bring the gauges up to date."""
+        self._recorder.gauges(len(self.running), self.num_background)
 
     def holders(self, flights: Iterable[Flight]) -> list[Sequence]:
         """Everybody who may hold something: the living, and whom a plan in flight still names."""

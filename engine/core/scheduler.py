@@ -19,7 +19,7 @@ from engine.core.errors import ComputeError, QuireError
 from engine.core.flight import Flight, take_back
 from engine.core.memory import Memory
 from engine.core.plan import Fault, SequenceSlice, StepPlan, StepResult
-from engine.core.policies import POLICIES
+from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
 from engine.core.prompts import PromptPlanner
 from engine.core.recorder import Recorder
@@ -64,7 +64,8 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
-        seq = Sequence(request, 0, self._roster.take_seq_id(), self._policy(request), self.config.block_size, root)
+        key = sort_key(self._policy, request)
+        seq = Sequence(request, 0, self._roster.take_seq_id(), key, self.config.block_size, root)
         self._roster.requests[request.request_id] = [seq]
         self._roster.enqueue(seq)
 
@@ -76,7 +77,7 @@ class Scheduler:
             if choice is None or (seq.is_forked and seq.choice == choice):
                 events += self._end(seq, reason, now)
         self.stats.aborted[cause] += len(events)
-        self._recorder.gauges(self._roster.running)
+        self._roster.tell()
         return events
 
     def abort_all(self, cause: AbortCause, now: float) -> list[TokenEvent]:
@@ -99,7 +100,7 @@ class Scheduler:
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
-        self._recorder.gauges(self._roster.running)
+        self._roster.tell()
         num_tokens = self._step_limit - budget
         num_samples = sum([len(piece.samples) for piece in flight.slices])
         moves = flight.copies, num_tokens, num_samples, flight.swap_out, flight.swap_in
@@ -108,11 +109,12 @@ class Scheduler:
     def _plan_decodes(self, flight: Flight) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
 
-        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted.
+        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted. The
+        background, at its end, pauses while there is anybody else.
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
-        for seq in islice(self._roster.running, self._step_limit):
+        for seq in islice(self._roster.running, min(self._roster.num_due, self._step_limit)):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue
@@ -173,7 +175,7 @@ class Scheduler:
         """
         while budget and self._roster.waiting:
             seq = self._roster.waiting[0]
-            if not self._memory.claim(seq, num_reserved=len(self._roster.running)):
+            if (seq.is_background and self._roster.has_foreground) or not self._claim(seq):
                 break
             self._recorder.admitted(seq, now)
             self._roster.dequeue(seq)
@@ -184,6 +186,15 @@ class Scheduler:
             if seq not in flight.arrivals or not flight.slices:
                 budget -= self._prompts.plan_chunk(seq, budget, flight)
         return budget
+
+    def _claim(self, seq: Sequence) -> bool:
+        """See to seats and blocks for a waiting sequence, taking them from the background if need be."""
+        running = self._roster.running
+        while not self._memory.claim(seq, num_reserved=len(running)):
+            if self._num_leaving or seq.is_background or not running or not running[-1].is_background:
+                return False  # also while blocks are on their way: the next commit brings them
+            self._preempt(running[-1])
+        return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +208,7 @@ class Scheduler:
             seq.num_in_flight -= 1
             self._settle(seq)
         ids, logprobs, ended, cursor = result.token_ids, result.logprobs, result.ended, 0
-        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled}
+        special = {*flight.children, *result.errors, *result.prompt_logprobs}
         for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
             seq.num_in_flight -= 1
             seq.num_computed = piece.start + piece.num_tokens
@@ -211,8 +222,8 @@ class Scheduler:
             else:
                 self._accept_chunk(seq, now, events)
         self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
-        self._recorder.stepped(plan, now)
-        self._recorder.gauges(self._roster.running)
+        self._recorder.stepped(plan, now, is_background=flight.owners[0].is_background)
+        self._roster.tell()
         return events
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
@@ -242,13 +253,13 @@ class Scheduler:
             for seq in list(self._roster.requests.get(oldest.largest(self._roster.requests) or "", ())):
                 events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
-        self._recorder.gauges(self._roster.running)
+        self._roster.tell()
         return events
 
     def _commit_special(
         self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
     ) -> None:
-        """A slice that failed, that forked, or that brings log probabilities or hidden states of its prompt."""
+        """A slice that failed, that forked, or that brings log probabilities of its prompt."""
         seq = flight.owners[index]
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
         drawing = (seq, *flight.children.get(index, ()))
@@ -262,8 +273,6 @@ class Scheduler:
             for place, drawer in enumerate(drawing, start=cursor):
                 is_end = place in result.ended
                 self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
-        if index in result.pooled:
-            seq.pool(result.pooled[index])
         else:
             self._accept_chunk(seq, now, events)
 

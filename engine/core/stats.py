@@ -89,6 +89,8 @@ class Stats:
     num_waiting: int = 0  # never yet scheduled
     num_waiting_tokens: int = 0  # prompt tokens still to compute of all that wait
     num_preempted: int = 0  # waiting to resume
+    num_background_running: int = 0  # of num_running, those that pause whenever anybody else is there
+    num_background_waiting: int = 0  # beside num_waiting and num_preempted: both of the background
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_held: int = 0

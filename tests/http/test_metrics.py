@@ -114,8 +114,9 @@ SHOWN = {
     "quire_request_generation_tokens": "request_generation_tokens",
 }
 LABELLED = {"finished", "failed", "aborted", "preempted", "swapped_blocks"}
+BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_held"}
-ELSEWHERE = LABELLED | BLOCKS | {"last_step_s"}
+ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s"}
 
 
 def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
@@ -128,6 +129,12 @@ def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
         else:
             setattr(stats, attribute, mark)
             assert rows[name].read(stats) == mark
+
+
+def test_the_background_is_told_by_state(engine: Engine) -> None:
+    engine.stats.num_background_running, engine.stats.num_background_waiting = 2, 5
+    family = scrape(Metrics(engine, "tiny", compat_vllm=False))["quire_num_requests_background"]
+    assert {sample.labels["state"]: sample.value for sample in family.samples} == {"running": 2, "waiting": 5}
 
 
 def test_blocks_add_up_to_the_pool(engine: Engine) -> None:

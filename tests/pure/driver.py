@@ -30,7 +30,7 @@ def config(**changes: int | bool | str) -> SchedulerConfig:
 
 def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **changes: object) -> Request:
     """A request with few words: unknown keywords go to SamplingParams."""
-    outer = {name: changes.pop(name) for name in ("arrival_s", "priority", "cache_salt") if name in changes}
+    outer = {name: changes.pop(name) for name in ("arrival_s", "priority", "cache_salt", "is_background") if name in changes}
     params = SamplingParams(**({"max_tokens": 5, "eos_token_ids": frozenset([EOS])} | changes))  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]
 
@@ -148,6 +148,8 @@ class Driver:
         named = {*(host for host, _ in plan.swap_in), *(host for _, host in plan.swap_out)}
         assert self.scheduler.stats.host_blocks_held >= len(named), "a host block is given back before its commit"
         assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
+        kinds = {seq.is_background for seq in self.scheduler._flights[-1].owners}
+        assert len(kinds) == 1, "a step is of the background or of all others"
         for piece in plan.slices:
             assert piece.num_tokens > 0
             peak = piece.num_prompt + max(piece.params.max_tokens - 1, 0)
@@ -170,3 +172,4 @@ class Driver:
         assert self.scheduler.stats.blocks_held == self.scheduler.stats.host_blocks_held == 0
         assert self.scheduler.stats.num_running == self.scheduler.stats.num_waiting == 0
         assert self.scheduler.stats.num_preempted == self.scheduler.stats.num_waiting_tokens == 0
+        assert self.scheduler.stats.num_background_running == self.scheduler.stats.num_background_waiting == 0

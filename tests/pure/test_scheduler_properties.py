@@ -47,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         top_k=st.sampled_from([0, 0, 0, FAILS]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         priority=st.integers(-2, 2),
+        is_background=st.booleans(),
     )
     def add(self, prompt: tuple[int, ...], greedy: bool, ending: frozenset[int], **params: object) -> None:
         name = str(len(self.driver.requests))

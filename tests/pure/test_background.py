@@ -1,0 +1,111 @@
+"""Background requests: they run in steps that nobody else needs, give way at once, and lose nothing by it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.errors import OverloadedError
+from engine.core.fake_runner import FakeRunner
+from engine.core.policies import POLICIES, sort_key
+from engine.core.scheduler import Scheduler
+from engine.loop import Engine, QueueLimits
+from tests.pure.driver import VOCAB, Driver, config, request
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+
+
+def planned(driver: Driver) -> set[str]:
+    """Whose tokens the last plan computes."""
+    return {seq.request_id for seq in driver.scheduler._flights[-1].owners}
+
+
+def steps_to_end(driver: Driver, name: str) -> int:
+    """Plans that are launched until the request has ended."""
+    before = driver.runner.num_steps
+    while (name, 0) not in driver.ends:
+        driver.step()
+        assert driver.runner.num_steps - before < 100
+    return driver.runner.num_steps - before
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_everybody_else_comes_first_under_every_policy(policy: str) -> None:
+    key = POLICIES[policy]
+    old = request(arrival_s=0.0, max_tokens=1, priority=-(2**31), is_background=True)
+    young = request(arrival_s=1e7, max_tokens=10_000, priority=2**31 - 1)
+    assert sort_key(key, young) < sort_key(key, old)
+    older = request(arrival_s=-0.01, max_tokens=1, priority=-(2**31), is_background=True)
+    assert sort_key(key, older) < sort_key(key, old), "among themselves the policy decides"
+
+
+@DEPTHS
+def test_a_request_takes_as_many_steps_as_on_an_idle_engine(depth: int) -> None:
+    """No seat and no block is free, the background has them all: whoever comes has both after the steps in flight."""
+    idle = Driver(config(), depth)
+    idle.add(request("online", tuple(range(20)), max_tokens=12, eos_token_ids=frozenset()))
+    alone = steps_to_end(idle, "online")
+
+    driver = Driver(config(), depth)
+    for i in range(9):
+        driver.add(request(f"batch-{i}", (i, 1, 2), max_tokens=30, eos_token_ids=frozenset(), is_background=True))
+    for _ in range(8):
+        driver.step()
+    stats = driver.scheduler.stats
+    assert stats.num_background_running == stats.num_running == 6
+    assert stats.num_background_waiting == 3
+    assert stats.num_waiting == stats.num_waiting_tokens == 0
+    driver.add(request("online", tuple(range(20)), max_tokens=12, eos_token_ids=frozenset()))
+    assert steps_to_end(driver, "online") <= alone + depth + 1
+    assert stats.preempted
+    driver.drain()
+    driver.check_streams()
+
+
+def test_while_others_live_it_pauses_and_keeps_its_blocks() -> None:
+    driver = Driver(config())
+    driver.add(request("batch", max_tokens=9, eos_token_ids=frozenset(), is_background=True))
+    driver.step()
+    assert planned_next(driver) == {"batch"}
+    driver.add(request("online", (4, 5), max_tokens=4, eos_token_ids=frozenset()))
+    held = driver.scheduler.stats.blocks_held
+    while ("online", 0) not in driver.ends:
+        assert planned_next(driver) == {"online"}
+        assert driver.scheduler.stats.blocks_held >= held
+    assert planned_next(driver) == {"batch"}
+    driver.drain()
+    driver.check_streams()
+    assert driver.scheduler.stats.preemptions == 0
+
+
+def planned_next(driver: Driver) -> set[str]:
+    driver.launch()
+    names = planned(driver)
+    driver.commit()
+    return names
+
+
+def test_its_waits_are_in_no_latency_but_its_tokens_are_counted() -> None:
+    driver = Driver(config())
+    driver.add(request("batch", max_tokens=5, eos_token_ids=frozenset(), is_background=True))
+    driver.drain()
+    stats = driver.scheduler.stats
+    assert (stats.prompt_tokens, stats.generation_tokens) == (3, 5)
+    latencies = (stats.queue_s, stats.ttft_s, stats.prefill_s, stats.itl_s, stats.tpot_s, stats.decode_s, stats.e2e_s)
+    assert [histogram.count for histogram in latencies] == [0] * 7
+    driver.add(request("online", max_tokens=5, eos_token_ids=frozenset()))
+    driver.drain()
+    assert [histogram.count for histogram in latencies] == [1, 1, 1, 4, 1, 1, 1]
+
+
+def test_what_waits_of_it_fills_no_queue() -> None:
+    """The door counts those who are really ahead; the background is behind."""
+    settings = config(max_num_seqs=2)
+    engine = Engine(Scheduler(settings), FakeRunner(settings), vocab_size=VOCAB, limits=QueueLimits(max_requests=1))
+    engine.stats.num_running = engine.stats.num_background_running = 2
+    engine.stats.num_background_waiting = 50
+    engine.submit(request("a"))
+    engine.stats.num_background_running = 0
+    engine._inbox.take(wait_s=0)
+    engine.stats.num_waiting = 1
+    with pytest.raises(OverloadedError, match="1 requests wait already"):
+        engine.submit(request("b"))
