@@ -208,7 +208,7 @@ class Scheduler:
             seq.num_in_flight -= 1
             self._settle(seq)
         ids, logprobs, ended, cursor = result.token_ids, result.logprobs, result.ended, 0
-        special = {*flight.children, *result.errors, *result.prompt_logprobs}
+        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled}
         for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
             seq.num_in_flight -= 1
             seq.num_computed = piece.start + piece.num_tokens
@@ -259,9 +259,11 @@ class Scheduler:
     def _commit_special(
         self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
     ) -> None:
-        """A slice that failed, that forked, or that brings log probabilities of its prompt."""
+        """A slice that failed, that forked, or that brings log probabilities or hidden states of its prompt."""
         seq = flight.owners[index]
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
+        if index in result.pooled:
+            seq.pool(result.pooled[index])
         drawing = (seq, *flight.children.get(index, ()))
         for child in drawing[1:]:
             child.num_in_flight -= 1

@@ -25,11 +25,12 @@ drawn by a step in flight, so planning needs counts, never values. Engine thread
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence as Seq
 from enum import Enum
 
 from engine.core.page_table import PageTable
-from engine.core.plan import Sample
-from engine.core.types import PromptInfo, Request, TokenLogprob
+from engine.core.plan import POOLED_UNIT, Sample
+from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 
 _NEVER = sys.maxsize
 
@@ -84,6 +85,7 @@ class Sequence:
         "order",
         "page_table",
         "params",
+        "pooled",
         "prompt_logprobs",
         "request",
         "request_id",
@@ -126,6 +128,7 @@ class Sequence:
         self.num_registered = 0  # blocks already shown to the prefix cache
         self.next_register = block_size if root else _NEVER  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         self.num_cached = 0
         self.num_preemptions = 0
         self.first_scheduled_s = -1.0
@@ -159,14 +162,25 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and self.first_token_s < 0
 
+    @property
+    def needs_every_position(self) -> bool:
+        """What is made of the prompt is made while it is computed, all of it in one go: no cached K/V stands in for it."""
+        return self.wants_prompt_logprobs or self.params.pooling is Pooling.MEAN
+
+    def pool(self, states: Seq[int]) -> None:
+        """Add a step's hidden states to the sum."""
+        self.pooled = [a + b for a, b in zip(self.pooled, states, strict=True)] if self.pooled else list(states)
+
     def prompt_info(self) -> PromptInfo:
         """What the first event of this choice tells about the prompt."""
-        wanted = self.params.prompt_logprobs is not None
+        wanted, pooling = self.params.prompt_logprobs is not None, self.params.pooling
+        unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         return PromptInfo(
             num_cached_tokens=self.num_cached,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
             prefill_s=max(self.first_token_s - self.first_scheduled_s, 0.0),  # 0 where no token is drawn
+            pooled=None if pooling is None else tuple([unit * total for total in self.pooled]),
         )
 
     def take_seats(self, seats: list[int]) -> None:
@@ -209,4 +223,5 @@ class Sequence:
         self.samples = ()
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]
+        self.pooled = []
         return blocks

@@ -32,6 +32,13 @@ class AbortCause(str, Enum):
     ERROR = "error"
 
 
+class Pooling(str, Enum):
+    """How a prompt's final hidden states become one vector."""
+
+    LAST = "last"  # the last token's, which has seen all the others
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Ranges are validated at the HTTP edge; here they are trusted.
@@ -39,8 +46,9 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. Penalties follow OpenAI (presence,
     frequency: over generated tokens) and CTRL (repetition: over prompt and generated tokens, 1 is off).
     `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
-    `max_tokens` 0 computes the prompt only (scoring). With a `grammar` only what it allows is drawn, the rest of this
-    within that; the sequence stops where the grammar is complete, eos_token_ids and min_tokens or not.
+    `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` only what it
+    allows is drawn, the rest of this within that; the sequence stops where the grammar is complete, eos_token_ids and
+    min_tokens or not.
     """
 
     max_tokens: int
@@ -59,6 +67,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
     grammar: Grammar | None = None
 
 
@@ -91,6 +100,7 @@ class PromptInfo(NamedTuple):
     logprobs: tuple[TokenLogprob | None, ...] | None  # one entry a prompt token, None for the first
     queue_s: float = 0.0  # as in RequestTimings, told early: of an answer that is cut short they are all there is
     prefill_s: float = 0.0
+    pooled: tuple[float, ...] | None = None  # the vector that `pooling` asks for, of the model's own length
 
 
 class RequestTimings(NamedTuple):
