@@ -33,7 +33,7 @@ class Message(RequestBody):
     """One turn of a conversation. What else it holds (name, tool_call_id, ...) is for the chat template to read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = ""
     tool_calls: list[ToolCall] = Field(default_factory=list)
 
     def for_template(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from engine.core.errors import InvalidRequestError
 from server.protocol.base import RequestBody
@@ -36,7 +36,7 @@ def _is_schema(value: Any) -> Any:
     return value
 
 
-Schema = Annotated[Any, AfterValidator(_is_schema)]
+Schema = Annotated[Any, AfterValidator(_is_schema), WithJsonSchema({"type": ["object", "boolean", "string"]})]
 
 
 class JsonSchemaFormat(RequestBody):

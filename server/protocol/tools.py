@@ -63,7 +63,9 @@ def _as_choice(value: Any) -> Any:
     return ToolChoice("named", name)
 
 
-Choice = Annotated[Any, BeforeValidator(_as_choice)]
+Choice = Annotated[
+    Any, BeforeValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | dict[str, Any])
+]
 
 
 class CalledFunction(RequestBody):

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 
+from server.protocol.base import ResponseBody
 from server.routes.context import Context, InContext
 
 router = APIRouter()
 
 
-def _card(context: Context, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": context.started_s,
-        "owned_by": "quire",
-        "root": context.config.model,
-        "parent": None,
-        "max_model_len": context.limits.max_model_len,
-    }
+class ModelCard(ResponseBody):
+    """OpenAI's four fields, and vLLM's."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "quire"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(ResponseBody):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def _card(context: Context, name: str) -> ModelCard:
+    return ModelCard(
+        id=name, created=context.started_s, root=context.config.model, max_model_len=context.limits.max_model_len
+    )
 
 
 @router.get("/v1/models")
-async def list_models(context: InContext) -> dict[str, Any]:
+async def list_models(context: InContext) -> ModelList:
     """Every name clients may use."""
-    return {"object": "list", "data": [_card(context, name) for name in context.config.served_model_names]}
+    return ModelList(data=[_card(context, name) for name in context.config.served_model_names])
 
 
 @router.get("/v1/models/{name:path}")
-async def retrieve_model(context: InContext, name: str) -> dict[str, Any]:
+async def retrieve_model(context: InContext, name: str) -> ModelCard:
     """One of them; 404 for any other."""
     return _card(context, context.check_model(name))

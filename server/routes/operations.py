@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import EngineDeadError, ServerError, ShuttingDownError
 from server.errors import to_api_error
@@ -35,13 +35,13 @@ def _status(context: Context, *, ready: bool) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(context: InContext) -> Response:
     """Live: the engine thread runs, and moves whenever it has work. Asks nothing of the engine."""
     return _status(context, ready=False)
 
 
-@router.get("/ready")
+@router.get("/ready", response_class=Response)
 async def ready(context: InContext) -> Response:
     """Able to take a request now."""
     return _status(context, ready=True)
@@ -58,7 +58,7 @@ async def version() -> dict[str, Any]:
     return {"version": VERSION}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(context: InContext) -> Response:
     """Prometheus' exposition."""
     content, media_type = context.metrics.render()

@@ -11,6 +11,7 @@ from server.protocol.base import ResponseBody
 from server.protocol.logprobs import token_text
 from server.protocol.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
 from server.routes.context import InContext, json_body
+from server.routes.openapi import answers
 
 router = APIRouter()
 
@@ -19,7 +20,7 @@ def _json(answer: ResponseBody) -> Response:
     return Response(answer.json_bytes(), media_type="application/json")
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=answers(Tokenized))
 async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
     """The token ids of a text or of a rendered conversation."""
     context.check_model(body.model)
@@ -41,7 +42,7 @@ async def tokenizer_info(context: InContext) -> dict[str, Any]:
     return {"tokenizer_class": "TextTokenizer", "eos_token": None, **lengths, **context.tokenizer.description}
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=answers(Detokenized))
 async def detokenize(
     context: InContext, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
 ) -> Response:
