@@ -19,7 +19,7 @@ PROBE_PATHS = frozenset({"/health", "/ready"})
 
 
 class KeyGuard:
-    """ASGI middleware: `Authorization: Bearer KEY` or 401."""
+    """ASGI middleware: `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients have it, or 401."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str]) -> None:
         self._app = app
@@ -42,6 +42,7 @@ class KeyGuard:
 
     def _admits(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        shown = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        digests = [sha256(key.strip().encode("latin-1")).digest() for key in shown]
+        matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
+        return any(matches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -15,7 +14,7 @@ from server.choice import CallDelta, Delta, TextRules
 from server.errors import shorten, unsupported
 from server.protocol.base import Integer, ResponseBody
 from server.protocol.conversation import Conversation
-from server.protocol.form import ChunkMould, Envelope
+from server.protocol.form import ChunkMould, Envelope, new_call_id
 from server.protocol.limits import Limits
 from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
@@ -243,7 +242,7 @@ class ChatCompletion(ResponseBody):
 
 
 class ChatForm:
-    """Implements Form for the chat API."""
+    """Implements ChunkForm for the chat API."""
 
     def __init__(self, body: ChatBody, envelope: Envelope, *, call_id_length: int = 0) -> None:
         self._body = body
@@ -297,10 +296,9 @@ class ChatForm:
     def _call(self, call: CallDelta, **index: int) -> ChatToolCall:
         if call.name is None:
             return ChatToolCall(**index, function=ChatFunction(arguments=call.arguments))
-        length, unique = self._call_id_length, uuid.uuid4().hex
         return ChatToolCall(
             **index,
-            id=unique[:length] if length else f"call_{unique[:24]}",
+            id=new_call_id("call_", self._call_id_length),
             type="function",
             function=ChatFunction(name=call.name, arguments=call.arguments),
         )

@@ -1,15 +1,19 @@
-"""What the two generating APIs have in common on the way out: an envelope around choices, plain or in chunks."""
+"""How an answer leaves: whole, or as a stream of events; and what the two APIs with chunks of choices have in common."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from server.choice import Delta
+from server.errors import ApiError
 from server.protocol.base import ResponseBody
+from server.protocol.frames import DONE, frame
+from server.protocol.sampling import StreamOptions
+from server.protocol.timings import AnswerMetrics, with_metrics
 from server.protocol.usage import Usage
 from server.text import Tokenizer
 from server.version import VERSION
@@ -56,8 +60,38 @@ class ChunkMould:
         return self._head + choice.json_bytes() + tail
 
 
+def new_call_id(prefix: str, length: int) -> str:
+    """A call's name for its result to be matched by; `length` characters where a model's template insists on that, else 0."""
+    unique = uuid.uuid4().hex
+    return unique[:length] if length else prefix + unique[:24]
+
+
 class Form(Protocol):
-    """Shapes deltas as JSON documents. One object an answer."""
+    """Shapes deltas as what a client of one API reads. One object an answer."""
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        """The whole answer as one JSON document, one delta a choice."""
+        ...
+
+    def opening(self) -> bytes:
+        """What a stream begins with, while nothing is known yet; perhaps nothing."""
+        ...
+
+    def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
+        """Frames for what is new in some choices. `usage` counts so far."""
+        ...
+
+    def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
+        """What a stream ends with; `metrics` are given where the client asked for them."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What a stream ends with if something went wrong."""
+        ...
+
+
+class ChunkForm(Protocol):
+    """Shapes deltas as JSON documents with choices. One object an answer."""
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         """The whole answer, one delta a choice."""
@@ -70,3 +104,31 @@ class Form(Protocol):
     def closing(self, usage: Usage) -> bytes:
         """The last chunk of a stream that reports usage."""
         ...
+
+
+class Chunks:
+    """Implements Form: a stream of nameless events, a chunk each, with an end mark."""
+
+    def __init__(self, form: ChunkForm, options: StreamOptions) -> None:
+        self._form = form
+        self._options = options
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        return self._form.answer(deltas, usage)
+
+    def opening(self) -> bytes:
+        return b""
+
+    def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
+        told: dict[str, Usage | None] = {}
+        if self._options.include_usage:
+            told = {"usage": usage() if self._options.continuous_usage_stats else None}
+        return b"".join([frame(chunk) for index, delta in news for chunk in self._form.chunks(index, delta, **told)])
+
+    def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
+        if metrics is not None:
+            return frame(with_metrics(self._form.closing(usage), metrics)) + DONE
+        return frame(self._form.closing(usage)) + DONE if self._options.include_usage else DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return frame(error.body()) + DONE

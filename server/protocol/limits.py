@@ -37,6 +37,11 @@ class Limits:
             dialogue=Dialogue.of(tokenizer, app),
         )
 
+    @property
+    def call_id_length(self) -> int:
+        """Of a call's id, where the model's template insists on one; else 0."""
+        return self.dialogue.dialect.id_length if self.dialogue.dialect else 0
+
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequestError if the model has no such token."""
         for token_id in (min(ids, default=0), max(ids, default=0)):

@@ -1,0 +1,193 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, and the chats that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError
+from server.errors import shorten, unsupported
+from server.protocol.base import Integer, RequestBody
+from server.protocol.chat import ChatBody
+from server.protocol.messages_blocks import Blocks, Turn, chat_messages, joined_text
+from server.protocol.structured import Schema
+from server.protocol.translated import TranslatedBody
+
+
+def _as_tool(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise unsupported("tools", f"there are no tools of type {shorten(kind)!r} here; send your own only.")
+    return value
+
+
+class MessageTool(RequestBody):
+    """One entry of `tools`."""
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> MessageTool:
+        if self.input_schema.get("type", "object") != "object":
+            raise ValueError('input_schema must be a schema of type "object"')
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        told = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
+
+
+class MessageToolChoice(RequestBody):
+    """Whether a tool may or must be used, and whether several may."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name is for the type tool, which needs one")
+        return self
+
+    def for_chat(self) -> str | dict[str, Any]:
+        if self.name is not None:
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(RequestBody):
+    """Whether to think, and for how many tokens; `adaptive` is as the model likes."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Integer | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> ThinkingConfig:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("budget_tokens is for the type enabled, which needs it")
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        return {
+            "thinking_token_budget": self.budget_tokens,
+            "reasoning_effort": "none" if self.type == "disabled" else None,
+        }
+
+
+class OutputFormat(RequestBody):
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
+        if self.format is not None:
+            schema = {"name": "answer", "schema": self.format.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class Metadata(RequestBody):
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"user_id"})
+
+
+class CountBody(TranslatedBody):
+    """What makes a prompt, here and in /v1/messages/count_tokens."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
+    )
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.UNSUPPORTED,
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+        **dict.fromkeys(("max_completion_tokens", "response_format", "reasoning_effort"), ()),
+        "stop": ([],),
+        "n": (1,),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **TranslatedBody.INSTEAD,
+        "max_completion_tokens": "send max_tokens",
+        "response_format": "send output_config: {format: ...}",
+        "reasoning_effort": "send thinking, or output_config: {effort: ...}",
+        "stop": "send stop_sequences",
+    }
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking",
+        "reasoning_effort": "output_config.effort",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+    }
+
+    messages: list[Turn] = Field(min_length=1)
+    system: Blocks | None = None
+    tools: list[Annotated[MessageTool, BeforeValidator(_as_tool)]] = Field(default_factory=list)
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CountBody:
+        choice, names = self.tool_choice, [tool.name for tool in self.tools]
+        if choice is not None and choice.type != "none" and not names:
+            raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
+        return self
+
+    def ignored_fields(self) -> list[str]:
+        """Those of the body and of the objects in it."""
+        names = ("tool_choice", "thinking", "output_config", "metadata")
+        parts = {name: part for name in names if (part := getattr(self, name)) is not None}
+        return super().ignored_fields() + [
+            f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()
+        ]
+
+    def to_chat(self) -> ChatBody:
+        """The chat. A last message of the assistant's is to be gone on with."""
+        messages = chat_messages(self.messages)
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": joined_text(self.system, "system")})
+        is_prefilled = self.messages[-1].role == "assistant"
+        if is_prefilled and "tool_calls" in messages[-1]:
+            message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
+            raise InvalidRequestError(message, param="messages")
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "continue_final_message": is_prefilled,
+            "tools": [tool.for_chat() for tool in self.tools] or None,
+        }
+        if self.tool_choice is not None and self.tools:
+            fields["tool_choice"] = self.tool_choice.for_chat()
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        for part in (self.thinking, self.output_config):
+            fields |= {} if part is None else part.for_chat()
+        return self.chat_body({**fields, **self._answer_fields()})
+
+    def _answer_fields(self) -> dict[str, Any]:
+        """What else the chat is asked for."""
+        return {}
+
+
+class MessagesBody(CountBody):
+    """The request."""
+
+    max_tokens: Integer = Field(ge=1)
+    stop_sequences: list[str] = Field(default_factory=list)
+
+    def _answer_fields(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}

@@ -1,0 +1,90 @@
+"""Requests of other APIs that are answered as a chat is: each becomes a ChatBody, and from there on nothing is its own.
+
+A field that chat has too, and that the other API does not spell otherwise, is handed on as it came. Pure data, no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from pydantic import Field, ValidationError
+
+from engine.core.errors import ClientError
+from server.choice import Delta
+from server.errors import ApiError, to_api_error
+from server.protocol.base import RequestBody
+from server.protocol.chat import ChatBody
+from server.protocol.sampling import INSTEAD, NO_OPS, UNSUPPORTED
+from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+
+# Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.
+PASSED_ON = frozenset(
+    {
+        "cache_salt",
+        "chat_template_kwargs",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+    }
+    | {"min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens"}
+    | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens"}
+)
+
+
+class TranslatedBody(RequestBody):
+    """What such requests have in common."""
+
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
+    # chat's field -> the field of this API that it was made of, by which errors call it
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool = False
+
+    def ignored_fields(self) -> list[str]:
+        """Those that nobody knows, here and in chat."""
+        return [name for name in super().ignored_fields() if name not in PASSED_ON]
+
+    def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:
+        """A chat with these fields, null ones left out, and those of this request that it shares."""
+        shared = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream")}
+        passed = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
+        return ChatBody.model_validate({**passed, **shared, **fields})
+
+    @classmethod
+    @contextmanager
+    def own_names(cls) -> Iterator[None]:
+        """What is wrong with the chat is told of the field that the client knows."""
+        try:
+            yield
+        except (ApiError, ClientError, ValidationError) as error:
+            told = to_api_error(error)
+            for chats, own in cls.OWN_NAMES.items():
+                if told.param is not None and f"{told.param}.".startswith(f"{chats}."):
+                    told.message = told.message.replace(chats, own)
+                    told.param = own + told.param[len(chats) :]
+                    break
+            raise told from error
+
+
+def pieces_of(delta: Delta) -> list[Piece]:
+    """A delta's parts in the order in which they were written: what goes on with a call comes before the next words."""
+    pieces: list[Piece] = [Reasoning(delta.reasoning)] if delta.reasoning else []
+    calls = list(delta.calls)
+    if calls and calls[0].name is None:
+        pieces.append(CallArguments(calls.pop(0).arguments))
+    if delta.text:
+        pieces.append(Content(delta.text))
+    for call in calls:
+        assert call.name is not None, "only the first can go on with one begun before"
+        pieces.append(CallBegin(call.name))
+        if call.arguments:
+            pieces.append(CallArguments(call.arguments))
+    return pieces

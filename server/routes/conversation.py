@@ -1,0 +1,54 @@
+"""From a conversation to what the engine is asked: the one way for every API that has messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core.types import Request, SamplingParams
+from server.choice import TextRules
+from server.protocol.chat import ChatBody
+from server.protocol.form import Envelope
+from server.routes.context import Context
+from server.routes.generate import answer_id, constrain, engine_requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A conversation, ready to be submitted."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    rules: TextRules
+    requests: Sequence[Request]
+
+    def envelope(self, id_prefix: str, model: str, context: Context) -> Envelope:
+        """What is the same in all that is told of the answer."""
+        return Envelope(
+            id_prefix=id_prefix,
+            model=model,
+            tokenizer=context.tokenizer,
+            prompts=[self.prompt],
+            answer_id=answer_id(self.requests),
+        )
+
+
+async def prompt_ids(context: Context, body: ChatBody) -> tuple[str, list[int]]:
+    """The prompt as its template writes it, and its tokens. Raises ClientError or ApiError for what cannot be one."""
+    text = body.render(context.limits)
+    [ids] = await context.encode([text], "messages", add_special_tokens=body.add_special_tokens)
+    return text, body.truncate(ids, context.limits)
+
+
+async def prepare(context: Context, body: ChatBody) -> Asked:
+    """Raises ClientError or ApiError for what cannot be answered."""
+    text, prompt = await prompt_ids(context, body)
+    params = body.params(context.limits, len(prompt))
+    params = await constrain(context, body.message_grammar(context.limits), params)
+    params = body.with_thoughts(params, context.limits, text)
+    return Asked(
+        prompt=prompt,
+        params=params,
+        rules=body.message_rules(params, context.limits, text),
+        requests=engine_requests(context, body, [prompt], [params]),
+    )

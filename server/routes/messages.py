@@ -1,0 +1,39 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from server.protocol.messages import CountBody, MessagesBody
+from server.protocol.messages_form import AnthropicMessage, MessageForm
+from server.routes.context import InContext, json_body
+from server.routes.conversation import prepare, prompt_ids
+from server.routes.generate import respond
+from server.routes.openapi import answers
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", responses=answers(AnthropicMessage, streams=True))
+async def create_message(
+    http: Request, context: InContext, body: Annotated[MessagesBody, Depends(json_body(MessagesBody))]
+) -> Response:
+    """Answer a conversation."""
+    model = context.check_model(body.model)
+    with body.own_names():
+        chat = body.to_chat()
+        asked = await prepare(context, chat)
+        form = MessageForm(asked.envelope("msg", model, context), call_id_length=context.limits.call_id_length)
+        return await respond(http, context, chat, asked.requests, asked.rules, form)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
+    """How many tokens the prompt has."""
+    context.check_model(body.model)
+    with body.own_names():
+        _, ids = await prompt_ids(context, body.to_chat())
+    return {"input_tokens": len(ids)}

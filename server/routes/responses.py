@@ -1,0 +1,119 @@
+"""POST /v1/responses, the responses that are stored, and POST /v1/responses/input_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, Field, TypeAdapter
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from server.errors import ApiError, shorten, unsupported
+from server.protocol.form import new_call_id
+from server.protocol.responses import InputBody, ResponsesBody
+from server.protocol.responses_form import ResponseForm
+from server.protocol.responses_items import Item
+from server.protocol.responses_output import OutputWriter, ResponseDocument
+from server.response_store import StoredResponse
+from server.routes.context import Context, InContext, json_body
+from server.routes.conversation import Asked, prepare, prompt_ids
+from server.routes.generate import respond
+from server.routes.openapi import answers
+
+router = APIRouter()
+
+_ITEMS = TypeAdapter(list[Item])
+
+
+class Page(BaseModel):
+    """A page of a list, as its query asks for it."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+@router.post("/v1/responses", responses=answers(ResponseDocument, streams=True))
+async def create_response(
+    http: Request, context: InContext, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
+) -> Response:
+    """Answer input, or go on from an earlier answer."""
+    model = context.check_model(body.model)
+    if body.store and not context.responses.is_open:
+        raise unsupported("store", "this server stores no responses (--max-stored-responses); leave it out.")
+    with body.own_names():
+        chat = body.to_chat(_earlier(context, body))
+        asked = await prepare(context, chat)
+        form = _form(context, body, asked, model)
+        return await respond(http, context, chat, asked.requests, asked.rules, form)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    context: InContext, body: Annotated[InputBody, Depends(json_body(InputBody))]
+) -> dict[str, Any]:
+    """How many tokens the prompt has."""
+    context.check_model(body.model)
+    with body.own_names():
+        _, ids = await prompt_ids(context, body.to_chat(_earlier(context, body)))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseDocument))
+async def retrieve_response(http: Request, context: InContext, response_id: str) -> Response:
+    """A stored response, as it was answered."""
+    if http.query_params.get("stream", "false") != "false":
+        raise unsupported("stream", "a stored response is whole; leave it out.")
+    return Response(context.responses.find(response_id).document, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(context: InContext, response_id: str) -> dict[str, Any]:
+    """Forget a stored response; what continues it cannot be gone on from any more."""
+    context.responses.delete(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(http: Request, context: InContext, response_id: str) -> dict[str, Any]:
+    """What a stored response was asked, without what it continues."""
+    page = Page.model_validate(dict(http.query_params))
+    items = json.loads(context.responses.find(response_id).input_items)
+    if page.order == "desc":
+        items.reverse()
+    if page.after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == page.after]
+        if not places:
+            message = f"The response has no item {shorten(page.after)!r}; leave after out."
+            raise ApiError(404, "item_not_found", message, "after")
+        items = items[places[0] + 1 :]
+    shown = items[: page.limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(items) > page.limit}
+
+
+def _earlier(context: Context, body: InputBody) -> Sequence[Item]:
+    """The items of all turns that this one continues. Raises a 404 if one of them is gone."""
+    items: list[Item] = []
+    if body.previous_response_id is not None:
+        for turn in context.responses.chain(body.previous_response_id):
+            items += _ITEMS.validate_json(turn.input_items)
+            items += _ITEMS.validate_python(json.loads(turn.document)["output"])
+    return items
+
+
+def _form(context: Context, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
+    envelope = asked.envelope("resp", model, context)
+    length = context.limits.call_id_length
+    writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
+
+    def keep(document: bytes) -> None:
+        items = to_json([item.document() for item in body.input])
+        name = f"{envelope.id_prefix}_{envelope.answer_id}"
+        context.responses.put(StoredResponse(name, body.previous_response_id, items, document))
+
+    keeps = context.responses.is_open and body.store is not False
+    return ResponseForm(body, envelope, asked.params, writer, keep if keeps else None)
