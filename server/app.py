@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -18,19 +19,25 @@ from engine.loop import Engine
 from server import errors
 from server.app_config import AppConfig
 from server.auth import KeyGuard
+from server.batches.dispatch import Dispatcher
+from server.batches.service import BatchService
 from server.client import EngineClient
 from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import BodyLimit, RequestScope
 from server.protocol.limits import Limits
-from server.routes import chat, completions, live, models, operations, requests, tokens
+from server.routes import batches, chat, completions, files, live, models, operations, requests, tokens
 from server.routes.context import Context
 from server.routes.page import load_files, page_router
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.text import Tokenizer
 from server.version import VERSION
+
+
+# What lines of a batch may ask for, and who answers it.
+BATCH_ENDPOINTS = {"/v1/completions": completions, "/v1/chat/completions": chat}
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
@@ -49,15 +56,25 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         ledger=Ledger(),
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
+        batches=_batches(engine, config),
     )
 
     page = load_files() if config.page else {}
+    service = context.batches
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         context.client.start()
+        if service is not None:
+            service.start(
+                Dispatcher(_background_app(context)), BATCH_ENDPOINTS, lambda: engine.health().error is not None
+            )
         yield
+        if service is not None:
+            await service.stop()
         await context.client.stop(config.shutdown_timeout_s)
+        if service is not None:
+            service.close()
         context.grammars.close()
 
     app = FastAPI(
@@ -72,11 +89,29 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     )
     app.state.context = context
     errors.install(app)
-    for module in (completions, chat, models, tokens, requests, operations):
+    for module in (completions, chat, files, batches, models, tokens, requests, operations):
         app.include_router(module.router)
     if page:
         app.include_router(live.router)
         app.include_router(page_router(page))
+    return app
+
+
+def _batches(engine: Engine, config: AppConfig) -> BatchService | None:
+    """Of lines as many run as the engine has seats, so that they can fill it while nothing else does."""
+    if config.data_dir is None:
+        return None
+    max_running = engine.config.max_num_seqs
+    return BatchService(config.data_dir, max_running=max_running, max_line_bytes=config.max_body_bytes)
+
+
+def _background_app(context: Context) -> FastAPI:
+    """What lines of batches are sent to: their endpoints, on an engine that serves everybody else first."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.context = replace(context, is_background=True)
+    errors.install(app)
+    for module in BATCH_ENDPOINTS.values():
+        app.include_router(module.router)
     return app
 
 
@@ -96,5 +131,5 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
         )
     if config.api_keys:
         stack.append(Middleware(KeyGuard, keys=config.api_keys, open_paths=open_paths))
-    stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes))
+    stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes, max_file_bytes=config.max_file_bytes))
     return stack

@@ -7,6 +7,7 @@ read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class AppConfig:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     max_body_bytes: int = 32 * 1024 * 1024
+    data_dir: Path | None = None  # where files and batches are kept; None: there are none
+    max_file_bytes: int = 200 * 1024 * 1024  # of an upload
     max_logprobs: int = 20
     page: bool = True  # the playground and the live view at /
     strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header

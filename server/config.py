@@ -213,6 +213,17 @@ class HttpSettings(BaseModel):
     )
 
 
+class BatchSettings(BaseModel):
+    """Files and batches"""
+
+    data_dir: Path | None = _setting(
+        None, "DIR", "folder to keep uploaded files and batches in, so that they survive a restart", unset="no batches"
+    )
+    max_file_bytes: ByteSize = _setting(
+        _APP.max_file_bytes, "SIZE", "largest upload to /v1/files, such as 200MiB", ge=1
+    )
+
+
 class SecuritySettings(BaseModel):
     """Security"""
 
@@ -231,7 +242,14 @@ class LoggingSettings(BaseModel):
 
 
 class Settings(
-    ModelSettings, DeviceSettings, SchedulingSettings, HttpSettings, SecuritySettings, LoggingSettings, BaseSettings
+    ModelSettings,
+    DeviceSettings,
+    SchedulingSettings,
+    HttpSettings,
+    BatchSettings,
+    SecuritySettings,
+    LoggingSettings,
+    BaseSettings,
 ):
     """All settings; `Settings(**flags)` adds what the variables and the file say."""
 
@@ -266,6 +284,8 @@ class Settings(
             api_keys=tuple(key.get_secret_value() for key in self.api_key),
             allowed_origins=self.allowed_origins,
             max_body_bytes=self.max_body_bytes,
+            data_dir=self.data_dir,
+            max_file_bytes=self.max_file_bytes,
             max_logprobs=self.max_logprobs,
             page=self.page,
             strict_fields=self.strict_fields,

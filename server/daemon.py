@@ -57,6 +57,7 @@ class Daemon(uvicorn.Server):
         super().__init__(config)
         self._on_ready = on_ready
         self._client = context.client
+        self._batches = context.batches
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,6 +98,8 @@ class Daemon(uvicorn.Server):
             os._exit(1)
 
     async def _drain(self, timeout_s: float) -> None:
+        if self._batches is not None:
+            await self._batches.stop()  # what runs of them is not waited for: the next daemon runs it
         try:
             await asyncio.wait_for(self._client.stop(timeout_s), timeout_s + STOP_MARGIN_S)
         except asyncio.TimeoutError:

@@ -24,6 +24,8 @@ _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")  # of a client's own ids those that
 IGNORED_FIELDS = "ignored_fields"  # the key in the request's state under which routes leave their names
 ENTRY = "entry"  # ... and under which the generating ones leave theirs in the ledger, for the log line
 REQUEST_ID = "request_id"  # ... and under which they find its id
+UPLOAD_PATH = "/v1/files"
+FORM_BYTES = 16 * 1024  # what a form may have around its file
 
 
 class RequestScope:
@@ -89,20 +91,30 @@ class RequestScope:
 
 
 class BodyLimit:
-    """Refuses a body beyond `max_bytes`: at once where it announces its length, else as soon as it has grown too far."""
+    """Refuses a body beyond a limit: at once where it announces its length, else as soon as it has grown too far.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    The limit is --max-body-bytes, on UPLOAD_PATH --max-file-bytes and what a form has around its file.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_file_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_file_bytes = max_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count what is received; the route's own read of the body raises."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        max_bytes = self._max_bytes
+        message = f"The request body is larger than {max_bytes} bytes; send less (--max-body-bytes)."
+        if scope["path"] == UPLOAD_PATH:
+            max_bytes = self._max_file_bytes + FORM_BYTES
+            message = f"The file is larger than {self._max_file_bytes} bytes; split it (--max-file-bytes)."
+        too_large = ApiError(413, "request_too_large", message)
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+        if announced.isdecimal() and int(announced) > max_bytes:
+            await too_large.response()(scope, receive, send)
             return
         received = 0
 
@@ -110,12 +122,8 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > max_bytes:
+                raise too_large
             return message
 
         await self._app(scope, receive_counted, send)
-
-    def _too_large(self) -> ApiError:
-        message = f"The request body is larger than {self._max_bytes} bytes; send less (--max-body-bytes)."
-        return ApiError(413, "request_too_large", message)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
+from server.batches.folder import DataFolder
 from server.config import Settings
 from server.flags import load_settings, name_origins
 from server.logs import configure_logging
@@ -96,6 +97,8 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     source = find_model(settings.model)
     engine_config = settings.engine_config(source.path)  # a wrong setting is told before the seconds of importing
     app_config = settings.app_config(source.path, source.name)
+    if app_config.data_dir is not None:
+        DataFolder(app_config.data_dir).close()
 
     gc.disable()  # what start-up makes stays: looking through it again and again took 0.3 s; hide_from_collector ends it
     from engine.build import build_engine

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 
 from engine.loop import Engine
 from server.app_config import AppConfig
+from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError, shorten
 from server.ledger import Ledger
@@ -47,6 +48,15 @@ class Context:
     standing: Standing
     ledger: Ledger
     started_s: int  # Unix time
+    batches: BatchService | None = None  # without --data-dir there are none
+    is_background: bool = False  # what is asked here runs when nobody else needs the engine
+
+    def batch_service(self) -> BatchService:
+        """Files and batches. Raises a 501 where there are none."""
+        if self.batches is None:
+            message = "Files and batches are off, for they are kept on disk; start the server with --data-dir FOLDER."
+            raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+        return self.batches
 
     def check_model(self, name: str | None) -> str:
         """The name to report. Raises a 404 for a model that is not served here."""

@@ -46,6 +46,7 @@ def engine_requests(
             arrival_s=context.engine.clock(),
             priority=body.priority,
             cache_salt=body.cache_salt,
+            is_background=context.is_background,
         )
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]

@@ -159,6 +159,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3",
+        "--data-dir", "/var/quire", "--max-file-bytes", "2MiB",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -172,6 +173,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         strict_fields=True,
         tool_call_parser="json",
         reasoning_parser="qwen3",
+        data_dir=Path("/var/quire"),
+        max_file_bytes=2 << 20,
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,

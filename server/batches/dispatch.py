@@ -1,0 +1,87 @@
+"""Runs one line of a batch through the very route that a client would have asked, without a socket. Event loop.
+
+The application that is asked has the endpoints and nothing around them: no keys, no limits, no log line and no count of
+HTTP requests, which are of clients that wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any, NamedTuple
+
+from starlette.types import ASGIApp, Message
+
+from server.errors import to_api_error
+from server.ledger import Entry
+from server.middleware import ENTRY, IGNORED_FIELDS, REQUEST_ID
+
+logger = logging.getLogger(__name__)
+
+
+class Reply(NamedTuple):
+    """What the endpoint said."""
+
+    status: int
+    request_id: str
+    body: bytes
+    ignored_fields: tuple[str, ...] = ()
+
+
+class Dispatcher:
+    """Asks an application. Cancelling an `ask` ends the request in the engine."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def ask(self, path: str, document: bytes) -> Reply:
+        """POST a JSON document; whatever happens, there is a reply."""
+        state: dict[str, Any] = {REQUEST_ID: uuid.uuid4().hex}
+        inbox: list[Message] = [{"type": "http.request", "body": document, "more_body": False}]
+        status, parts = 0, list[bytes]()
+
+        async def receive() -> Message:
+            if inbox:
+                return inbox.pop()
+            await asyncio.Event().wait()  # the asker never leaves
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+
+        started_s = time.monotonic()
+        try:
+            await self._app(_scope(path, document, state), receive, send)
+        except Exception as error:
+            logger.exception("a request of a batch failed")
+            told = to_api_error(error)
+            status, parts = told.status, [told.body()]
+        finally:
+            entry = state.get(ENTRY)
+            if isinstance(entry, Entry):
+                entry.close(status, time.monotonic() - started_s)
+        return Reply(status, state[REQUEST_ID], b"".join(parts), tuple(state.get(IGNORED_FIELDS, ())))
+
+
+def _scope(path: str, document: bytes, state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(document)).encode())],
+        "client": None,
+        "server": None,
+        "state": state,
+    }

@@ -1,0 +1,91 @@
+"""The data folder: one daemon's files and its database, and how a file comes to be there whole or not at all.
+
+    lock              held while a daemon uses the folder
+    batches.sqlite    what there is; store.py
+    files/<id>        the content of each file; *.tmp while it is being written
+
+Names are our own ids, never a client's. Blocking; called from worker threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+
+from engine.core.errors import ConfigError
+
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+class DataFolder:
+    """Made, locked and swept when it is opened. Raises ConfigError if that cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = path / "files"
+        self.database = path / "batches.sqlite"
+        try:
+            self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (path / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"--data-dir is {str(path)!r}, which cannot be used: {error.strerror}.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(f"--data-dir is {str(path)!r}, which another daemon uses; give each its own.") from error
+
+    def path_of(self, file_id: str) -> Path:
+        """Where a file's content is."""
+        assert _FILE_ID.fullmatch(file_id), "only ids made here name files"
+        return self._files / file_id
+
+    def create(self, file_id: str) -> NewFile:
+        """A file to be written."""
+        return NewFile(self.path_of(file_id))
+
+    def sweep(self, known: set[str]) -> None:
+        """Remove what nobody knows: files that a daemon which was killed had not finished."""
+        for path in self._files.iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    def close(self) -> None:
+        """Another daemon may have it."""
+        self._lock.close()
+
+
+class NewFile:
+    """A file in the making, as a scope: left without `keep`, it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._draft = path.with_name(path.name + ".tmp")
+        self._file = self._draft.open("wb")
+        self.num_bytes = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._draft.unlink(missing_ok=True)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.num_bytes += len(data)
+
+    def keep(self) -> None:
+        """All of it is written: it outlasts a loss of power from here on."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._draft.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name, too
+        finally:
+            os.close(folder)

@@ -1,0 +1,100 @@
+"""A batch's input, read in pieces: every line checked and its place noted, so that no file is ever in memory as a whole.
+
+What makes a line wrong here makes the whole batch fail before anything runs; what only the endpoint can tell is the
+answer to that line alone. Blocking; called from worker threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from server.errors import shorten, to_api_error
+from server.protocol.batches import BatchLine, LineError
+
+MAX_LINES = 50_000
+MAX_ERRORS = 50  # told of one input
+PIECE_BYTES = 4 * 1024 * 1024
+_BOM = b"\xef\xbb\xbf"
+
+
+class Line(NamedTuple):
+    """A line that may run, and where it stands in the file."""
+
+    number: int  # in the file, from 1
+    start: int
+    size: int
+    custom_id: str
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some lines in a row."""
+
+    next_number: int
+    end: int
+    lines: list[Line] = field(default_factory=list)
+    errors: list[LineError] = field(default_factory=list)
+    is_last: bool = False
+
+
+def read_piece(path: Path, endpoint: str, max_line_bytes: int, *, start: int = 0, number: int = 1) -> Piece:
+    """Check lines from `start` on, whose first is line `number`; blank ones are passed over."""
+    piece = Piece(number, start)
+    with path.open("rb") as file:
+        file.seek(start)
+        while piece.end - start < PIECE_BYTES and len(piece.errors) < MAX_ERRORS:
+            raw = file.readline(max_line_bytes + 1)
+            if not raw:
+                piece.is_last = True
+                break
+            if len(raw) > max_line_bytes:
+                message = f"The line is longer than {max_line_bytes} bytes (--max-body-bytes); shorten it."
+                piece.errors.append(LineError(code="request_too_large", message=message, line=piece.next_number))
+                piece.is_last = True
+                break
+            _check(raw, endpoint, piece)
+            piece.end += len(raw)
+            piece.next_number += 1
+    return piece
+
+
+def read_body(path: Path, start: int, size: int) -> bytes:
+    """The request body in a line that has been checked."""
+    with path.open("rb") as file:
+        file.seek(start)
+        line = BatchLine.model_validate_json(_text(file.read(size), start))
+    return to_json(line.body, inf_nan_mode="constants")  # what is no JSON number stays for the endpoint to refuse
+
+
+def _text(raw: bytes, start: int) -> bytes:
+    return raw.removeprefix(_BOM) if not start else raw
+
+
+def _check(raw: bytes, endpoint: str, piece: Piece) -> None:
+    """Note a line, or what is wrong with it."""
+    text = _text(raw, piece.end)
+    if not text.strip():
+        return
+    fault: LineError | None = None
+    try:
+        line = BatchLine.model_validate_json(text)
+    except ValidationError as error:
+        told = to_api_error(error)
+        fault = LineError(code=told.code, message=told.message, param=told.param)
+    else:
+        if line.url != endpoint:
+            message = f"url is {shorten(line.url)!r}, but the batch is for {endpoint}; make one batch an endpoint."
+            fault = LineError(code="invalid_value", message=message, param="url")
+        elif line.body.get("stream"):
+            message = "stream has no meaning in a batch: answers are written to a file; leave it out."
+            fault = LineError(code="unsupported_parameter", message=message, param="body.stream")
+    if fault is None:
+        piece.lines.append(Line(piece.next_number, piece.end, len(raw), line.custom_id))
+    else:
+        fault.line = piece.next_number
+        piece.errors.append(fault)

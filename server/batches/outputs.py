@@ -1,0 +1,88 @@
+"""What a batch leaves behind: an entry a line, and at its end the files that hold them. Blocking; worker threads.
+
+Lines that were answered with success go to the output file, all others to the error file; both in the input's order.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json, to_json
+
+from server.batches.dispatch import Reply
+from server.batches.folder import DataFolder
+from server.batches.store import COMPLETED, FAILED, TO_RUN, Outcome, PendingLine, entries
+from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
+
+WHY_NOT = {
+    BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request ran."),
+    BatchStatus.EXPIRED: ("batch_expired", "The batch's completion window ended before this request ran."),
+}
+
+
+class Output(NamedTuple):
+    """The files of a batch; None for one that would have no line."""
+
+    output: FileObject | None
+    errors: FileObject | None
+
+
+def answered(line: PendingLine, reply: Reply) -> Outcome:
+    """The outcome of a line that an endpoint has answered."""
+    body = from_json(reply.body)
+    response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
+    if reply.ignored_fields:
+        response["ignored_fields"] = list(reply.ignored_fields)
+    is_good = reply.status == 200
+    usage = body.get("usage") if is_good and isinstance(body, dict) else None
+    return Outcome(line, COMPLETED if is_good else FAILED, _entry(line.custom_id, response, None), usage)
+
+
+def unanswered(line: PendingLine, code: str, message: str) -> Outcome:
+    """The outcome of a line that no endpoint could be asked."""
+    return Outcome(line, FAILED, _entry(line.custom_id, None, (code, message)), None)
+
+
+def write_files(folder: DataFolder, batch: Batch, end: BatchStatus, now: float) -> Output:
+    """Write what there is of a batch that ends so; nobody knows of the files yet."""
+    code, message = WHY_NOT.get(end, ("", ""))
+    good = (entry for _, entry in entries(folder.database, batch.id, COMPLETED))
+    bad = (entry for _, entry in entries(folder.database, batch.id, FAILED))
+    never = (_entry(name, None, (code, message)) for name, _ in entries(folder.database, batch.id, TO_RUN))
+    return Output(
+        _write(folder, good, f"{batch.id}_output.jsonl", now),
+        _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now),
+    )
+
+
+def _write(folder: DataFolder, lines: Iterator[bytes | None], filename: str, now: float) -> FileObject | None:
+    file_id = new_file_id()
+    file = folder.create(file_id)
+    with file:
+        for line in lines:
+            assert line is not None, "a line with an outcome has an entry"
+            file.write(line + b"\n")
+        if not file.num_bytes:
+            return None
+        file.keep()
+    return FileObject(
+        id=file_id, bytes=file.num_bytes, created_at=int(now), filename=filename, purpose=Purpose.BATCH_OUTPUT
+    )
+
+
+def _entry(custom_id: str, response: dict[str, Any] | None, error: Sequence[str] | None) -> bytes:
+    return to_json(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": None if error is None else {"code": error[0], "message": error[1]},
+        }
+    )
+
+
+def new_file_id() -> str:
+    return f"file-{uuid.uuid4().hex}"

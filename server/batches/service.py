@@ -1,0 +1,192 @@
+"""Files and batches as the routes see them: create, find, list, delete, cancel. Event loop.
+
+All keys of a server are equal, so a file is everybody's who has one. Raises ApiError for whatever a client can cause.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+import uuid
+from collections.abc import AsyncIterable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from server.batches.dispatch import Dispatcher
+from server.batches.folder import DataFolder
+from server.batches.outputs import new_file_id
+from server.batches.store import Store
+from server.batches.thread import StoreThread
+from server.batches.upload import Form
+from server.batches.worker import BatchWorker
+from server.errors import ApiError, shorten
+from server.protocol.batches import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
+
+MAX_FILES = 10_000
+MAX_OPEN_BATCHES = 100
+
+
+class BatchService:
+    """Opened with the folder; runs batches from `start` to `stop`, answers until `close`."""
+
+    def __init__(self, path: Path, *, max_running: int, max_line_bytes: int) -> None:
+        """Raises ConfigError for a folder that cannot be used."""
+        self._folder = DataFolder(path)
+        store = Store(self._folder.database)
+        self._folder.sweep(store.file_ids())
+        self._store = StoreThread(store)
+        self._worker = BatchWorker(self._store, self._folder, max_running=max_running, max_line_bytes=max_line_bytes)
+        self._endpoints: Collection[str] = ()
+
+    def start(self, dispatcher: Dispatcher, endpoints: Collection[str], is_dead: Callable[[], bool]) -> None:
+        """From now on batches run, for these endpoints."""
+        self._endpoints = endpoints
+        self._worker.start(dispatcher, is_dead)
+
+    async def stop(self) -> None:
+        """Lines that run are given up, for the next daemon to run; files can still be read. Idempotent."""
+        await self._worker.stop()
+
+    def close(self) -> None:
+        self._store.close()
+        self._folder.close()
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    async def upload(self, content_type: str, stream: AsyncIterable[bytes]) -> FileObject:
+        """Take in a form with a file."""
+        if await self._store(lambda store: store.num_files()) >= MAX_FILES:
+            message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."
+            raise ApiError(429, "too_many_files", message, type="rate_limit_error")
+        file_id = new_file_id()
+        new = self._folder.create(file_id)
+        with _disk_faults(), new:
+            form = Form(content_type, new)
+            await form.read(stream)
+            _check_form(form, new.num_bytes)
+            assert form.filename is not None, "a form without a file is refused"
+            file = FileObject(
+                id=file_id,
+                bytes=new.num_bytes,
+                created_at=int(time.time()),
+                filename=form.filename,
+                purpose=Purpose.BATCH,
+            )
+
+            def keep(store: Store) -> None:
+                new.keep()
+                store.add_file(file)
+
+            await self._store(keep)
+        return file
+
+    async def file(self, file_id: str) -> FileObject:
+        file = await self._store(lambda store: store.file(file_id))
+        if file is None:
+            raise ApiError(404, "file_not_found", f"There is no file {shorten(file_id)!r} here.", "file_id")
+        return file
+
+    async def content(self, file_id: str) -> Path:
+        """Where the content of a file is that exists."""
+        return self._folder.path_of((await self.file(file_id)).id)
+
+    async def files(
+        self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
+    ) -> list[FileObject]:
+        """Up to `limit` files, from behind `after` on."""
+        if after is not None:
+            await self.file(after)
+        return await self._store(lambda store: store.files(after, limit, purpose, newest_first=newest_first))
+
+    async def delete(self, file_id: str) -> None:
+        """Remove a file that no open batch reads."""
+        path = await self.content(file_id)
+        reader = await self._store(lambda store: store.delete_file(file_id))
+        if reader is not None:
+            message = f"The file is the input of {reader}, which has not ended; cancel that first."
+            raise ApiError(409, "file_in_use", message, "file_id")
+        await self._store(lambda _: path.unlink(missing_ok=True))
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    async def create(self, body: BatchBody, model: str) -> Batch:
+        """A batch over a file, to be checked and run."""
+        if body.endpoint not in self._endpoints:
+            known = ", ".join(sorted(self._endpoints))
+            message = f"endpoint is {shorten(body.endpoint)!r}; batches are for {known}."
+            raise ApiError(400, "invalid_value", message, "endpoint")
+        file = await self.file(body.input_file_id)
+        if file.purpose is not Purpose.BATCH:
+            message = f"{file.id} is of purpose {file.purpose.value}; upload the input with purpose 'batch'."
+            raise ApiError(400, "invalid_value", message, "input_file_id")
+        if len(await self._store(lambda store: store.open_batches())) >= MAX_OPEN_BATCHES:
+            message = f"{MAX_OPEN_BATCHES} batches wait or run already; try again when one has ended."
+            raise ApiError(429, "too_many_batches", message, type="rate_limit_error")
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{uuid.uuid4().hex}",
+            endpoint=body.endpoint,
+            model=model,
+            input_file_id=file.id,
+            completion_window=body.completion_window,
+            status=BatchStatus.VALIDATING,
+            created_at=now,
+            expires_at=now + window_seconds(body.completion_window),
+            metadata=body.metadata,
+        )
+        if not await self._store(lambda store: store.add_batch(batch)):
+            raise ApiError(404, "file_not_found", f"The file {file.id} has just been deleted.", "input_file_id")
+        self._worker.wake()
+        return batch
+
+    async def batch(self, batch_id: str) -> Batch:
+        batch = await self._store(lambda store: store.batch(batch_id))
+        if batch is None:
+            raise ApiError(404, "batch_not_found", f"There is no batch {shorten(batch_id)!r} here.", "batch_id")
+        return batch
+
+    async def batches(self, after: str | None, limit: int) -> list[Batch]:
+        """Up to `limit` batches, the newest first, from behind `after` on."""
+        if after is not None:
+            await self.batch(after)
+        return await self._store(lambda store: store.batches(after, limit))
+
+    async def cancel(self, batch_id: str) -> Batch:
+        """End a batch early; what has run of it is in its files. Once it is ending, that goes its way."""
+
+        def change(batch: Batch) -> None:
+            if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+                batch.move(BatchStatus.CANCELLING, time.time())
+
+        batch = await self.batch(batch_id)
+        if batch.status not in OPEN:
+            message = f"The batch is {batch.status.value} already; only one that has not ended can be cancelled."
+            raise ApiError(409, "batch_ended", message, "batch_id")
+        batch = await self._store(lambda store: store.update(batch_id, change))
+        self._worker.wake()
+        return batch
+
+
+def _check_form(form: Form, num_bytes: int) -> None:
+    purpose = form.fields.get("purpose")
+    if purpose != Purpose.BATCH.value:
+        message = "purpose: Field required" if purpose is None else f"purpose is {shorten(purpose)!r}"
+        raise ApiError(400, "invalid_value", f"{message}; files here are for batches: give 'batch'.", "purpose")
+    unknown = sorted(name for name in form.fields if name != "purpose")
+    if unknown:
+        message = f"{shorten(unknown[0])} is not supported: files are kept until they are deleted; leave it out."
+        raise ApiError(400, "unsupported_parameter", message, unknown[0])
+    if not num_bytes:
+        raise ApiError(400, "invalid_value", "The file is empty; put one request on each line.", "file")
+
+
+@contextmanager
+def _disk_faults() -> Iterator[None]:
+    """A full disk is told to the client; any other fault of the disk is ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = "The server has no room left for files; delete some, or try again later."
+        raise ApiError(507, "insufficient_storage", message, type="server_error") from error

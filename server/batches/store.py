@@ -1,0 +1,266 @@
+"""What is known of files, batches and their lines: one SQLite database, so that a daemon that was killed goes on.
+
+A batch's lines are its work queue: a line without an outcome is still to run, and its outcome is kept until the batch's
+files are written. Everything here blocks and belongs to one thread (service.py's); each method is one transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.core.errors import ConfigError
+from server.batches.lines import Line
+from server.protocol.batches import OPEN, Batch, BatchStatus, FileObject
+
+VERSION = 1
+MAX_ENDED = 10_000  # batches remembered after their end
+_SCHEMA = """
+CREATE TABLE files (seq INTEGER PRIMARY KEY, id TEXT UNIQUE, purpose TEXT, document TEXT);
+CREATE TABLE batches (seq INTEGER PRIMARY KEY, id TEXT UNIQUE, input TEXT, is_open INTEGER, document TEXT);
+CREATE INDEX open_batches ON batches (seq) WHERE is_open;
+CREATE TABLE lines (
+    batch TEXT, number INTEGER, start INTEGER, size INTEGER, custom_id TEXT,
+    attempts INTEGER DEFAULT 0, outcome INTEGER DEFAULT 0, entry BLOB,
+    UNIQUE (batch, custom_id)
+);
+CREATE INDEX lines_by_outcome ON lines (batch, outcome, number);
+PRAGMA user_version = 1;
+"""
+TO_RUN, COMPLETED, FAILED = range(3)  # a line's outcome
+
+
+class PendingLine(NamedTuple):
+    """A line to be run."""
+
+    batch_id: str
+    endpoint: str
+    file_id: str
+    number: int
+    start: int
+    size: int
+    custom_id: str
+    attempts: int  # to run it, this one included
+
+
+class Outcome(NamedTuple):
+    """A line has run: its entry in the batch's files, and the answer's usage if it has one."""
+
+    line: PendingLine
+    outcome: int
+    entry: bytes
+    usage: dict[str, int] | None
+
+
+class OpenBatch(NamedTuple):
+    """A batch that has not ended, and whether lines of it have no outcome yet."""
+
+    batch: Batch
+    has_lines: bool
+
+
+class Store:
+    """Opens or makes the database. Raises ConfigError for one of another version."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        for pragma in ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 10000"):
+            self._db.execute(f"PRAGMA {pragma}")
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        elif version != VERSION:
+            self._db.close()
+            raise ConfigError(f"--data-dir has a database of version {version}, not {VERSION}; give another folder.")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        with self._db:
+            yield self._db
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def add_file(self, file: FileObject) -> None:
+        with self._transaction() as db:
+            _insert_file(db, file)
+
+    def file(self, file_id: str) -> FileObject | None:
+        row = self._db.execute("SELECT document FROM files WHERE id = ?", (file_id,)).fetchone()
+        return None if row is None else FileObject.model_validate_json(row[0])
+
+    def num_files(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM files").fetchone()[0])
+
+    def file_ids(self) -> set[str]:
+        return {row[0] for row in self._db.execute("SELECT id FROM files")}
+
+    def files(self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool) -> list[FileObject]:
+        """Some files in order, from behind `after` on."""
+        way, order = ("<", "DESC") if newest_first else (">", "ASC")
+        rows = self._db.execute(
+            f"SELECT document FROM files WHERE (?1 IS NULL OR seq {way} (SELECT seq FROM files WHERE id = ?1)) "  # noqa: S608 - constants
+            f"AND (?2 IS NULL OR purpose = ?2) ORDER BY seq {order} LIMIT ?3",
+            (after, purpose, limit),
+        )
+        return [FileObject.model_validate_json(row[0]) for row in rows]
+
+    def delete_file(self, file_id: str) -> str | None:
+        """Forget a file, unless an open batch reads it: then its id is returned."""
+        with self._transaction() as db:
+            row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
+            if row is None:
+                db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+            return None if row is None else str(row[0])
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def add_batch(self, batch: Batch) -> bool:
+        """False if its input has been deleted meanwhile. Of those that ended long ago the oldest are forgotten."""
+        with self._transaction() as db:
+            if db.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,)).fetchone() is None:
+                return False
+            db.execute(
+                "INSERT INTO batches (id, input, is_open, document) VALUES (?, ?, 1, ?)",
+                (batch.id, batch.input_file_id, batch.model_dump_json()),
+            )
+            db.execute(
+                "DELETE FROM batches WHERE NOT is_open AND seq <= (SELECT max(seq) - ? FROM batches)", (MAX_ENDED,)
+            )
+            return True
+
+    def batch(self, batch_id: str) -> Batch | None:
+        row = self._db.execute("SELECT document FROM batches WHERE id = ?", (batch_id,)).fetchone()
+        return None if row is None else Batch.model_validate_json(row[0])
+
+    def batches(self, after: str | None, limit: int) -> list[Batch]:
+        """Some batches, the newest first, from behind `after` on."""
+        rows = self._db.execute(
+            "SELECT document FROM batches WHERE ?1 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?1) "
+            "ORDER BY seq DESC LIMIT ?2",
+            (after, limit),
+        )
+        return [Batch.model_validate_json(row[0]) for row in rows]
+
+    def open_batches(self) -> list[OpenBatch]:
+        """All that have not ended, the oldest first."""
+        rows = self._db.execute(
+            "SELECT document, EXISTS (SELECT 1 FROM lines WHERE batch = batches.id AND outcome = 0) "
+            "FROM batches WHERE is_open ORDER BY seq"
+        )
+        return [OpenBatch(Batch.model_validate_json(document), bool(has_lines)) for document, has_lines in rows]
+
+    def update(self, batch_id: str, change: Callable[[Batch], None]) -> Batch:
+        """Change a batch that exists."""
+        with self._transaction() as db:
+            return _update(db, batch_id, change)
+
+    # -- lines -------------------------------------------------------------------------------------------------------
+
+    def clear_lines(self, batch_id: str) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+
+    def add_lines(self, batch_id: str, lines: Sequence[Line]) -> list[Line]:
+        """Queue lines; returns those whose custom_id another line has."""
+        with self._transaction() as db:
+            return [
+                line
+                for line in lines
+                if not db.execute(
+                    "INSERT OR IGNORE INTO lines (batch, number, start, size, custom_id) VALUES (?, ?, ?, ?, ?)",
+                    (batch_id, line.number, line.start, line.size, line.custom_id),
+                ).rowcount
+            ]
+
+    def take_lines(self, running: Collection[tuple[str, int]], limit: int) -> list[PendingLine]:
+        """The next lines to run, of the oldest batch first, but for those that run; an attempt is counted."""
+        taken: list[PendingLine] = []
+        with self._transaction() as db:
+            for batch, _ in self.open_batches():
+                if batch.status is not BatchStatus.IN_PROGRESS or len(taken) == limit:
+                    continue
+                rows = db.execute(
+                    "SELECT number, start, size, custom_id, attempts + 1 FROM lines WHERE batch = ? AND outcome = 0 "
+                    "ORDER BY number LIMIT ?",
+                    (batch.id, limit + len(running)),
+                ).fetchall()
+                lines = [PendingLine(batch.id, batch.endpoint, batch.input_file_id, *row) for row in rows]
+                lines = [line for line in lines if (line.batch_id, line.number) not in running]
+                taken += lines[: limit - len(taken)]
+            _count_attempts(db, [(line.batch_id, line.number) for line in taken], 1)
+        return taken
+
+    def give_back(self, lines: Collection[tuple[str, int]]) -> None:
+        """These were stopped on their way, by intent: it was no attempt."""
+        with self._transaction() as db:
+            _count_attempts(db, lines, -1)
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Lines have run. Told twice it counts once, and nothing is kept of one whose batch has ended."""
+        with self._transaction() as db:
+            for batch_id in {outcome.line.batch_id for outcome in outcomes}:
+                new = [each for each in outcomes if each.line.batch_id == batch_id and _set_outcome(db, each)]
+                _update(db, batch_id, partial(_count, outcomes=new))
+
+    def finish(self, batch_id: str, files: Sequence[FileObject], change: Callable[[Batch], None]) -> Batch:
+        """A batch's files are written: from now on they are there, and its lines are not."""
+        with self._transaction() as db:
+            for file in files:
+                _insert_file(db, file)
+            db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            return _update(db, batch_id, change)
+
+
+def _insert_file(db: sqlite3.Connection, file: FileObject) -> None:
+    row = (file.id, file.purpose.value, file.model_dump_json())
+    db.execute("INSERT INTO files (id, purpose, document) VALUES (?, ?, ?)", row)
+
+
+def _update(db: sqlite3.Connection, batch_id: str, change: Callable[[Batch], None]) -> Batch:
+    [document] = db.execute("SELECT document FROM batches WHERE id = ?", (batch_id,)).fetchone()
+    batch = Batch.model_validate_json(document)
+    change(batch)
+    row = (batch.status in OPEN, batch.model_dump_json(), batch_id)
+    db.execute("UPDATE batches SET is_open = ?, document = ? WHERE id = ?", row)
+    return batch
+
+
+def _set_outcome(db: sqlite3.Connection, outcome: Outcome) -> bool:
+    """False if the line has one already, or is gone with its batch."""
+    row = (outcome.outcome, outcome.entry, outcome.line.batch_id, outcome.line.number)
+    query = "UPDATE lines SET outcome = ?, entry = ? WHERE batch = ? AND outcome = 0 AND number = ?"
+    return db.execute(query, row).rowcount == 1
+
+
+def _count(batch: Batch, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.outcome == COMPLETED:
+            batch.request_counts.completed += 1
+            batch.usage.add(outcome.usage or {})
+        else:
+            batch.request_counts.failed += 1
+
+
+def _count_attempts(db: sqlite3.Connection, lines: Collection[tuple[str, int]], change: int) -> None:
+    db.executemany(
+        "UPDATE lines SET attempts = attempts + ? WHERE batch = ? AND outcome = 0 AND number = ?",
+        [(change, *line) for line in lines],
+    )
+
+
+def entries(path: Path, batch_id: str, outcome: int) -> Iterator[tuple[str, bytes | None]]:
+    """A batch's lines with one outcome, in order, over a connection of its own: the custom_id and the entry."""
+    db = sqlite3.connect(path)
+    try:
+        query = "SELECT custom_id, entry FROM lines WHERE batch = ? AND outcome = ? ORDER BY number"
+        yield from db.execute(query, (batch_id, outcome))
+    finally:
+        db.close()

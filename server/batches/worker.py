@@ -1,0 +1,226 @@
+"""Moves batches along: checks their input, keeps lines running, records what comes, writes the files at the end.
+
+One task of the event loop, in turns: each does whatever the database says there is to do, so a daemon that starts again
+goes on where the last one was, and a line with an outcome never runs twice. A line that is running when the daemon is
+killed runs again, at most MAX_ATTEMPTS times, lest one that takes the daemon with it does so for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from server.batches.dispatch import Dispatcher
+from server.batches.folder import DataFolder
+from server.batches.lines import MAX_ERRORS, MAX_LINES, read_body, read_piece
+from server.batches.outputs import answered, unanswered, write_files
+from server.batches.store import OpenBatch, Outcome, PendingLine, Store
+from server.batches.thread import StoreThread
+from server.protocol.batches import Batch, BatchStatus, LineError, LineErrors
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+RETRY_S = 1.0  # after the engine had no room, or the disk failed
+MAX_REST_S = 60.0  # between two turns, whatever happens
+NOT_NOW = (429, 503)  # statuses that say nothing of the line
+
+
+class BatchWorker:
+    """Start it once with who is to be asked, wake it when a batch came or changed, stop it once."""
+
+    def __init__(self, store: StoreThread, folder: DataFolder, *, max_running: int, max_line_bytes: int) -> None:
+        self._store = store
+        self._folder = folder
+        self._max_running = max_running
+        self._max_line_bytes = max_line_bytes
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}  # until their outcomes are recorded
+        self._outcomes: list[Outcome] = []  # not recorded yet
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, dispatcher: Dispatcher, is_dead: Callable[[], bool]) -> None:
+        """`is_dead` tells an engine that will answer nothing any more."""
+        self._dispatcher = dispatcher
+        self._is_dead = is_dead
+        self._task = asyncio.create_task(self._main())
+
+    def wake(self) -> None:
+        self._news.set()
+
+    async def stop(self) -> None:
+        """Leave lines that run as if they had not begun, and keep what has come. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        stopped = list(self._running)
+        await self._cancel(stopped)
+        with suppress(OSError, sqlite3.Error):
+            await self._record()
+            await self._store(lambda store: store.give_back(stopped))
+
+    # -- turns -------------------------------------------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        while True:
+            rest_s = RETRY_S
+            try:
+                rest_s = await self._turn()
+            except Exception:  # most likely the disk; a batch that stands still must not be silent about it
+                logger.exception("batches stand still; trying again")
+            with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
+                await asyncio.wait_for(self._news.wait(), rest_s)
+            self._news.clear()
+
+    async def _turn(self) -> float:
+        """Do what there is to do; returns when to look again at the latest."""
+        await self._record()
+        now, next_s = time.time(), MAX_REST_S
+        for current in await self._store(lambda store: store.open_batches()):
+            batch = current.batch
+            if batch.status is BatchStatus.VALIDATING:
+                await self._validate(batch)
+            elif (end := _end_of(current, now)) is not None:
+                await self._finish(batch, end)
+            else:
+                next_s = min(next_s, batch.expires_at - now)
+        room = self._max_running - len(self._running)
+        if room > 0 and not self._is_dead():
+            running = set(self._running)
+            for line in await self._store(lambda store: store.take_lines(running, room)):
+                task = asyncio.create_task(self._run(line))
+                self._running[line.batch_id, line.number] = task
+        return max(next_s, 0.01)
+
+    # -- a line ------------------------------------------------------------------------------------------------------
+
+    async def _run(self, line: PendingLine) -> None:
+        outcome: Outcome | None = None
+        try:
+            outcome = await self._ask(line)
+        except Exception:  # it counts as an attempt
+            logger.exception("line %d of batch %s could not be run", line.number, line.batch_id)
+        if outcome is not None:
+            self._outcomes.append(outcome)
+        else:
+            self._running.pop((line.batch_id, line.number), None)
+        self.wake()
+
+    async def _ask(self, line: PendingLine) -> Outcome | None:
+        """What became of a line; None if the engine died over it, or over another."""
+        if line.attempts > MAX_ATTEMPTS:
+            message = f"The server ended {MAX_ATTEMPTS} times while this request ran; it is not tried again."
+            return unanswered(line, "too_many_attempts", message)
+        try:
+            document = await asyncio.to_thread(read_body, self._folder.path_of(line.file_id), line.start, line.size)
+        except (OSError, ValueError) as error:
+            logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
+            return unanswered(line, "input_lost", "The input file cannot be read any more; upload it again.")
+        reply = await self._dispatcher.ask(line.endpoint, document)
+        while reply.status in NOT_NOW:
+            await asyncio.sleep(RETRY_S)
+            reply = await self._dispatcher.ask(line.endpoint, document)
+        return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
+
+    async def _record(self) -> None:
+        outcomes = list(self._outcomes)
+        if outcomes:
+            await self._store(lambda store: store.record(outcomes))
+            del self._outcomes[: len(outcomes)]
+            for outcome in outcomes:
+                self._running.pop((outcome.line.batch_id, outcome.line.number), None)
+
+    async def _cancel(self, keys: list[tuple[str, int]]) -> None:
+        tasks = [task for key in keys if (task := self._running.pop(key, None)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- a batch -----------------------------------------------------------------------------------------------------
+
+    async def _validate(self, batch: Batch) -> None:
+        """Check all lines and queue them. What a daemon that was killed had queued of them is thrown away first."""
+        await self._store(lambda store: store.clear_lines(batch.id))
+        path, start, number, total = self._folder.path_of(batch.input_file_id), 0, 1, 0
+        errors: list[LineError] = []
+        while True:
+            read = partial(read_piece, path, batch.endpoint, self._max_line_bytes, start=start, number=number)
+            piece = await asyncio.to_thread(read)
+            taken = await self._store(partial(Store.add_lines, batch_id=batch.id, lines=piece.lines))
+            errors += piece.errors
+            for line in taken:
+                message = "custom_id is that of another line; give each its own."
+                errors.append(
+                    LineError(code="duplicate_custom_id", message=message, param="custom_id", line=line.number)
+                )
+            start, number, total = piece.end, piece.next_number, total + len(piece.lines)
+            if piece.is_last or total > MAX_LINES or len(errors) >= MAX_ERRORS:
+                break
+        if total > MAX_LINES:
+            message = f"The file has more than {MAX_LINES} requests; split it."
+            errors = [LineError(code="too_many_requests", message=message)]
+        elif not total and not errors:
+            errors = [LineError(code="empty_file", message="The file has no requests; put one on each line.")]
+        await self._settle(batch, total, sorted(errors, key=lambda error: error.line or 0)[:MAX_ERRORS])
+
+    async def _settle(self, batch: Batch, total: int, errors: list[LineError]) -> None:
+        """The input has been checked: the batch runs, or has failed. Unless it was cancelled meanwhile."""
+
+        def change(batch: Batch) -> None:
+            if batch.status is not BatchStatus.VALIDATING:
+                return
+            if errors:
+                batch.errors = LineErrors(data=errors)
+                batch.move(BatchStatus.FAILED, time.time())
+            else:
+                batch.request_counts.total = total
+                batch.move(BatchStatus.IN_PROGRESS, time.time())
+
+        if errors:
+            await self._store(lambda store: store.clear_lines(batch.id))
+        settled = await self._store(lambda store: store.update(batch.id, change))
+        logger.info("batch %s: %s, %d requests, %d errors", batch.id, settled.status.value, total, len(errors))
+        self.wake()
+
+    async def _finish(self, batch: Batch, end: BatchStatus) -> None:
+        """Stop what runs of it, write its files, and end it."""
+        await self._cancel([key for key in self._running if key[0] == batch.id])
+        await self._record()
+        if end is not BatchStatus.CANCELLED:
+            await self._store(
+                lambda store: store.update(batch.id, lambda b: b.move(BatchStatus.FINALIZING, time.time()))
+            )
+        output, errors = await asyncio.to_thread(write_files, self._folder, batch, end, time.time())
+
+        def change(batch: Batch) -> None:
+            batch.output_file_id = None if output is None else output.id
+            batch.error_file_id = None if errors is None else errors.id
+            batch.move(end, time.time())
+
+        files = [file for file in (output, errors) if file is not None]
+        ended = await self._store(lambda store: store.finish(batch.id, files, change))
+        counts = ended.request_counts
+        logger.info(
+            "batch %s: %s, %d of %d completed, %d failed, %d tokens in, %d out",
+            *(batch.id, end.value, counts.completed, counts.total, counts.failed),
+            *(ended.usage.input_tokens, ended.usage.output_tokens),
+        )
+
+
+def _end_of(current: OpenBatch, now: float) -> BatchStatus | None:
+    """How a batch that has been checked has to end now, if it has to."""
+    batch = current.batch
+    if batch.status is BatchStatus.CANCELLING:
+        return BatchStatus.CANCELLED
+    if not current.has_lines:
+        return BatchStatus.COMPLETED
+    if batch.expires_at <= now or batch.status is BatchStatus.FINALIZING:
+        return BatchStatus.EXPIRED
+    return None

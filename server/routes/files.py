@@ -1,0 +1,50 @@
+"""/v1/files: what batches read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse, Response
+
+from server.protocol.batches import FilesQuery, page
+from server.routes.context import InContext
+
+router = APIRouter()
+
+
+@router.post("/v1/files")
+async def upload_file(http: Request, context: InContext) -> Response:
+    """Take in a file, as a multipart form."""
+    file = await context.batch_service().upload(http.headers.get("content-type", ""), http.stream())
+    return Response(file.model_dump_json(), media_type="application/json")
+
+
+@router.get("/v1/files")
+async def list_files(http: Request, context: InContext) -> dict[str, Any]:
+    """All files, or a page of them."""
+    asked = FilesQuery.model_validate(dict(http.query_params))
+    is_descending = asked.order == "desc"
+    files = await context.batch_service().files(asked.after, asked.limit + 1, asked.purpose, newest_first=is_descending)
+    return page(files[: asked.limit], has_more=len(files) > asked.limit)
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve_file(context: InContext, file_id: str) -> dict[str, Any]:
+    """What is known of a file."""
+    return (await context.batch_service().file(file_id)).model_dump(mode="json")
+
+
+@router.get("/v1/files/{file_id}/content")
+async def retrieve_file_content(context: InContext, file_id: str) -> Response:
+    """A file as it is."""
+    path = await context.batch_service().content(file_id)
+    headers = {"x-content-type-options": "nosniff"}
+    return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(context: InContext, file_id: str) -> dict[str, Any]:
+    """Remove a file for good."""
+    await context.batch_service().delete(file_id)
+    return {"id": file_id, "object": "file", "deleted": True}
