@@ -27,7 +27,7 @@ from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import BodyLimit, RequestScope
 from server.protocol.limits import Limits
-from server.routes import batches, chat, completions, files, live, models, operations, requests, tokens
+from server.routes import batches, chat, completions, files, live, models, operations, reading, requests, tokens
 from server.routes.context import Context
 from server.routes.page import load_files, page_router
 from server.standing import Standing
@@ -35,9 +35,8 @@ from server.structured.compiler import GrammarCompiler
 from server.text import Tokenizer
 from server.version import VERSION
 
-
 # What lines of a batch may ask for, and who answers it.
-BATCH_ENDPOINTS = {"/v1/completions": completions, "/v1/chat/completions": chat}
+BATCH_ENDPOINTS = {"/v1/completions": completions, "/v1/chat/completions": chat, "/v1/embeddings": reading}
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
@@ -89,7 +88,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     )
     app.state.context = context
     errors.install(app)
-    for module in (completions, chat, files, batches, models, tokens, requests, operations):
+    for module in (completions, chat, reading, files, batches, models, tokens, requests, operations):
         app.include_router(module.router)
     if page:
         app.include_router(live.router)

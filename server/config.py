@@ -106,6 +106,11 @@ class ModelSettings(BaseModel):
         _choices("auto", "none", "qwen3", "deepseek_r1", "mistral"),
         "how the model marks its reasoning; auto reads it off the chat template, none leaves it in the text",
     )
+    pooling: Literal["last", "mean"] = _setting(
+        "last",
+        _choices("last", "mean"),
+        "what /v1/embeddings makes a vector of: the last token's hidden state, or the mean of all",
+    )
     load_format: str = _setting(
         _ENGINE.load_format, _choices(*LOAD_FORMATS), "where weights come from; dummy makes random ones"
     )
@@ -287,6 +292,7 @@ class Settings(
             data_dir=self.data_dir,
             max_file_bytes=self.max_file_bytes,
             max_logprobs=self.max_logprobs,
+            pooling=self.pooling,
             page=self.page,
             strict_fields=self.strict_fields,
             tool_call_parser=self.tool_call_parser,

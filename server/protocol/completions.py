@@ -36,10 +36,17 @@ def _prompts(value: Any) -> list[Prompt]:
     return prompts
 
 
-class CompletionBody(SamplingBody):
-    """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt."""
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+
+class CompletionBody(SamplingBody):
+    """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt; `best_of` are drawn and the n
+    likeliest of them, by their mean log probability a token, are given."""
+
+    prompt: Prompts
     max_tokens: Integer = Field(DEFAULT_MAX_TOKENS, ge=0)
     echo: bool = False
     logprobs: Integer | None = Field(None, ge=0)
@@ -47,13 +54,33 @@ class CompletionBody(SamplingBody):
 
     @model_validator(mode="after")
     def _check_size(self) -> CompletionBody:
-        if len(self.prompt) * self.n > MAX_CHOICES:
+        num_choices = len(self.prompt) * self.num_drawn
+        if num_choices > MAX_CHOICES:
+            drawn = f"n = {self.n}" if self.best_of is None else f"best_of = {self.best_of}"
             raise InvalidRequestError(
-                f"{len(self.prompt)} prompts with n = {self.n} make {len(self.prompt) * self.n} choices; one request "
-                f"may have at most {MAX_CHOICES}.",
+                f"{len(self.prompt)} prompts with {drawn} make {num_choices} choices; one request may have at most "
+                f"{MAX_CHOICES}.",
                 param="prompt",
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionBody:
+        if self.num_drawn < self.n:
+            raise InvalidRequestError(
+                f"best_of is {self.best_of}, of which n = {self.n} cannot be chosen; raise best_of or lower n.",
+                param="best_of",
+            )
+        if self.num_drawn > self.n and self.stream:
+            raise InvalidRequestError(
+                "best_of beyond n cannot be streamed, as the best are known at the end only; leave stream out.",
+                param="best_of",
+            )
+        return self
+
+    @property
+    def num_drawn(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
     @model_validator(mode="after")
     def _check_scoring(self) -> CompletionBody:
@@ -69,7 +96,8 @@ class CompletionBody(SamplingBody):
         limits.check_logprobs(self.logprobs, "logprobs")
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         scored = max((count for count in wanted if count is not None), default=None)
-        return self.sampling_params(limits, max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
+        logprobs = (self.logprobs or 0) if self.num_drawn > self.n else self.logprobs
+        return self.sampling_params(limits, max_tokens=self.max_tokens, logprobs=logprobs, prompt_logprobs=scored)
 
 
 class CompletionChoice(ResponseBody):
@@ -105,8 +133,16 @@ class CompletionForm:
         self._mould = ChunkMould(Completion(**self._fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        choices = [self._choice(index, delta) for index, delta in enumerate(self._best(deltas))]
         return Completion(**self._fields, choices=choices, usage=usage).json_bytes()
+
+    def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        """Of each prompt's answers the n likeliest, best first."""
+        n, num_drawn = self._body.n, self._body.num_drawn
+        if n == num_drawn:
+            return deltas
+        prompts = [deltas[begin : begin + num_drawn] for begin in range(0, len(deltas), num_drawn)]
+        return [delta for drawn in prompts for delta in sorted(drawn, key=_mean_logprob, reverse=True)[:n]]
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         return [self._mould.cast(self._choice(index, delta), **usage)]
@@ -139,3 +175,10 @@ class CompletionForm:
             return None
         as_ids = self._body.return_tokens_as_token_ids
         return completion_logprobs(self._envelope.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
+
+
+def _mean_logprob(delta: Delta) -> float:
+    """Of a whole answer's tokens; an echoed prompt's come before them and do not count."""
+    num_tokens = len(delta.token_ids)
+    drawn = [entry.logprob for entry in delta.logprobs[len(delta.logprobs) - num_tokens :] if entry is not None]
+    return sum(drawn) / max(num_tokens, 1)

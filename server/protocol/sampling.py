@@ -101,10 +101,12 @@ class SamplingBody(RequestBody):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_N)
-    best_of: Integer | None = None
-    stop: Annotated[list[StopString], BeforeValidator(_listed), Field(max_length=MAX_STOPS)] = Field(
-        default_factory=list
-    )
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    stop: Annotated[
+        list[StopString],
+        BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
+        Field(max_length=MAX_STOPS),
+    ] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -123,8 +125,8 @@ class SamplingBody(RequestBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
-        if self.best_of is not None and self.best_of != self.n:
-            _refuse("best_of", f"best_of is {self.best_of}; only n ({self.n}) is supported: nothing is ranked.")
+        if self.best_of is not None and self.best_of != self.num_drawn:
+            _refuse("best_of", f"best_of is {self.best_of} and n {self.n}; only /v1/completions ranks its answers.")
         if self.stream_options is not None and not self.stream:
             _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
         if self.truncate_prompt_tokens == 0:
@@ -134,6 +136,11 @@ class SamplingBody(RequestBody):
                 "structured_outputs", "structured_outputs and response_format both constrain the answer; send only one."
             )
         return self
+
+    @property
+    def num_drawn(self) -> int:
+        """Answers that are drawn for each prompt; n of them are given."""
+        return self.n
 
     @property
     def stream_usage(self) -> StreamOptions:
@@ -182,7 +189,7 @@ class SamplingBody(RequestBody):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self._logit_bias(limits),
             seed=secrets.randbits(63) if self.seed is None else self.seed & (2**64 - 1),
-            n=self.n,
+            n=self.num_drawn,
             min_tokens=self.min_tokens,
             eos_token_ids=frozenset() if self.ignore_eos else limits.tokenizer.eos_token_ids,
             stop_token_ids=frozenset(self.stop_token_ids),

@@ -17,12 +17,14 @@ from starlette.responses import Response
 from engine.core.errors import QuireError
 from engine.core.types import Request, SamplingParams
 from server.choice import Delta, TextRules
+from server.client import Answer
 from server.disconnect import unless_disconnected
 from server.errors import to_api_error
 from server.generation import Generation
 from server.ledger import Entry
 from server.middleware import ENTRY, REQUEST_ID
 from server.protocol.form import Form
+from server.protocol.reading import ReadingBody
 from server.protocol.sampling import SamplingBody
 from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.protocol.usage import Usage
@@ -34,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def engine_requests(
-    context: Context, body: SamplingBody, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    context: Context,
+    body: SamplingBody | ReadingBody,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
 ) -> list[Request]:
     """One engine request a prompt, under ids of our own."""
     answer_id = uuid.uuid4().hex
@@ -64,43 +69,57 @@ def answer_id(requests: Sequence[Request]) -> str:
     return requests[0].request_id.partition("-")[0]
 
 
-async def respond(
-    http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
-) -> Response:
-    """Submit and answer. Raises what the engine refuses with, before anything is sent."""
+def begin(
+    http: HttpRequest, context: Context, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
+) -> tuple[Answer, Generation]:
+    """Submit, and open an entry in the ledger. Raises what the engine refuses with."""
     answer = context.client.submit(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     entry = Entry(
         request_id=getattr(http.state, REQUEST_ID),
         answer_id=answer_id(requests),
         endpoint=http.url.path,
-        stream=body.stream,
+        stream=stream,
         requests=requests,
         generation=generation,
         ledger=context.ledger,
     )
     setattr(http.state, ENTRY, entry)
+    return answer, generation
+
+
+async def respond(
+    http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
+) -> Response:
+    """Submit and answer. Raises what the engine refuses with, before anything is sent."""
+    answer, generation = begin(http, context, requests, rules, stream=body.stream)
     if body.stream:
         return EventStream(
             _frames(generation, body, form),
             answer,
             keep_alive_s=context.config.sse_keep_alive_interval_s,
-            standing=partial(context.standing.sentence, entry.engine_ids),
+            standing=partial(context.standing.sentence, [request.request_id for request in requests]),
         )
+    deltas = await all_deltas(http, answer, generation, body)
+    return with_timings(form.answer(deltas, generation.usage), generation, body)
+
+
+async def all_deltas(
+    http: HttpRequest, answer: Answer, generation: Generation, body: SamplingBody | ReadingBody
+) -> list[Delta]:
+    """Wait for the end, one delta a choice. A client that leaves ends it."""
     with answer:
-        deltas = await unless_disconnected(http.receive, _whole(generation, body))
-    document = form.answer(deltas, generation.usage)
-    return _with_timings(document, generation, body)
+        return await unless_disconnected(http.receive, _whole(generation, body))
 
 
-async def _whole(generation: Generation, body: SamplingBody) -> list[Delta]:
+async def _whole(generation: Generation, body: SamplingBody | ReadingBody) -> list[Delta]:
     deltas = await generation.all_deltas()
     if body.include_metrics:
         await generation.settle()
     return deltas
 
 
-def _with_timings(document: bytes, generation: Generation, body: SamplingBody) -> Response:
+def with_timings(document: bytes, generation: Generation, body: SamplingBody | ReadingBody) -> Response:
     """The plain answer. Its header tells what is known now, the opt-in object waited to know all."""
     spans, cached = generation.timeline.spans(), generation.num_cached_tokens
     headers = {} if spans is None else {"server-timing": server_timing(spans, cached)}

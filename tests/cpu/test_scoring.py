@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.llm import LLM, SamplingParams
 from server.app import create_app
 from server.app_config import AppConfig
 from server.model_source import find_model
+from server.routes.context import Context
 from server.tokenizer import load_tokenizer
 
 PATH = Path(find_model(None).path)
@@ -41,6 +43,11 @@ class Oracle:
         """Row i is the distribution of the token after position i."""
         with torch.inference_mode():
             return torch.log_softmax(self._model(torch.tensor([list(ids)])).logits[0], dim=-1)
+
+    def hidden(self, ids: Sequence[int]) -> Tensor:
+        """Final hidden states [positions, hidden], normed."""
+        with torch.inference_mode():
+            return self._model.model(torch.tensor([list(ids)])).last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +95,70 @@ def test_log_likelihoods_as_lm_eval_asks_for_them(http: TestClient, oracle: Orac
                 for token, top in zip(scored["token_logprobs"][1:-1], scored["top_logprobs"][1:-1], strict=True)
             ]
             assert greedy == (rows[:-1].argmax(dim=-1) == torch.tensor(prompt[1:])).tolist()
+
+
+def test_best_of_gives_the_likeliest_of_those_it_draws(http: TestClient) -> None:
+    """By mean log probability a token, whatever was echoed, and beside another prompt."""
+    fields = {
+        "prompt": [CONTEXT, "Once"],
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": 8,
+        "echo": True,
+        "ignore_eos": True,
+    }
+    every = post(http, "/v1/completions", n=5, logprobs=0, **fields)
+    best = post(http, "/v1/completions", n=2, best_of=5, **fields)
+    for prompt in range(2):
+
+        def mean(choice: dict[str, Any]) -> float:
+            drawn = choice["logprobs"]["token_logprobs"][-8:]
+            return sum(drawn) / len(drawn)
+
+        drawn = every["choices"][5 * prompt : 5 * prompt + 5]
+        expected = [choice["text"] for choice in sorted(drawn, key=mean, reverse=True)[:2]]
+        assert len({choice["text"] for choice in drawn}) == 5
+        assert expected != [choice["text"] for choice in drawn[:2]]
+        assert [choice["text"] for choice in best["choices"][2 * prompt : 2 * prompt + 2]] == expected
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert {choice["logprobs"] for choice in best["choices"]} == {None}
+    assert best["usage"] == {**every["usage"], "prompt_tokens_details": best["usage"]["prompt_tokens_details"]}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_scores_are_log_likelihoods_of_continuations(http: TestClient, oracle: Oracle, reduction: str) -> None:
+    """The second context ends within a word: what both texts share a token of is scored with the second."""
+    contexts = [CONTEXT, CONTEXT + " Hono", CONTEXT]
+    continuations = [CONTINUATIONS[0], "lulu, in Hawaii", CONTINUATIONS[1]]
+    answer = post(http, "/v1/score", text_1=contexts, text_2=continuations, reduction=reduction)
+    for context, continuation, entry in zip(contexts, continuations, answer["data"], strict=True):
+        alone, whole = encode(http, context), encode(http, context + continuation)
+        first = next(at for at, pair in enumerate(zip([*alone, -1], whole, strict=False)) if pair[0] != pair[1])
+        rows = oracle.logprobs(whole)
+        values = [rows[at - 1, whole[at]].item() for at in range(first, len(whole))]
+        expected = sum(values) / (len(values) if reduction == "mean" else 1)
+        assert entry["score"] == pytest.approx(expected, abs=CLOSE)
+    assert first < len(alone) or len(alone) + 1 < len(whole)
+
+
+@pytest.mark.parametrize("dimensions", [None, 64])
+def test_embeddings_are_the_last_hidden_state(http: TestClient, oracle: Oracle, dimensions: int | None) -> None:
+    texts = [CONTEXT, CONTINUATIONS[1], CONTEXT + CONTINUATIONS[2]]
+    answer = post(http, "/v1/embeddings", input=texts, dimensions=dimensions)
+    for text, entry in zip(texts, answer["data"], strict=True):
+        expected = torch.nn.functional.normalize(oracle.hidden(encode(http, text))[-1][:dimensions], dim=0)
+        assert torch.tensor(entry["embedding"]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_embeddings_are_the_mean_hidden_state(http: TestClient, oracle: Oracle) -> None:
+    context: Context = http.app.state.context  # type: ignore[attr-defined]
+    http.app.state.context = replace(context, config=replace(context.config, pooling="mean"))  # type: ignore[attr-defined]
+    try:
+        (entry,) = post(http, "/v1/embeddings", input=CONTEXT)["data"]
+    finally:
+        http.app.state.context = context  # type: ignore[attr-defined]
+    expected = torch.nn.functional.normalize(oracle.hidden(encode(http, CONTEXT)).mean(0), dim=0)
+    assert torch.tensor(entry["embedding"]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_offsets_point_into_the_text(http: TestClient) -> None:

@@ -61,7 +61,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"n": 0}, "n", "invalid_value"),
         ({"n": 17}, "n", "request_too_large"),
         ({"n": 10**9}, "n", "invalid_value"),
-        ({"best_of": 3}, "best_of", "invalid_value"),
+        ({"best_of": 3, "n": 4}, "best_of", "invalid_value"),
+        ({"best_of": 0}, "best_of", "invalid_value"),
+        ({"best_of": 10**9}, "best_of", "invalid_value"),
+        ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
+        ({"prompt": ["x"] * 513, "best_of": 2}, "prompt", "invalid_value"),
         ({"temperature": -0.1}, "temperature", "invalid_value"),
         ({"temperature": 2.1}, "temperature", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_type"),
@@ -236,7 +240,7 @@ def test_unknown_models_routes_and_methods(http: httpx.Client) -> None:
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         assert "parrot" in error["message"]
     assert error_of(http.get("/v1/models/gpt-9"), 404)["code"] == "model_not_found"
-    assert error_of(http.post("/v1/embeddings", json={}), 404)["code"] == "not_found"
+    assert error_of(http.post("/v1/images/generations", json={}), 404)["code"] == "not_found"
     assert error_of(http.get("/v1/" + "x" * 5000), 404)["code"] == "not_found"
     response = http.get(COMPLETIONS)
     assert error_of(response, 405)["code"] == "method_not_allowed"

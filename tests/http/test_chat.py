@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from harness import Live
 from test_completions import stream
 
 Post = Callable[..., dict[str, Any]]
@@ -105,3 +106,25 @@ def test_tokenize_and_back(post: Post, fields: dict[str, Any], text: str) -> Non
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
     assert len(answer["token_strs"]) == answer["count"]
     assert post("/detokenize", tokens=answer["tokens"]) == {"prompt": text}
+
+
+LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [LOOK_UP]},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"suffix": "he"}},
+        {"messages": [*HELLO, {"role": "assistant", "content": "he"}], "continue_final_message": True},
+    ],
+    ids=lambda fields: list(fields)[-1],
+)
+def test_tokenize_sees_the_prompt_that_chat_sees(serve: Callable[..., Live], fields: dict[str, Any]) -> None:
+    live = serve(tool_call_parser="hermes")
+    asked = {"messages": HELLO, **fields}
+    told = httpx.post(f"{live.url}/tokenize", json=asked).json()
+    chat = httpx.post(live.url + PATH, json={**asked, "max_tokens": 1, "return_token_ids": True}).json()
+    assert told["tokens"] == chat["prompt_token_ids"]
+    assert told["tokens"] != list(b"hello|")

@@ -158,7 +158,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
-        "--tool-call-parser", "json", "--reasoning-parser", "qwen3",
+        "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
@@ -173,6 +173,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         strict_fields=True,
         tool_call_parser="json",
         reasoning_parser="qwen3",
+        pooling="mean",
         data_dir=Path("/var/quire"),
         max_file_bytes=2 << 20,
         sse_keep_alive_interval_s=2.5,

@@ -1,0 +1,58 @@
+"""What the APIs share that only read prompts, to make vectors or scores of them: nothing is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from engine.core.errors import ContextLengthError, InvalidRequestError
+from engine.core.types import Pooling, SamplingParams
+from server.protocol.base import RequestBody
+from server.protocol.limits import Limits
+from server.protocol.sampling import MAX_CACHE_SALT
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+
+
+class ReadingBody(RequestBody):
+    """The request, but for what is read."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"user", "request_id"})
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        "truncate_prompt_tokens": (),
+        "truncation_side": ("left", "right"),
+    }
+
+    model: str | None = None
+    add_special_tokens: bool = True
+    include_metrics: bool = False
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+
+    def reading_params(
+        self, limits: Limits, *, pooling: Pooling | None = None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """The engine's parameters. Raises InvalidRequestError."""
+        if self.priority and not limits.has_priorities:
+            raise InvalidRequestError(
+                "priority has no effect here; start the server with --scheduling-policy priority.", param="priority"
+            )
+        return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: Limits) -> None:
+        """Raise ContextLengthError for one that does not fit."""
+        longest, most = max(map(len, prompts)), min(limits.max_model_len, limits.pool_tokens)
+        if longest > most:
+            raise ContextLengthError(
+                f"At most {most} tokens can be read at once here, but an item of {param} has {longest}; shorten it.",
+                param=param,
+            )
+
+
+def check_num_inputs(num: int, param: str) -> None:
+    """Raise InvalidRequestError for more than one request may have."""
+    if num > MAX_INPUTS:
+        raise InvalidRequestError(f"{param} has {num} items; one request may have at most {MAX_INPUTS}.", param=param)

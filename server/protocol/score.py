@@ -1,0 +1,102 @@
+"""POST /v1/score: its request and its answer. A score is the log likelihood of text_2 as the continuation of text_1.
+
+The two are encoded as the one text they make together. Scored are its tokens from the first that text_1 alone would not
+have: where the last letters of text_1 and the first of text_2 share a token, that one is scored, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import TokenLogprob
+from server.protocol.base import ResponseBody
+from server.protocol.logprobs import finite
+from server.protocol.reading import ReadingBody, check_num_inputs
+from server.protocol.usage import Usage
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
+
+
+class ScoreBody(ReadingBody):
+    """The request. Texts are paired in order, or a single text_1 with every text_2."""
+
+    text_1: Texts
+    text_2: Texts
+    reduction: Literal["mean", "sum"] = "mean"  # of the tokens' log probabilities
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ScoreBody:
+        firsts, seconds = len(self.text_1), len(self.text_2)
+        check_num_inputs(seconds, "text_2")
+        if firsts not in (1, seconds):
+            raise InvalidRequestError(
+                f"text_1 has {firsts} texts and text_2 {seconds}; send one text_1, or as many as there are text_2.",
+                param="text_1",
+            )
+        if "" in self.text_2:
+            raise InvalidRequestError(
+                "text_2 has an empty text, which has no likelihood; leave it out.", param="text_2"
+            )
+        return self
+
+    def wholes(self, most_chars: int) -> list[str]:
+        """Each pair as one text. Raises InvalidRequestError if all of them would be more than a body may hold."""
+        firsts = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        num_chars = sum(map(len, firsts)) + sum(map(len, self.text_2))
+        if num_chars > most_chars:
+            raise InvalidRequestError(
+                f"The pairs have {num_chars} characters, text_1 repeated; one request may have {most_chars} "
+                "(--max-body-bytes), send fewer pairs.",
+                param="text_2",
+            )
+        return [first + second for first, second in zip(firsts, self.text_2, strict=True)]
+
+    def first_scored(self, contexts: list[list[int]], wholes: list[list[int]]) -> list[int]:
+        """Where each pair's continuation begins, in tokens of both together. Raises InvalidRequestError."""
+        repeated = contexts * len(wholes) if len(contexts) == 1 else contexts
+        return [_first_scored(*pair) for pair in zip(repeated, wholes, strict=True)]
+
+    def shape(self, index: int, logprobs: Sequence[TokenLogprob | None], first: int) -> Score:
+        """A pair's score; its tokens from `first` on are the continuation's."""
+        values = [finite(entry.logprob) for entry in logprobs[first:] if entry is not None]
+        score = math.fsum(values) / (len(values) if self.reduction == "mean" else 1)
+        return Score(object="score", index=index, score=score)
+
+
+def _first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
+    pairs = zip(context, whole, strict=False)
+    first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(context), len(whole)))
+    if not first:
+        raise InvalidRequestError(
+            "text_1 has no token before text_2's first; begin with a longer text_1.", param="text_1"
+        )
+    if first == len(whole):
+        raise InvalidRequestError("text_2 adds no token to its text_1, and so has no likelihood.", param="text_2")
+    return first
+
+
+class Score(ResponseBody):
+    object: str
+    index: int
+    score: float
+
+
+class Scores(ResponseBody):
+    """The answer, one entry a pair, in order; vLLM's shape."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
