@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 ARGS ?=
 
 # Of all that pip says, what takes time: the downloads of megabytes.
@@ -16,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 DEV_INSTALLED := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench simulate test check format clean
+.PHONY: help serve bench simulate test clients check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +34,12 @@ simulate: $(DEV_INSTALLED)  ## run the scheduler alone and draw its memory
 test: $(DEV_INSTALLED)  ## run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
+clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an environment of their own
+	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
+	  --requirement tests/clients/requirements.txt $(SHORTLY)
+	DAEMON_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
 check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -43,7 +50,7 @@ format: $(DEV_INSTALLED)  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -65,9 +65,10 @@ class Conversation(RequestBody):
                 "continue_final_message and add_generation_prompt contradict each other; set only one.",
                 param="continue_final_message",
             )
-        if self.messages[-1].role != "assistant":
+        last = self.messages[-1].role if self.messages else "none at all"  # /tokenize may have a prompt instead
+        if last != "assistant":
             raise InvalidRequestError(
-                f"continue_final_message needs a last message of role assistant, not {self.messages[-1].role}.",
+                f"continue_final_message needs a last message of role assistant, not {last}.",
                 param="continue_final_message",
             )
         return self

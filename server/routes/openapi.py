@@ -12,7 +12,6 @@ from typing import Any, get_type_hints
 from fastapi import APIRouter
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -68,7 +67,7 @@ def describe(routers: Sequence[APIRouter], *, needs_key: bool) -> dict[str, Any]
     bodies = [body for route in routes if (body := _body(route)) is not None]
     schemas = _add_schemas(document, bodies)
     for route in routes:
-        for method in route.methods:
+        for method in route.methods or ():
             operation = document["paths"][route.path_format][method.lower()]
             if body := _body(route):
                 operation["requestBody"] = {
@@ -84,7 +83,7 @@ def describe(routers: Sequence[APIRouter], *, needs_key: bool) -> dict[str, Any]
     return document
 
 
-def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) -> dict[type[BaseModel], Any]:
+def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) -> dict[type[RequestBody], Any]:
     """Add what the bodies are made of; returns a reference to each."""
     known = document["components"]["schemas"]
     references, definitions = models_json_schema(
@@ -97,7 +96,7 @@ def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) 
     for schema in added.values():
         _let_fields_be_null(schema)
     known.update(added)
-    return {body: reference for (body, _), reference in references.items()}
+    return {body: references[body, "validation"] for body in bodies}
 
 
 def _add_errors(responses: dict[str, Any]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import openai
 import pytest
-from harness import CONFIG, Live, eventually
+from harness import CONFIG, WAIT_S, Live, eventually
 
 from engine.loop import QueueLimits
 
@@ -109,3 +110,24 @@ def test_a_failure_within_a_stream_is_raised(serve: Serve) -> None:
         stream = client.completions.create(model="parrot", prompt="hello|", stream=True)
         with pytest.raises(openai.APIError, match="broke the model"):
             list(stream)
+
+
+def test_a_full_server_is_asked_again_when_it_says(serve: Serve) -> None:
+    live = serve(config=replace(CONFIG, max_num_seqs=1), limits=QueueLimits(max_requests=0), step_s=0.01)
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=3) as client:
+        stream = client.completions.create(model="parrot", prompt="endless", max_tokens=40, stream=True)
+        eventually(lambda: live.engine.stats.num_running == 1)
+        answer = client.completions.with_raw_response.create(model="parrot", prompt="x|")
+        assert answer.retries_taken == 1
+        assert answer.parse().choices[0].text == "x"
+        assert len(list(stream)) > 1
+
+
+def test_a_server_that_leaves_is_an_error_of_its_own(serve: Serve) -> None:
+    live = serve()
+    loop = live.context.client._loop
+    asyncio.run_coroutine_threadsafe(live.context.client.stop(0.0), loop).result(WAIT_S)
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError) as leaving:
+            client.completions.create(model="parrot", prompt="x|")
+        assert (leaving.value.status_code, leaving.value.code) == (503, "shutting_down")

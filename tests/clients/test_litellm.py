@@ -1,0 +1,55 @@
+"""LiteLLM as a client of its `openai/` and `hosted_vllm/` providers. `make clients` installs it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_spec("litellm") is None, reason="LiteLLM is not installed: make clients"),
+]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
+
+
+class City(BaseModel):
+    name: str
+
+
+@pytest.fixture
+def ask(base_url: str) -> dict[str, Any]:
+    ask = {"model": "openai/smol", "api_base": base_url, "api_key": "none", "messages": QUESTION, "temperature": 0}
+    return {**ask, "max_tokens": 60, "max_retries": 0}
+
+
+def test_answers_and_streams(ask: dict[str, Any]) -> None:
+    import litellm
+
+    text = litellm.completion(**ask).choices[0].message.content
+    assert text
+    stream = litellm.completion(**ask, stream=True, stream_options={"include_usage": True})
+    built = litellm.stream_chunk_builder(list(stream))
+    assert built.choices[0].message.content == text
+    assert built.usage.completion_tokens > 0
+    assert litellm.completion(**{**ask, "model": "hosted_vllm/smol"}).choices[0].message.content == text
+
+
+def test_a_schema_is_kept(ask: dict[str, Any]) -> None:
+    import litellm
+
+    answer = litellm.completion(**ask, response_format=City)
+    assert City.model_validate_json(answer.choices[0].message.content)
+
+
+def test_errors_are_its_own(ask: dict[str, Any]) -> None:
+    import litellm
+
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(**{**ask, "model": "openai/gpt-9"})
+    with pytest.raises(litellm.BadRequestError):
+        litellm.completion(**{**ask, "temperature": 9})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**{**ask, "messages": [{"role": "user", "content": "word " * 3000}]})
