@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.loop import Engine
 from server import errors
+from server.anthropic import AnthropicManner
 from server.app_config import AppConfig
 from server.auth import KeyGuard
 from server.batches.dispatch import Dispatcher
@@ -27,16 +28,38 @@ from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import BodyLimit, RequestScope
 from server.protocol.limits import Limits
-from server.routes import batches, chat, completions, files, live, models, operations, reading, requests, tokens
+from server.response_store import ResponseStore
+from server.routes import (
+    batches,
+    chat,
+    completions,
+    files,
+    live,
+    messages,
+    models,
+    operations,
+    reading,
+    requests,
+    responses,
+    tokens,
+)
 from server.routes.context import Context
+from server.routes.openapi import openapi_router
 from server.routes.page import load_files, page_router
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.text import Tokenizer
 from server.version import VERSION
 
+# What /openapi.json and docs/reference.md tell of.
+API = (completions, chat, responses, messages, reading, files, batches, models, tokens, requests, operations)
 # What lines of a batch may ask for, and who answers it.
-BATCH_ENDPOINTS = {"/v1/completions": completions, "/v1/chat/completions": chat, "/v1/embeddings": reading}
+BATCH_ENDPOINTS = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/embeddings": reading,
+}
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
@@ -53,6 +76,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         live=live_view,
         standing=Standing(live_view),
         ledger=Ledger(),
+        responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
         batches=_batches(engine, config),
@@ -88,8 +112,9 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     )
     app.state.context = context
     errors.install(app)
-    for module in (completions, chat, reading, files, batches, models, tokens, requests, operations):
-        app.include_router(module.router)
+    routers = [module.router for module in API]
+    for router in (*routers, openapi_router(routers, needs_key=bool(config.api_keys))):
+        app.include_router(router)
     if page:
         app.include_router(live.router)
         app.include_router(page_router(page))
@@ -117,15 +142,15 @@ def _background_app(context: Context) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """From the outside in. What a client without a key may cost ends at the guard."""
     config = context.config
-    stack = [Middleware(RequestScope, metrics=context.metrics)]
+    stack = [Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
     if config.allowed_origins:
         stack.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(config.allowed_origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-quire-ignored-fields", "retry-after", "server-timing"],
+                expose_headers=["x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing"],
             )
         )
     if config.api_keys:

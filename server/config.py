@@ -199,6 +199,9 @@ class HttpSettings(BaseModel):
     port: int = _setting(8000, "PORT", "port to bind; 0 takes a free one", ge=0, le=65535)
     max_body_bytes: ByteSize = _setting(_APP.max_body_bytes, "SIZE", "largest request body, such as 32MiB", ge=1)
     max_logprobs: int = _setting(_APP.max_logprobs, "N", "most logprobs a request may ask for", ge=0)
+    max_stored_responses: int = _setting(
+        _APP.max_stored_responses, "N", "answers of /v1/responses that are kept to be continued; 0 keeps none", ge=0
+    )
     page: bool = _setting(_APP.page, "", "serve the playground and the live view of the engine at /")
     strict_fields: bool = _setting(_APP.strict_fields, "", "refuse requests with fields that nobody knows")
     metrics_compat: Literal["none", "vllm"] = _setting(
@@ -293,6 +296,7 @@ class Settings(
             max_file_bytes=self.max_file_bytes,
             max_logprobs=self.max_logprobs,
             pooling=self.pooling,
+            max_stored_responses=self.max_stored_responses,
             page=self.page,
             strict_fields=self.strict_fields,
             tool_call_parser=self.tool_call_parser,

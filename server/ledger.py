@@ -19,7 +19,7 @@ from server.protocol.timings import AnswerMetrics
 from server.standing import Place
 
 RECENT = 1000  # about a kilobyte each
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 _ORDER = ("running", "prefill", "swapped", "preempted")  # the state of a request is that of its foremost sequence
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events: how a JSON document becomes a frame, and a response that holds an answer open.
+"""Server-sent events: a response that sends frames and holds an answer open.
 
 sse-starlette makes the response: its type, its headers, its keep-alive comments. Only its sending loop is ours: there a
 token costs one `send` and no task, timer or lock of its own, which with 256 streams were half of what the event loop
@@ -20,14 +20,8 @@ from server.client import Answer
 from server.disconnect import unless_disconnected
 from server.errors import ApiError
 
-DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients pass it over; proxies see that the connection lives
 NEWS_S = 1.0  # how often a stream that has nothing to send yet looks where it stands
-
-
-def frame(document: bytes) -> bytes:
-    """One event. JSON has no raw line breaks, so one data line carries it."""
-    return b"data: " + document + b"\n\n"
 
 
 class EventStream(EventSourceResponse):

@@ -124,7 +124,7 @@ class Completion(ResponseBody):
 
 
 class CompletionForm:
-    """Implements Form for the completions API."""
+    """Implements ChunkForm for the completions API."""
 
     def __init__(self, body: CompletionBody, envelope: Envelope) -> None:
         self._body = body

@@ -64,6 +64,19 @@ class AnthropicMessage(ResponseBody):
     usage: MessageUsage
 
 
+class AnthropicErrorDetails(ResponseBody):
+    type: str
+    message: str
+
+
+class AnthropicError(ResponseBody):
+    """What server/anthropic.py makes of an error."""
+
+    type: str
+    error: AnthropicErrorDetails
+    request_id: str
+
+
 class MessageEvent(ResponseBody):
     """One event of a stream; which fields it has depends on its type."""
 

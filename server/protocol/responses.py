@@ -54,10 +54,9 @@ class AllowedTools(RequestBody):
     names: frozenset[str] | None = None
 
     def for_chat(self) -> str | dict[str, Any]:
-        if self.mode != "named":
+        if self.mode != "named" or self.names is None:
             return self.mode
-        [name] = self.names or ()
-        return {"type": "function", "function": {"name": name}}
+        return {"type": "function", "function": {"name": min(self.names)}}
 
     def told(self) -> str | dict[str, Any]:
         """As the answer tells it back."""
@@ -75,9 +74,10 @@ def _as_choice(value: Any) -> Any:
         return AllowedTools(mode="named", names=frozenset({value["name"]}))
     if kind == "allowed_tools" and value.get("mode") in ("auto", "required"):
         tools = value.get("tools")
-        names = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-        if names and all(isinstance(name, str) for name in names):
-            return AllowedTools(mode=value["mode"], names=frozenset(names))
+        named = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+        names = frozenset(name for name in named if isinstance(name, str))
+        if names:
+            return AllowedTools(mode=value["mode"], names=names)
     raise ValueError(
         'it must be "none", "auto", "required", {"type": "function", "name": "..."} or {"type": "allowed_tools", '
         '"mode": "auto", "tools": [{"type": "function", "name": "..."}]}'

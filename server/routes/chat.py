@@ -7,35 +7,22 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from server.protocol.chat import ChatBody, ChatForm
-from server.protocol.form import Envelope
+from server.protocol.chat import ChatBody, ChatCompletion, ChatForm
+from server.protocol.form import Chunks
 from server.routes.context import InContext, json_body
-from server.routes.generate import answer_id, constrain, engine_requests, respond
+from server.routes.conversation import prepare
+from server.routes.generate import respond
+from server.routes.openapi import answers
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(
     http: Request, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody))]
 ) -> Response:
     """Answer a conversation."""
     model = context.check_model(body.model)
-    text = body.render(context.limits)
-    [ids] = await context.encode([text], "messages", add_special_tokens=body.add_special_tokens)
-    prompt = body.truncate(ids, context.limits)
-    params = body.params(context.limits, len(prompt))
-    params = await constrain(context, body.message_grammar(context.limits), params)
-    params = body.with_thoughts(params, context.limits, text)
-    rules = body.message_rules(params, context.limits, text)
-    requests = engine_requests(context, body, [prompt], [params])
-    envelope = Envelope(
-        id_prefix="chatcmpl",
-        model=model,
-        tokenizer=context.tokenizer,
-        prompts=[prompt],
-        answer_id=answer_id(requests),
-    )
-    dialect = context.limits.dialogue.dialect
-    form = ChatForm(body, envelope, call_id_length=dialect.id_length if dialect else 0)
-    return await respond(http, context, body, requests, rules, form)
+    asked = await prepare(context, body)
+    form = ChatForm(body, asked.envelope("chatcmpl", model, context), call_id_length=context.limits.call_id_length)
+    return await respond(http, context, body, asked.requests, asked.rules, Chunks(form, body.stream_usage))

@@ -7,16 +7,17 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from server.protocol.completions import CompletionBody, CompletionForm
-from server.protocol.form import Envelope
+from server.protocol.completions import Completion, CompletionBody, CompletionForm
+from server.protocol.form import Chunks, Envelope
 from server.routes.context import InContext, json_body
 from server.routes.generate import answer_id, constrain, engine_requests, respond
+from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(
     http: Request, context: InContext, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
 ) -> Response:
@@ -29,6 +30,5 @@ async def create_completion(
     envelope = Envelope(
         id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
     )
-    return await respond(
-        http, context, body, requests, body.text_rules(params, echo=body.echo), CompletionForm(body, envelope)
-    )
+    form = Chunks(CompletionForm(body, envelope), body.stream_usage)
+    return await respond(http, context, body, requests, body.text_rules(params, echo=body.echo), form)

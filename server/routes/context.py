@@ -21,6 +21,7 @@ from server.metrics import Metrics
 from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
+from server.response_store import ResponseStore
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.text import Tokenizer
@@ -47,6 +48,7 @@ class Context:
     grammars: GrammarCompiler
     standing: Standing
     ledger: Ledger
+    responses: ResponseStore
     started_s: int  # Unix time
     batches: BatchService | None = None  # without --data-dir there are none
     is_background: bool = False  # what is asked here runs when nobody else needs the engine

@@ -1,4 +1,4 @@
-"""How both generating routes answer: submit, then one JSON document or a stream of events.
+"""How every generating route answers: submit, then one JSON document or a stream of events.
 
 Leaving early aborts: a stream through its response's scope, a plain answer by watching for the disconnect.
 """
@@ -27,9 +27,8 @@ from server.protocol.form import Form
 from server.protocol.reading import ReadingBody
 from server.protocol.sampling import SamplingBody
 from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
-from server.protocol.usage import Usage
 from server.routes.context import Context
-from server.sse import DONE, EventStream, frame
+from server.sse import EventStream
 from server.structured.spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
@@ -129,24 +128,21 @@ def with_timings(document: bytes, generation: Generation, body: SamplingBody | R
 
 
 async def _frames(generation: Generation, body: SamplingBody, form: Form) -> AsyncGenerator[bytes, None]:
-    """The stream: chunks as they come, an error as its own event, and always the end mark."""
-    options = body.stream_usage
-    usage: dict[str, Usage | None] = {"usage": None} if options.include_usage else {}
+    """The stream: news as it comes, and always an end, be it an error's."""
     try:
+        if opening := form.opening():
+            yield opening
         while news := await generation.next_deltas():
-            if options.include_usage and options.continuous_usage_stats:
-                usage = {"usage": generation.usage}
-            yield b"".join([frame(chunk) for index, delta in news for chunk in form.chunks(index, delta, **usage)])
+            yield form.news(news, lambda: generation.usage)
+        metrics = None
         if body.include_metrics:
             await generation.settle()
             spans = generation.timeline.spans()
             assert spans is not None, "every choice has ended"
             metrics = AnswerMetrics.of(spans, generation.num_cached_tokens)
-            yield frame(with_metrics(form.closing(generation.usage), metrics))
-        elif options.include_usage:
-            yield frame(form.closing(generation.usage))
+        last = form.closing(generation.usage, metrics)
     except Exception as error:  # too late for a status: whatever fails becomes the stream's last event
         if not isinstance(error, QuireError):
             logger.exception("a stream failed")
-        yield frame(to_api_error(error).body())
-    yield DONE
+        last = form.failure(to_api_error(error))
+    yield last

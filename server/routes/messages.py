@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from server.protocol.messages import CountBody, MessagesBody
-from server.protocol.messages_form import AnthropicMessage, MessageForm
+from server.protocol.messages_form import AnthropicError, AnthropicMessage, MessageForm
 from server.routes.context import InContext, json_body
 from server.routes.conversation import prepare, prompt_ids
 from server.routes.generate import respond
@@ -16,8 +16,13 @@ from server.routes.openapi import answers
 
 router = APIRouter()
 
+FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AnthropicError, "description": "The request cannot be served"},
+    "5XX": {"model": AnthropicError, "description": "The server failed, or is about to end"},
+}
 
-@router.post("/v1/messages", responses=answers(AnthropicMessage, streams=True))
+
+@router.post("/v1/messages", responses={**answers(AnthropicMessage, streams=True), **FAILURES})
 async def create_message(
     http: Request, context: InContext, body: Annotated[MessagesBody, Depends(json_body(MessagesBody))]
 ) -> Response:
@@ -30,7 +35,7 @@ async def create_message(
         return await respond(http, context, chat, asked.requests, asked.rules, form)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", responses=FAILURES)
 async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
     """How many tokens the prompt has."""
     context.check_model(body.model)

@@ -1,0 +1,357 @@
+"""/v1/messages over HTTP: what a chat is made of, what its answer and its errors are told as.
+
+The parrot repeats the last message, so a test writes there what the model shall say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from harness import Live, eventually
+from test_responses import CALL, SAYS, SHOWS, servers
+
+Serve = Callable[..., Live]
+PATH = "/v1/messages"
+WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+ADD = {"name": "add", "input_schema": {"type": "object"}}
+
+__all__ = ["servers"]  # a fixture
+
+
+@pytest.fixture
+def says(servers: Callable[..., httpx.Client]) -> httpx.Client:
+    return servers(SAYS)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def send(http: httpx.Client, asked: Any, **fields: Any) -> httpx.Response:
+    messages = asked if isinstance(asked, list) else [user(asked)]
+    return http.post(PATH, json={"messages": messages, "max_tokens": 300, **fields})
+
+
+def create(http: httpx.Client, asked: Any, **fields: Any) -> dict[str, Any]:
+    response = send(http, asked, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(http: httpx.Client, asked: Any, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, after checking that each is named."""
+    response = send(http, asked, stream=True, **fields)
+    assert response.status_code == 200, response.text
+    *frames, rest = response.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error, after checking that the envelope is whole."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.content) < 4000
+    envelope = response.json()
+    assert envelope.keys() == {"type", "error", "request_id"}
+    assert envelope["type"] == "error"
+    assert envelope["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+    assert envelope["error"].keys() == {"type", "message"}
+    return envelope["error"]
+
+
+def test_an_answer_has_every_field(http: httpx.Client) -> None:
+    response = send(http, "hello", system="Be brief. ", metadata={"user_id": "me"})
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    assert "x-quire-ignored-fields" not in response.headers
+    answer = response.json()
+    assert answer.pop("id").startswith("msg_")
+    usage = answer.pop("usage")
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == usage["output_tokens"] == 16
+    assert usage["cache_creation_input_tokens"] == 0
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": "parrot",
+        "content": [{"type": "text", "text": "Be brief. hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+    }
+
+
+def test_why_it_stops(says: httpx.Client) -> None:
+    cut = create(says, "hello", max_tokens=3)
+    assert (cut["stop_reason"], cut["content"]) == ("max_tokens", [{"type": "text", "text": "hel"}])
+    stopped = create(says, "hello", stop_sequences=["x", "lo"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
+    assert stopped["content"][0]["text"] == "hel"
+    assert create(says, "")["content"] == []
+
+
+def test_a_stream_of_text(http: httpx.Client) -> None:
+    start, ping, begin, *deltas, stop, end, last = events_of(http, "hello")
+    message = start["message"]
+    assert start["type"] == "message_start"
+    assert (message["content"], message["stop_reason"], message["usage"]["input_tokens"]) == ([], None, 6)
+    assert ping == {"type": "ping"}
+    assert begin == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert {(delta["type"], delta["index"], delta["delta"]["type"]) for delta in deltas} == {
+        ("content_block_delta", 0, "text_delta")
+    }
+    assert "".join(delta["delta"]["text"] for delta in deltas) == "hello"
+    assert stop == {"type": "content_block_stop", "index": 0}
+    assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert end["usage"]["output_tokens"] == 6
+    assert last == {"type": "message_stop"}
+
+
+def test_a_stream_of_thoughts_words_and_uses(says: httpx.Client) -> None:
+    asked = f"<think>Well.</think>I ask.{CALL}{CALL}"
+    events = events_of(says, asked, tools=[WEATHER])
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    begun = [event for event in events if event["type"] == "content_block_start"]
+    assert [event["content_block"]["type"] for event in begun] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [event["index"] for event in begun] == [0, 1, 2, 3]
+    names = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
+    told = ["", "", "", ""]
+    open_block = None
+    for event in events[2:-2]:
+        if event["type"] == "content_block_start":
+            assert open_block is None
+            open_block = event["index"]
+        assert event["index"] == open_block
+        if event["type"] == "content_block_delta":
+            told[open_block] += event["delta"][names[event["delta"]["type"]]]
+        if event["type"] == "content_block_stop":
+            open_block = None
+    assert open_block is None
+    assert told == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}']
+    content = create(says, asked, tools=[WEATHER])["content"]
+    assert content[0] == {"type": "thinking", "thinking": "Well.", "signature": ""}
+    assert content[1] == {"type": "text", "text": "I ask."}
+    assert [(use["name"], use["input"]) for use in content[2:]] == [("weather", {"city": "Rome"})] * 2
+    assert all(use["id"].startswith("toolu_") for use in content[2:])
+
+
+def test_input_that_is_no_object_is_told_as_it_came(says: httpx.Client) -> None:
+    cut = create(says, CALL, tools=[WEATHER], max_tokens=len(CALL) - 20)
+    assert cut["stop_reason"] == "max_tokens"
+    assert cut["content"][0]["input"] in ({"city": "R"}, {"city": "Rome"}, {})
+    broken = create(says, CALL.replace('"city":', '"city" ::'), tools=[WEATHER])["content"][0]
+    assert "Rome" in broken["input"]["invalid_json"]
+
+
+def seen(http: httpx.Client, messages: list[Any], **fields: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages and tools that the template was given: the parrot says them."""
+    answer = create(http, messages, **{"max_tokens": 2000, **fields})["content"][0]["text"]
+    shown, end = json.JSONDecoder().raw_decode(answer)
+    return shown, json.loads(answer[end:])
+
+
+def test_blocks_become_messages(servers: Callable[..., httpx.Client]) -> None:
+    uses = [
+        {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}},
+        {"type": "tool_use", "id": "2", "name": "add", "input": {}},
+    ]
+    thoughts = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "sunny"}]},
+        {"type": "tool_result", "tool_use_id": "2", "content": "no such thing", "is_error": True},
+        {"type": "text", "text": "Go on"},
+    ]
+    messages = [
+        user([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]),
+        {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "I ask."}, *uses]},
+        user(results),
+    ]
+    system = [{"type": "text", "text": "s1"}, {"type": "text", "text": "s2"}]
+    shown, tools = seen(servers(SHOWS), messages, system=system, tools=[WEATHER, ADD])
+    calls = [
+        {"id": use["id"], "type": "function", "function": {"name": use["name"], "arguments": use["input"]}}
+        for use in uses
+    ]
+    assert shown == [
+        {"role": "system", "content": "s1\ns2"},
+        user("a\nb"),
+        {"role": "assistant", "content": "I ask.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1", "name": "weather"},
+        {"role": "tool", "content": "Error: no such thing", "tool_call_id": "2", "name": "add"},
+        user("Go on"),
+    ]
+    weather = {"name": "weather", "description": WEATHER["description"], "parameters": WEATHER["input_schema"]}
+    assert tools == [
+        {"type": "function", "function": weather},
+        {"type": "function", "function": {"name": "add", "parameters": ADD["input_schema"]}},
+    ]
+
+
+def test_tool_choice(servers: Callable[..., httpx.Client], says: httpx.Client) -> None:
+    assert seen(servers(SHOWS), [user("x")], tools=[WEATHER], tool_choice={"type": "none"})[1] == []
+    one = create(says, CALL + CALL, tools=[WEATHER], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block["type"] for block in one["content"]] == ["tool_use"]
+
+
+def test_a_last_message_of_the_assistants_is_gone_on_with(servers: Callable[..., httpx.Client]) -> None:
+    http = servers("{{ messages[-1].content }}")
+    messages = [user("x"), {"role": "assistant", "content": "so far|"}]
+    assert create(http, messages)["content"] == [{"type": "text", "text": "so far"}]
+
+
+def test_thinking_is_bounded_where_the_model_has_thoughts(says: httpx.Client, http: httpx.Client) -> None:
+    assert create(http, "x", thinking={"type": "disabled"})["content"][0]["text"] == "x"
+    refused = error_of(send(http, "x", thinking={"type": "enabled", "budget_tokens": 10}), 400)
+    assert refused["message"].startswith("thinking is not supported")
+    assert create(says, "x", thinking={"type": "adaptive"})["content"][0]["text"] == "x"
+
+
+def test_structured_answers(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert create(http, '{"a": 1}', output_config=config)["content"][0]["text"] == '{"a": 1}'
+    bad = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
+    assert "output_config.format" in error_of(send(http, "x", output_config=bad), 400)["message"]
+
+
+def test_counting_is_what_is_counted(says: httpx.Client) -> None:
+    fields = {"messages": [user("hello")], "system": "s", "tools": [WEATHER]}
+    counted = says.post(f"{PATH}/count_tokens", json=fields).json()
+    usage = create(says, fields.pop("messages"), **fields)["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 600}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [user([IMAGE])]}, "'image' cannot be read"),
+        ({"messages": [user([{"type": "text"}])]}, "needs text"),
+        ({"messages": [user([{"type": "tool_use", "id": "1", "name": "a", "input": {}}])]}, "no place in a message"),
+        ({"messages": [user([{"type": "tool_result", "tool_use_id": "1"}])]}, "no tool_use with that id"),
+        ({"messages": [user("x" * 600)]}, "maximum context length"),
+        (
+            {
+                "messages": [
+                    user("x"),
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]},
+                ]
+            },
+            "tool_result",
+        ),
+        ({"system": [IMAGE]}, "cannot be read"),
+        ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences.0"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop": ["x"]}, "send stop_sequences"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [ADD, ADD]}, "two functions with the name 'add'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "b"}}, "tool_choice names 'b'"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"container": "c"}, "container is not supported"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"guided_regex": "x"}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_is_a_400_that_says_so(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
+    response = http.post(PATH, json={"messages": [user("x")], "max_tokens": 10, **fields})
+    error = error_of(response, 400)
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+
+
+def test_errors_of_every_layer_have_anthropics_shape(serve: Serve) -> None:
+    live = serve(api_keys=("right",), max_body_bytes=1000)
+    with httpx.Client(base_url=live.url) as http:
+        assert error_of(send(http, "x"), 401)["type"] == "authentication_error"
+        http.headers["x-api-key"] = "wrong"
+        assert error_of(send(http, "x"), 401)["type"] == "authentication_error"
+        http.headers["x-api-key"] = "right"
+        assert send(http, "x").status_code == 200
+        assert error_of(send(http, "x" * 1000), 413)["type"] == "request_too_large"
+        assert error_of(send(http, "x", model="claude"), 404)["type"] == "not_found_error"
+        assert error_of(http.get(PATH), 405)["type"] == "invalid_request_error"
+        assert error_of(http.get(f"{PATH}/nothing"), 404)["type"] == "not_found_error"
+        assert "param" in http.post("/v1/completions", json={}).json()["error"], "others keep OpenAI's shape"
+        assert http.get("/v1/messages_of_others").json()["error"].keys() > {"param"}
+
+
+def test_a_failure_within_a_stream_is_its_last_event(serve: Serve) -> None:
+    live = serve(fail=lambda piece: "This prompt broke the model." if piece.start > 8 else None)
+    with httpx.Client(base_url=live.url) as http:
+        last = events_of(http, "hello")[-1]
+        assert last["type"] == "error"
+        assert last["error"]["type"] == "api_error"
+        assert "broke the model" in last["error"]["message"]
+
+
+def test_leaving_a_stream_ends_it(serve: Serve) -> None:
+    live = serve(step_s=0.02)
+    fields = {"messages": [user("x")], "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with httpx.Client(base_url=live.url) as http, http.stream("POST", PATH, json=fields) as response:
+        next(response.iter_lines())
+        eventually(lambda: live.engine.stats.num_running == 1)
+    live.check_idle()
+
+
+@pytest.fixture
+def sdk(says: httpx.Client) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=str(says.base_url), api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_anthropics_client(sdk: anthropic.Anthropic) -> None:
+    asked = {"model": "parrot", "max_tokens": 300, "messages": [user(f"<think>Well.</think>I ask.{CALL}")]}
+    message = sdk.messages.create(**asked, tools=[WEATHER])
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert message.content[2].input == {"city": "Rome"}
+    assert message.stop_reason == "tool_use"
+    assert message._request_id
+    with sdk.messages.stream(**asked, tools=[WEATHER]) as stream:
+        assert "".join(stream.text_stream) == "I ask."
+        final = stream.get_final_message()
+    assert [block.model_dump(include={"type", "text", "thinking", "input"}) for block in final.content] == [
+        block.model_dump(include={"type", "text", "thinking", "input"}) for block in message.content
+    ]
+    assert final.usage.output_tokens == message.usage.output_tokens
+    results = [{"type": "tool_result", "tool_use_id": message.content[2].id, "content": "sunny"}]
+    turns = [*asked["messages"], message.to_param(), user(results)]
+    assert sdk.messages.create(**{**asked, "messages": turns}, tools=[WEATHER]).content[0].text == "sunny"
+    assert sdk.messages.count_tokens(model="parrot", messages=[user("hello")]).input_tokens == 6
+
+
+def test_anthropics_clients_errors(sdk: anthropic.Anthropic, serve: Serve) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="cannot be read"):
+        sdk.messages.create(model="parrot", max_tokens=5, messages=[user([IMAGE])])
+    with pytest.raises(anthropic.NotFoundError):
+        sdk.messages.create(model="claude", max_tokens=5, messages=[user("x")])
+    live = serve(fail=lambda piece: "This prompt broke the model." if piece.start > 8 else None)
+    with anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0) as client:
+        stream = client.messages.create(model="parrot", max_tokens=50, messages=[user("hello")], stream=True)
+        with pytest.raises(anthropic.APIStatusError, match="broke the model"):
+            list(stream)
