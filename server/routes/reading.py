@@ -15,6 +15,7 @@ from server.protocol.embeddings import EmbeddingBody, Embeddings
 from server.protocol.score import ScoreBody, Scores
 from server.routes.context import InContext, json_body
 from server.routes.generate import all_deltas, answer_id, begin, engine_requests, with_timings
+from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
 
 router = APIRouter()
@@ -22,7 +23,7 @@ router = APIRouter()
 MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread, so that other requests are not held up
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", responses=answers(Embeddings))
 async def create_embeddings(
     http: Request, context: InContext, body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody))]
 ) -> Response:
@@ -43,8 +44,8 @@ async def create_embeddings(
     return with_timings(made, generation, body)
 
 
-@router.post("/v1/score")
-@router.post("/score")
+@router.post("/v1/score", responses=answers(Scores))
+@router.post("/score", responses=answers(Scores))
 async def create_score(
     http: Request, context: InContext, body: Annotated[ScoreBody, Depends(json_body(ScoreBody))]
 ) -> Response:

@@ -46,6 +46,9 @@ REQUESTS = [
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ("/tokenize", {"messages": HELLO}),
     ("/detokenize", {"tokens": [104, 105]}),
+    ("/v1/embeddings", {"input": ["hello", "you"], "dimensions": 3}),
+    ("/v1/embeddings", {"input": [[104, 105]], "encoding_format": "base64"}),
+    ("/v1/score", {"text_1": "one", "text_2": [" two", " three"], "reduction": "sum"}),
 ]
 
 

@@ -96,11 +96,12 @@ def test_what_a_request_went_through_is_told(live: Live, http: httpx.Client) -> 
     assert entry["finish_reasons"] == ["length"]
 
 
-def test_scores(post: Post) -> None:
+def test_scores(post: Post, http: httpx.Client) -> None:
     """Each token of the fake model has a log probability of -0.5, and each byte is a token."""
     answer = post("/v1/score", model="bird", text_1="one", text_2=[" two", " and three"], reduction="sum")
     assert answer["object"] == "list"
     assert answer["id"].startswith("score-")
+    assert http.get(f"/v1/requests/{answer['id']}").json()["endpoint"] == "/v1/score"
     assert [(entry["index"], entry["object"]) for entry in answer["data"]] == [(0, "score"), (1, "score")]
     assert [entry["score"] for entry in answer["data"]] == [-0.5 * 4, -0.5 * 10]
     assert answer["usage"]["prompt_tokens"] == 3 + 4 + 3 + 10
