@@ -4,7 +4,8 @@
     batches.sqlite    what there is; store.py
     files/<id>        the content of each file; *.tmp while it is being written
 
-Names are our own ids, never a client's. Blocking; called from worker threads.
+Names are our own ids, never a client's. Only the daemon's user can read it: prompts and answers are in there. Blocking;
+called from worker threads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DataFolder:
         self._files = path / "files"
         self.database = path / "batches.sqlite"
         try:
-            self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files.mkdir(mode=0o700, exist_ok=True)
             self._lock = (path / "lock").open("w")
         except OSError as error:
             raise ConfigError(f"--data-dir is {str(path)!r}, which cannot be used: {error.strerror}.") from error

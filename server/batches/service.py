@@ -5,6 +5,7 @@ All keys of a server are equal, so a file is everybody's who has one. Raises Api
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import time
 import uuid
@@ -59,25 +60,18 @@ class BatchService:
             message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."
             raise ApiError(429, "too_many_files", message, type="rate_limit_error")
         file_id = new_file_id()
-        new = self._folder.create(file_id)
-        with _disk_faults(), new:
-            form = Form(content_type, new)
-            await form.read(stream)
-            _check_form(form, new.num_bytes)
-            assert form.filename is not None, "a form without a file is refused"
-            file = FileObject(
-                id=file_id,
-                bytes=new.num_bytes,
-                created_at=int(time.time()),
-                filename=form.filename,
-                purpose=Purpose.BATCH,
-            )
-
-            def keep(store: Store) -> None:
-                new.keep()
-                store.add_file(file)
-
-            await self._store(keep)
+        with _disk_faults():
+            new = self._folder.create(file_id)
+            with new:
+                form = Form(content_type, new)
+                await form.read(stream)
+                _check_form(form, new.num_bytes)
+                await asyncio.to_thread(new.keep)
+        assert form.filename is not None, "a form without a file is refused"
+        file = FileObject(
+            id=file_id, bytes=new.num_bytes, created_at=int(time.time()), filename=form.filename, purpose=Purpose.BATCH
+        )
+        await self._store(lambda store: store.add_file(file))
         return file
 
     async def file(self, file_id: str) -> FileObject:

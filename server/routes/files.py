@@ -13,7 +13,17 @@ from server.routes.context import InContext
 router = APIRouter()
 
 
-@router.post("/v1/files")
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string", "enum": ["batch"]}},
+}
+
+
+@router.post(
+    "/v1/files",
+    openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
+)
 async def upload_file(http: Request, context: InContext) -> Response:
     """Take in a file, as a multipart form."""
     file = await context.batch_service().upload(http.headers.get("content-type", ""), http.stream())

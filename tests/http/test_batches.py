@@ -368,6 +368,29 @@ def test_a_full_queue_is_waited_for(serve: Serve, tmp_path: Path, monkeypatch: p
         assert (batch.status, batch.request_counts.completed, refused) == ("completed", 8, 5)
 
 
+def test_a_line_that_ends_daemon_after_daemon_is_given_up(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.batches.worker.MAX_ATTEMPTS", 0)
+    batch = ended(client, create(client, [completion("a")]))
+    assert (batch.status, batch.request_counts.failed) == ("completed", 1)
+    [entry] = entries(client, batch.error_file_id)
+    assert (entry["custom_id"], entry["response"], entry["error"]["code"]) == ("a", None, "too_many_attempts")
+
+
+def test_an_input_that_is_lost_is_each_lines_error(serve: Serve, tmp_path: Path) -> None:
+    live = serve(data_dir=tmp_path, config=SchedulerConfig(**FEW_SEATS))
+    live.gate.close()
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        batch = create(client, [completion(str(i)) for i in range(5)])
+        eventually(lambda: live.context.client.num_open == 2)
+        (tmp_path / "files" / batch.input_file_id).unlink()
+        live.gate.open()
+        batch = ended(client, batch)
+        assert [entry["custom_id"] for entry in entries(client, batch.output_file_id)] == ["0", "1"]
+        assert [entry["error"]["code"] for entry in entries(client, batch.error_file_id)] == ["input_lost"] * 3
+
+
 def test_keys_guard_files(serve: Serve, tmp_path: Path) -> None:
     live = serve(data_dir=tmp_path, api_keys=("secret",))
     assert httpx.get(f"{live.url}/v1/files").status_code == 401
