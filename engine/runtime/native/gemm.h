@@ -9,7 +9,8 @@ enum {
     GROUP = W == 16 ? 12 : W == 8 ? 3 : 2, /* rows, times PANEL / W vectors, that registers hold as sums */
     SLICE = 320,                           /* lanes at most: 40 KiB of a panel */
     BLOCK_GROUPS = 16,                     /* groups whose sums are kept on the stack */
-    LINES_AHEAD = 8,                       /* cache lines of the next slice to fetch during 4 lanes of this one */
+    LINES_AHEAD = 8,                       /* cache lines to fetch during 4 lanes: as many as these are */
+    NEAR = 4096,                           /* bytes ahead that a group alone fetches */
 };
 
 INLINE enum kind kind_of_weight(const struct gemm_args *a) {
@@ -174,7 +175,9 @@ static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
     size_t lanes = (size_t)a->w.k / pair_of(kind);
     int64_t num_groups = share->group_end - share->group_begin;
     size_t slice_lanes = ((lanes - 1) / ((lanes - 1) / SLICE + 1) / 4 + 1) * 4; /* slices of about one size */
-    size_t lines = (LINES_AHEAD - 1) / (size_t)num_groups + 1;
+    /* Groups that share a slice fetch the next one together. A group alone meets memory as it comes, and fetches just ahead
+     * of where it is; for a single row what the machine fetches by itself is enough. */
+    size_t lines = a->m == 1 ? 0 : (LINES_AHEAD - 1) / (size_t)num_groups + 1;
     float sums[BLOCK_GROUPS * GROUP * PANEL];
     int64_t block_start = group_start(a, share->group_begin);
     for (int64_t p = share->panel_begin; p < share->panel_end; p++) {
@@ -182,7 +185,7 @@ static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
         for (size_t at = 0, num; at < lanes; at += num) {
             num = lanes - at < slice_lanes ? lanes - at : slice_lanes;
             const uint32_t *slice = panel + at * PANEL;
-            const char *ahead = (const char *)(slice + num * PANEL);
+            const char *ahead = num_groups == 1 ? (const char *)slice + NEAR : (const char *)(slice + num * PANEL);
             for (int64_t g = share->group_begin; g < share->group_end; g++) {
                 int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;
                 int is_last = at + num == lanes;
