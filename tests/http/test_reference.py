@@ -22,7 +22,7 @@ def test_it_tells_of_every_endpoint_and_field() -> None:
     for module in API:
         for route in module.router.routes:
             for method in route.methods - {"HEAD"}:
-                assert f"| `{method} {route.path}` |" in page
+                assert f"| `{method} {route.path_format}` |" in page
     for body in (ChatBody, CompletionBody):
         section = page.split(f"\n### {body.__name__}\n")[1].split("\n### ")[0]
         told = dict(re.findall(r"^\| `(\S+)` \|.*\| (honoured|no-op|refused)[^|]*\|$", section, re.MULTILINE))
