@@ -34,6 +34,9 @@ _RUNNING, _DONE = Status.RUNNING, Status.DONE
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
 _make = tuple.__new__
 
+# A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
+BACKGROUND_SHARE = 4
+
 
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
@@ -89,8 +92,9 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         flight = Flight()
-        catching_up = self._plan_decodes(flight)
-        budget = self._step_limit - len(flight.slices)
+        limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
+        catching_up = self._plan_decodes(flight, limit)
+        budget = limit - len(flight.slices)
         for seq in catching_up:
             budget -= self._prompts.plan_chunk(seq, budget, flight)
         budget = self._admit(budget, now, flight)
@@ -101,12 +105,12 @@ class Scheduler:
         self._next_step_id += 1
         self._flights.append(flight)
         self._roster.tell()
-        num_tokens = self._step_limit - budget
+        num_tokens = limit - budget
         num_samples = sum([len(piece.samples) for piece in flight.slices])
         moves = flight.copies, num_tokens, num_samples, flight.swap_out, flight.swap_in
         return StepPlan(flight.step_id, flight.slices, *moves)
 
-    def _plan_decodes(self, flight: Flight) -> list[Sequence]:
+    def _plan_decodes(self, flight: Flight, limit: int) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
 
         The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted. The
@@ -114,7 +118,7 @@ class Scheduler:
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
-        for seq in islice(self._roster.running, min(self._roster.num_due, self._step_limit)):
+        for seq in islice(self._roster.running, min(self._roster.num_due, limit)):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue

@@ -7,7 +7,7 @@ import pytest
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
 from engine.core.policies import POLICIES, sort_key
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import BACKGROUND_SHARE, Scheduler
 from engine.loop import Engine, QueueLimits
 from tests.pure.driver import VOCAB, Driver, config, request
 
@@ -41,14 +41,15 @@ def test_everybody_else_comes_first_under_every_policy(policy: str) -> None:
 @DEPTHS
 def test_a_request_takes_as_many_steps_as_on_an_idle_engine(depth: int) -> None:
     """No seat and no block is free, the background has them all: whoever comes has both after the steps in flight."""
-    idle = Driver(config(), depth)
+    settings = config(max_num_batched_tokens=24)
+    idle = Driver(settings, depth)
     idle.add(request("online", tuple(range(20)), max_tokens=12, eos_token_ids=frozenset()))
     alone = steps_to_end(idle, "online")
 
-    driver = Driver(config(), depth)
+    driver = Driver(settings, depth)
     for i in range(9):
         driver.add(request(f"batch-{i}", (i, 1, 2), max_tokens=30, eos_token_ids=frozenset(), is_background=True))
-    for _ in range(8):
+    for _ in range(10):
         driver.step()
     stats = driver.scheduler.stats
     assert stats.num_background_running == stats.num_running == 6
@@ -58,6 +59,17 @@ def test_a_request_takes_as_many_steps_as_on_an_idle_engine(depth: int) -> None:
     assert steps_to_end(driver, "online") <= alone + depth + 1
     assert stats.preempted
     driver.drain()
+    driver.check_streams()
+
+
+def test_its_steps_are_small_for_whoever_comes_waits_for_one() -> None:
+    driver = Driver(config(max_num_batched_tokens=24))
+    for i in range(4):
+        driver.add(request(f"batch-{i}", tuple(range(20)), max_tokens=9, is_background=True))
+    while driver.scheduler.has_work:
+        assert driver.launch()
+        assert driver.scheduler._flights[-1].num_tokens <= 24 // BACKGROUND_SHARE
+        driver.commit()
     driver.check_streams()
 
 
