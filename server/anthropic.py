@@ -49,11 +49,11 @@ class AnthropicManner:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["request-id"] = headers.get("x-request-id", "")
-                if message["status"] >= 400:
+                if message["status"] >= 400 and headers.get("content-type") == "application/json":
                     held = message
                     return
             elif held is not None:
-                message = {**message, "body": _translated(held, message["body"])}
+                message = {**message, "body": _translated(held, message.get("body", b""))}
                 await send(held)
                 held = None
             await send(message)

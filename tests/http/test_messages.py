@@ -301,6 +301,14 @@ def test_errors_of_every_layer_have_anthropics_shape(serve: Serve) -> None:
         assert http.get("/v1/messages_of_others").json()["error"].keys() > {"param"}
 
 
+def test_what_is_no_error_of_ours_is_passed_on(serve: Serve) -> None:
+    live = serve(allowed_origins=("https://good.example",))
+    asked = {"origin": "https://bad.example", "access-control-request-method": "POST"}
+    refused = httpx.options(live.url + PATH, headers=asked)
+    assert (refused.status_code, refused.text) == (400, "Disallowed CORS origin")
+    assert httpx.head(live.url + PATH).status_code == 405
+
+
 def test_a_failure_within_a_stream_is_its_last_event(serve: Serve) -> None:
     live = serve(fail=lambda piece: "This prompt broke the model." if piece.start > 8 else None)
     with httpx.Client(base_url=live.url) as http:

@@ -9,14 +9,26 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import openai
 import pydantic
 import pytest
-from harness import CONFIG, Live, eventually
+from harness import CONFIG, Live, byte_tokenizer, eventually
+from hypothesis import given
+from hypothesis import strategies as st
 from test_bad_input import error_of
+
+from engine.core.types import FinishReason, TokenEvent
+from server.choice import CallDelta, Choice, Delta, TextRules
+from server.dialogue import Dialogue
+from server.protocol.responses_output import OutputWriter
+from server.protocol.translated import pieces_of
+from server.reasoning import REASONING_TAGS
+from server.tools.dialects import HERMES
+from server.tools.pieces import CallArguments, CallBegin, Content
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"
@@ -472,3 +484,32 @@ def test_openais_client_parses(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         sdk.responses.create(model="parrot", input="x", background=True)
     assert refused.value.param == "background"
+
+
+READER = Dialogue(tags=REASONING_TAGS["qwen3"]).reader(HERMES, frozenset({"weather"}), begins_within=False)
+SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}".encode()
+
+
+@given(cuts=st.sets(st.integers(1, len(SAID) - 1)))
+def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> None:
+    tokenizer = byte_tokenizer()
+    choice = Choice(tokenizer, (), TextRules(make_reader=READER))
+    writer = OutputWriter(tokenizer, lambda: "call_1", tells_logprobs=False)
+    told: dict[str, str] = {}
+    for begin, end in pairwise([0, *sorted(cuts), len(SAID)]):
+        reason = FinishReason.STOP if end == len(SAID) else None
+        choice.accept(TokenEvent("r", 0, token_ids=tuple(SAID[begin:end]), finish_reason=reason))
+        for event in writer.add(choice.take()):
+            if event.delta is not None:
+                assert event.item_id is not None
+                told[event.item_id] = told.get(event.item_id, "") + event.delta
+    writer.finish(FinishReason.STOP)
+    texts = [item.arguments or "".join(part.text for part in item.content or ()) for item in writer.items]
+    assert [item.type for item in writer.items] == ["reasoning", "message", "function_call", "function_call"]
+    assert texts == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}']
+    assert list(told.values()) == texts
+
+
+def test_what_goes_on_with_a_call_comes_before_the_words_behind_it() -> None:
+    delta = Delta(text=" And", calls=[CallDelta(0, None, '"}'), CallDelta(1, "add", "{}")])
+    assert pieces_of(delta) == [CallArguments('"}'), Content(" And"), CallBegin("add"), CallArguments("{}")]
