@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterable, Callable, Collection, Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 
 from server.batches.dispatch import Dispatcher
@@ -116,7 +117,7 @@ class BatchService:
         if len(await self._store(lambda store: store.open_batches())) >= MAX_OPEN_BATCHES:
             message = f"{MAX_OPEN_BATCHES} batches wait or run already; try again when one has ended."
             raise ApiError(429, "too_many_batches", message, type="rate_limit_error")
-        now = int(time.time())
+        now = time.time()
         batch = Batch(
             id=f"batch_{uuid.uuid4().hex}",
             endpoint=body.endpoint,
@@ -124,8 +125,8 @@ class BatchService:
             input_file_id=file.id,
             completion_window=body.completion_window,
             status=BatchStatus.VALIDATING,
-            created_at=now,
-            expires_at=now + window_seconds(body.completion_window),
+            created_at=int(now),
+            expires_at=ceil(now) + window_seconds(body.completion_window),
             metadata=body.metadata,
         )
         if not await self._store(lambda store: store.add_batch(batch)):

@@ -95,6 +95,16 @@ def test_chat_lines(client: openai.OpenAI) -> None:
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == "hé"
 
 
+@pytest.mark.parametrize(("endpoint", "kind"), [("/v1/embeddings", "list"), ("/v1/responses", "response")])
+def test_lines_for_other_endpoints(client: openai.OpenAI, endpoint: str, kind: str) -> None:
+    lines: Lines = [
+        {"custom_id": str(i), "method": "POST", "url": endpoint, "body": {"input": f"text {i}"}} for i in range(3)
+    ]
+    batch = ended(client, create(client, lines, endpoint=endpoint))
+    assert [entry["response"]["body"]["object"] for entry in entries(client, batch.output_file_id)] == [kind] * 3
+    assert batch.usage.input_tokens >= 18
+
+
 def test_what_an_endpoint_refuses_is_that_lines_answer(client: openai.OpenAI) -> None:
     lines = [
         completion("good"),
@@ -317,12 +327,13 @@ FEW_SEATS = {"num_blocks": 256, "block_size": 16, "max_model_len": 512, "max_num
 def test_a_window_that_ends(serve: Serve, tmp_path: Path) -> None:
     live = serve(data_dir=tmp_path, step_s=0.01)
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
-        lines = [completion("short"), *[completion(f"long-{i}", "endless") for i in range(50)]]
+        lines: Lines = [completion("short"), *[completion(f"long-{i}", "endless") for i in range(50)]]
         batch = ended(client, create(client, lines, completion_window="1s"))
         assert batch.status == "expired"
         assert batch.expires_at <= batch.expired_at
-        assert entries(client, batch.output_file_id)[0]["custom_id"] == "short"
-        assert {entry["error"]["code"] for entry in entries(client, batch.error_file_id)} == {"batch_expired"}
+        never = entries(client, batch.error_file_id)
+        assert {entry["error"]["code"] for entry in never} == {"batch_expired"}
+        assert len(never) + len(entries(client, batch.output_file_id)) == len(lines)
     live.check_idle()
 
 
