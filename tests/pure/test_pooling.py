@@ -8,6 +8,7 @@ import pytest
 
 from engine.core.fake_runner import hidden_state
 from engine.core.plan import POOLED_UNIT
+from engine.core.stats import PreemptionKind
 from engine.core.types import AbortCause, FinishReason, Pooling, Request
 from tests.pure.driver import Driver, config, request
 
@@ -55,6 +56,19 @@ def test_only_the_last_state_can_come_after_cached_blocks() -> None:
         hits.append(driver.prompts[name, 0].num_cached_tokens)
     assert hits == [0, 0, 20]
     check(driver, {"a", "b", "c"})
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_half_a_mean_is_not_swapped(depth: int) -> None:
+    """Its sum so far is of this one pass; what comes before the last state may be copied out and back."""
+    for pooling, kind in ((Pooling.MEAN, PreemptionKind.RECOMPUTE), (Pooling.LAST, PreemptionKind.SWAP)):
+        tight = {"num_blocks": 9, "max_num_batched_tokens": 4, "max_num_seqs": 4, "enable_prefix_caching": False}
+        driver = Driver(config(num_host_blocks=40, **tight), depth)
+        driver.add(request("r", tuple(range(7)), max_tokens=12, eos_token_ids=frozenset()))
+        driver.add(embedding("e", tuple(range(24)), pooling))
+        driver.drain()
+        assert [other for other, times in driver.scheduler.stats.preempted.items() if times] == [kind]
+        check(driver, {"e"})
 
 
 @pytest.mark.parametrize("depth", [0, 1])
