@@ -45,7 +45,11 @@ async def retrieve_file(context: InContext, file_id: str) -> dict[str, Any]:
     return (await context.batch_service().file(file_id)).model_dump(mode="json")
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=FileResponse,
+    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+)
 async def retrieve_file_content(context: InContext, file_id: str) -> Response:
     """A file as it is."""
     path = await context.batch_service().content(file_id)

@@ -41,7 +41,7 @@ def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | s
     """For a route's `responses`: what it answers; `streams` if it may as well do so in server-sent events."""
     answer: dict[str, Any] = {"model": model, "description": "The answer"}
     if streams:
-        events = {"type": "string", "description": "Chunks as server-sent events; the last one is [DONE]."}
+        events = {"type": "string", "description": "Server-sent events; the data of each is a JSON document."}
         answer["content"] = {"text/event-stream": {"schema": events}}
     return {200: answer}
 
