@@ -15,6 +15,7 @@ from typing import Any
 
 from server.app import API
 from server.protocol.base import RequestBody
+from server.protocol.translated import PASSED_ON, TranslatedBody
 from server.routes.openapi import describe
 
 HEAD = """# Reference
@@ -124,7 +125,9 @@ def _body_name(operation: Schema) -> str:
 
 
 def _others(body: type[RequestBody]) -> Iterator[str]:
-    """Fields that are known and not honoured."""
+    """Fields that are known without being declared."""
+    for field in sorted(PASSED_ON) if issubclass(body, TranslatedBody) else ():
+        yield f"| `{field}` | as in [ChatBody](#chatbody) | | honoured |"
     for field in sorted(body.NO_OPS - body.model_fields.keys()):
         yield f"| `{field}` | anything | | no-op |"
     for field in sorted(body.UNSUPPORTED.keys() - body.model_fields.keys()):

@@ -103,7 +103,7 @@ class TextFormat(RequestBody):
 class TextConfig(RequestBody):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
-    format: TextFormat = TextFormat()
+    format: TextFormat = Field(default_factory=TextFormat)
 
 
 class ReasoningConfig(RequestBody):
@@ -161,11 +161,11 @@ class InputBody(TranslatedBody):
     previous_response_id: str | None = None
     tools: list[Annotated[FunctionTool, BeforeValidator(_as_tool)]] = Field(default_factory=list)
     tool_choice: Annotated[AllowedTools, BeforeValidator(_as_choice, json_schema_input_type=str | dict[str, Any])] = (
-        AllowedTools(mode="auto")
+        Field(default_factory=lambda: AllowedTools(mode="auto"))
     )
     parallel_tool_calls: bool = True
-    text: TextConfig = TextConfig()
-    reasoning: ReasoningConfig = ReasoningConfig()
+    text: TextConfig = Field(default_factory=TextConfig)
+    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
 
     @model_validator(mode="after")
     def _check_names(self) -> InputBody:
