@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness import CONFIG, Live, eventually
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
+from server.batches.folder import NewFile
 
 Serve = Callable[..., Live]
 Lines = list[dict[str, Any] | str]
@@ -245,6 +247,18 @@ def test_what_is_no_form(narrow: Live, content: bytes, content_type: str, told: 
     answer = httpx.post(f"{narrow.url}/v1/files", content=content, headers={"content-type": content_type})
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+def test_a_full_disk_is_told(narrow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: NewFile, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(NewFile, "write", fail)
+    files = {"file": ("a", b"{}"), "purpose": (None, "batch")}
+    answer = httpx.post(f"{narrow.url}/v1/files", files=files)
+    assert answer.status_code == 507
+    assert answer.json()["error"]["code"] == "insufficient_storage"
+    assert not list(narrow.context.batches._folder._files.glob("*.tmp"))
 
 
 def test_a_file_that_is_too_large(narrow: Live) -> None:
