@@ -93,6 +93,13 @@ def test_an_answer_has_every_field(http: httpx.Client) -> None:
     }
 
 
+def test_what_is_found_in_the_cache_is_counted_apart(http: httpx.Client) -> None:
+    asked = "long enough for two blocks of the cache"
+    create(http, asked)
+    for usage in (create(http, asked)["usage"], events_of(http, asked)[-2]["usage"]):
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (len(asked) + 1 - 32, 32)
+
+
 def test_why_it_stops(says: httpx.Client) -> None:
     cut = create(says, "hello", max_tokens=3)
     assert (cut["stop_reason"], cut["content"]) == ("max_tokens", [{"type": "text", "text": "hel"}])
