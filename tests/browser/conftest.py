@@ -15,7 +15,7 @@ from tests.http.harness import WAIT_S, Live
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while Playwright is open, no other test of this thread can run a loop
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("needs a browser: no chromium is installed (on Debian: apt-get install chromium)")
