@@ -42,6 +42,7 @@ class EventStream(EventSourceResponse):
         self._keep_alive_s = keep_alive_s
         self._standing = standing
         self._sent_s = 0.0
+        self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send until the last frame, or until nobody listens any more."""
@@ -58,6 +59,7 @@ class EventStream(EventSourceResponse):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._sent_s = clock()
         finally:
+            self._is_over = True  # before Python 3.12 wait_for may swallow a cancellation
             if commenting is not None:
                 commenting.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -67,7 +69,7 @@ class EventStream(EventSourceResponse):
         clock = asyncio.get_running_loop().time
         self._sent_s = clock()
         told = ""
-        while True:
+        while not self._is_over:
             rest_s = self._sent_s + self._keep_alive_s - clock()
             await asyncio.sleep(max(rest_s if self._answer.has_begun else min(NEWS_S, rest_s), 0.0))
             news = "" if self._answer.has_begun else await self._news()

@@ -71,6 +71,8 @@ class Flight:
             seq.num_planned = piece.start
             if not stand[seq]:
                 _forget_from(seq, filled)
+            for child in children:  # of what it was born with only what the cache was shown is surely computed
+                child.num_computed = min(child.num_computed, child.num_registered * child.page_table.block_size)
             for each in (seq, *children):
                 each.num_in_flight -= 1
         for seq, num_found in self.arrivals.items():  # their blocks are still theirs, and worth nothing

@@ -24,7 +24,7 @@ from engine.core.preemption import SwapSpace, never_saved
 from engine.core.prompts import PromptPlanner
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import NEVER, Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
@@ -335,6 +335,7 @@ class Scheduler:
         if seq.status is not Status.DONE:
             events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
             self.stats.failed[fault.cause] += 1
+        seq.next_register = NEVER  # what came of it may be wrong, and is not for others to find
         self._settle(seq)
 
     # -- leaving -----------------------------------------------------------------------------------------------------

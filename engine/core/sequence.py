@@ -32,7 +32,7 @@ from engine.core.page_table import PageTable
 from engine.core.plan import POOLED_UNIT, Sample
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 
-_NEVER = sys.maxsize
+NEVER = sys.maxsize
 
 
 class Status(Enum):
@@ -126,7 +126,7 @@ class Sequence:
         self.shares_tail = False  # the last block may have other holders: copy before the first write
         self.chain = [root]
         self.num_registered = 0  # blocks already shown to the prefix cache
-        self.next_register = block_size if root else _NEVER  # computed positions at which the next one is due
+        self.next_register = block_size if root else NEVER  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         self.num_cached = 0
@@ -215,7 +215,7 @@ class Sequence:
         self.page_table = PageTable(block_size)
         self.num_computed = self.num_planned = 0
         self.num_registered = 0
-        if self.next_register != _NEVER:
+        if self.next_register != NEVER:
             self.next_register = block_size
         self.shares_tail = False
         self.writable_until = 0

@@ -52,10 +52,13 @@ def write_files(folder: DataFolder, batch: Batch, end: BatchStatus, now: float) 
     good = (entry for _, entry in entries(folder.database, batch.id, COMPLETED))
     bad = (entry for _, entry in entries(folder.database, batch.id, FAILED))
     never = (_entry(name, None, (code, message)) for name, _ in entries(folder.database, batch.id, TO_RUN))
-    return Output(
-        _write(folder, good, f"{batch.id}_output.jsonl", now),
-        _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now),
-    )
+    output = _write(folder, good, f"{batch.id}_output.jsonl", now)
+    try:
+        return Output(output, _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now))
+    except Exception:  # the disk is full, say: neither is known to anybody
+        if output is not None:
+            folder.path_of(output.id).unlink(missing_ok=True)
+        raise
 
 
 def _write(folder: DataFolder, lines: Iterator[bytes | None], filename: str, now: float) -> FileObject | None:

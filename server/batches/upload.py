@@ -17,6 +17,7 @@ from server.errors import ApiError
 PIECE_BYTES = 1024 * 1024
 MAX_FIELD_BYTES = 4096
 MAX_PARTS = 16
+MAX_BOUNDARY_BYTES = 256  # of which MIME allows 70
 
 
 class Form:
@@ -26,9 +27,10 @@ class Form:
         """Raises a 400 for a body that is no multipart form."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary:
+        if kind != b"multipart/form-data" or not boundary or len(boundary) > MAX_BOUNDARY_BYTES:
             message = (
-                "The Content-Type is not multipart/form-data with a boundary; send the file as a form's field 'file'."
+                "The Content-Type is not multipart/form-data with a boundary of at most "
+                f"{MAX_BOUNDARY_BYTES} bytes; send the file as a form's field 'file'."
             )
             raise ApiError(400, "unsupported_media_type", message)
         self.fields: dict[str, str] = {}

@@ -43,6 +43,7 @@ class BatchWorker:
         self._outcomes: list[Outcome] = []  # not recorded yet
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
 
     def start(self, dispatcher: Dispatcher, is_dead: Callable[[], bool]) -> None:
         """`is_dead` tells an engine that will answer nothing any more."""
@@ -58,6 +59,7 @@ class BatchWorker:
         task, self._task = self._task, None
         if task is None:
             return
+        self._is_stopping = True  # before Python 3.12 wait_for may swallow a cancellation
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         stopped = list(self._running)
@@ -69,7 +71,7 @@ class BatchWorker:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
-        while True:
+        while not self._is_stopping:
             rest_s = RETRY_S
             try:
                 rest_s = await self._turn()
@@ -152,7 +154,13 @@ class BatchWorker:
         errors: list[LineError] = []
         while True:
             read = partial(read_piece, path, batch.endpoint, self._max_line_bytes, start=start, number=number)
-            piece = await asyncio.to_thread(read)
+            try:
+                piece = await asyncio.to_thread(read)
+            except OSError as error:
+                logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
+                message = "The input file cannot be read any more; upload it again."
+                errors, total = [LineError(code="input_lost", message=message)], 1
+                break
             taken = await self._store(partial(Store.add_lines, batch_id=batch.id, lines=piece.lines))
             errors += piece.errors
             for line in taken:
@@ -205,7 +213,12 @@ class BatchWorker:
             batch.move(end, time.time())
 
         files = [file for file in (output, errors) if file is not None]
-        ended = await self._store(lambda store: store.finish(batch.id, files, change))
+        try:
+            ended = await self._store(lambda store: store.finish(batch.id, files, change))
+        except (OSError, sqlite3.Error):  # it is tried again, with other files
+            for file in files:
+                self._folder.path_of(file.id).unlink(missing_ok=True)
+            raise
         counts = ended.request_counts
         logger.info(
             "batch %s: %s, %d of %d completed, %d failed, %d tokens in, %d out",

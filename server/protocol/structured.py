@@ -15,6 +15,7 @@ from engine.core.errors import InvalidRequestError
 from server.protocol.base import RequestBody
 from server.structured.spec import ANY_OBJECT, GrammarSpec, Kind
 
+_MAX_TAGS = 256
 MAX_CHOICES = 2000  # beyond it llguidance's table for one step is full
 _WHITESPACE = r"[\x20\x09\x0A\x0D]{0,40}"  # between JSON's tokens: a model that would indent for ever has to go on
 
@@ -62,8 +63,8 @@ class ResponseFormat(RequestBody):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    structures: list[Structure] = Field(default_factory=list)
-    triggers: list[str] = Field(default_factory=list)
+    structures: list[Structure] = Field(default_factory=list, max_length=_MAX_TAGS)
+    triggers: list[str] = Field(default_factory=list, max_length=_MAX_TAGS)
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -40,8 +41,7 @@ def check_tools(tools: list[Tool] | None) -> None:
         return
     if not tools:
         raise InvalidRequestError("tools is empty; give at least one, or leave it out.", param="tools")
-    names = [tool.function.name for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(tool.function.name for tool in tools).items() if count > 1), None)
     if twice is not None:
         raise InvalidRequestError(f"tools has two functions with the name {twice!r}; rename one.", param="tools")
 
@@ -78,7 +78,7 @@ class CalledFunction(RequestBody):
             return self.arguments
         try:
             return json.loads(self.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of brackets, thousands deep
             return self.arguments
 
 

@@ -20,7 +20,7 @@ from engine.core.errors import InvalidRequestError, OverloadedError
 from engine.core.grammar import Grammar
 from server.errors import shorten
 from server.structured.spec import GrammarSpec, Kind
-from server.structured.trials import MAX_TRIAL_S, GrammarError, Trials
+from server.structured.trials import MAX_TRIAL_S, GrammarError, TrialError, Trials
 from server.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 40 ms
 MAX_KEPT = 256
 MAX_WAITING = 64
+KEPT_TRIAL_S = 60.0  # a trial without an end is not repeated so soon
 NUM_WORKERS = 2
 _STACK_BYTES = 32 << 20
 
@@ -100,6 +101,8 @@ class GrammarCompiler:
         self._num_waiting -= 1
         if done.cancelled() or not isinstance(done.exception(), GrammarError | None):
             self._kept.pop(spec, None)
+        elif isinstance(done.exception(), TrialError):
+            done.get_loop().call_later(KEPT_TRIAL_S, self._kept.pop, spec, None)
         while len(self._kept) > MAX_KEPT and next(iter(self._kept.values())).done():
             self._kept.popitem(last=False)
 

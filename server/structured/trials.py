@@ -34,6 +34,10 @@ class GrammarError(InvalidRequestError):
     """A grammar that cannot be used; the message says why, and does not yet say which field it came in."""
 
 
+class TrialError(GrammarError):
+    """The trial came to no end. The grammar's fault most likely, but perhaps the machine's, so it is not final."""
+
+
 class Trials:
     """A process that grammars are tried in."""
 
@@ -81,19 +85,21 @@ class Trials:
         assert process.stdin is not None
         assert process.stdout is not None
         answer, give_up_s = b"", time.monotonic() + limit_s
+        poll = select.poll()  # select itself knows no file beyond the 1024th
+        poll.register(process.stdout, select.POLLIN)
         try:
             process.stdin.write(json.dumps(document).encode() + b"\n")
             process.stdin.flush()
             while not answer.endswith(b"\n"):
                 rest_s = max(give_up_s - time.monotonic(), 0)
-                if not select.select([process.stdout], [], [], rest_s)[0]:
-                    raise GrammarError(f"it takes longer than {limit_s:.0f} s to compile; make it smaller")
+                if not poll.poll(1000 * rest_s):
+                    raise TrialError(f"it takes longer than {limit_s:.0f} s to compile; make it smaller")
                 piece = os.read(process.stdout.fileno(), 1 << 20)
                 if not piece:
-                    raise GrammarError("it takes too much memory, or is nested too deeply, to compile; make it smaller")
+                    raise TrialError("it takes too much memory, or is nested too deeply, to compile; make it smaller")
                 answer += piece
         except BrokenPipeError as error:
-            raise GrammarError("it cannot be compiled; make it smaller") from error
+            raise TrialError("it cannot be compiled; make it smaller") from error
         finally:
             if not answer.endswith(b"\n"):
                 self.close()

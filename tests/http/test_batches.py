@@ -239,6 +239,7 @@ def test_uploads_that_are_refused(narrow: Live, parts: bytes, _id: str, told: st
     [
         (b"{}", "application/json", "The Content-Type is not multipart/form-data"),
         (b"{}", "multipart/form-data", "The Content-Type is not multipart/form-data"),
+        (b"{}", "multipart/form-data; boundary=" + 300 * "a", "a boundary of at most 256 bytes"),
         (b"nonsense", "multipart/form-data; boundary=X", "The form cannot be read"),
         (FILE + PURPOSE, "multipart/form-data; boundary=X", "before its closing boundary"),
     ],

@@ -76,6 +76,12 @@ def test_a_call_is_taken_out_of_the_text(hermes: httpx.Client) -> None:
     assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 
 
+def test_arguments_without_end_stay_the_text_they_are(hermes: httpx.Client) -> None:
+    call = {"function": {"name": "weather", "arguments": "[" * 5000}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "so?"}]
+    assert choice_of(hermes.post(PATH, json={"messages": messages}))["message"]["content"] == "so?"
+
+
 def test_words_and_two_calls(hermes: httpx.Client) -> None:
     text = f"Let me see.\n{CALL}\n" + CALL.replace("Rome", "Oslo")
     choice = choice_of(hermes.post(PATH, json=say(text, **TOOLS, logprobs=True)))
