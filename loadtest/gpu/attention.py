@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import SCALE_BYTES
-from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.cuda.attention_tuning import Tuning
 from loadtest.gpu import names
 from loadtest.gpu.figures import Figure
 from loadtest.gpu.shapes import attention_flops
 from loadtest.gpu.task import Task
 from loadtest.gpu.timing import median_s, num_copies
+
+if TYPE_CHECKING:
+    from engine.runtime.cuda.attention_tuning import Tuning
 
 _BLOCK_SIZE = 16
 _KV_HEADS, _HEAD_DIM = 8, 128
@@ -90,6 +91,9 @@ def attend_s(
     tuning: Tuning | None = None,
 ) -> float:
     """Seconds of one call, which sees a different one of `copies` pools each time."""
+    # Here, for it brings Triton, whose interpreter a rehearsal chooses first.
+    from engine.runtime.attention.triton_paged import TritonPagedAttention
+
     backend = TritonPagedAttention(tuning)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
     batch = _batch(device, queries, contexts)

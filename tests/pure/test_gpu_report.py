@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -175,3 +177,9 @@ def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) ->
     }
     assert found.has_failed
     assert any("assert 1 == 2" in note for note in found.notes)
+
+
+def test_the_parts_leave_triton_alone_until_they_run() -> None:
+    """Triton decides while it is imported whether it interprets; a rehearsal chooses that inside a part."""
+    told = "import sys, loadtest.gpu.__main__; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", told], check=False).returncode == 0
