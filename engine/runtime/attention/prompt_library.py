@@ -61,15 +61,17 @@ def _try(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    ints = {"dtype": torch.int32, "device": device}
+    def ints(values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     contexts = [start + num for start, num in steps]
     batch = Batch(
         ids=torch.zeros(4, dtype=torch.int64, device=device),
         positions=torch.zeros(4, dtype=torch.int64, device=device),
         slots=torch.zeros(4, dtype=torch.int64, device=device),
-        block_tables=torch.tensor(tables, **ints),  # type: ignore[arg-type]  # mixed value types
-        query_starts=torch.tensor([0, 3, 4], **ints),  # type: ignore[arg-type]
-        context_lens=torch.tensor(contexts, **ints),  # type: ignore[arg-type]
+        block_tables=ints(tables),
+        query_starts=ints([0, 3, 4]),
+        context_lens=ints(contexts),
         sample_rows=torch.zeros(0, dtype=torch.int64, device=device),
         query_lens_host=[num for _, num in steps],
         context_lens_host=contexts,
