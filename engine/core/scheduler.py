@@ -15,22 +15,23 @@ from itertools import islice
 
 from engine.core.admission import check_request
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ComputeError, QuireError
+from engine.core.departures import Departures
+from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
 from engine.core.memory import Memory
-from engine.core.plan import Fault, SequenceSlice, StepPlan, StepResult
+from engine.core.outcomes import Outcomes
+from engine.core.plan import SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
 from engine.core.prompts import PromptPlanner
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
-from engine.core.sequence import NEVER, Sequence, Status
+from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
-from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent, TokenLogprob
+from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 
-# Looking a member up on its Enum costs 70 ns (Python 3.11), twice for every sequence at every step.
-_RUNNING, _DONE = Status.RUNNING, Status.DONE
+_RUNNING = Status.RUNNING  # looking a member up on its Enum costs 70 ns (Python 3.11), for every sequence at every step
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
 _make = tuple.__new__
 
@@ -51,8 +52,9 @@ class Scheduler:
         self._roster = Roster(self._recorder)
         self._prompts = PromptPlanner(self._memory, self._roster)
         self._flights: deque[Flight] = deque()
+        self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
+        self._outcomes = Outcomes(self._memory, self._departures, self._recorder, self.stats)
         self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
-        self._num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
         self._next_step_id = 0
 
     @property
@@ -78,7 +80,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         for seq in list(self._roster.requests.get(request_id, ())):
             if choice is None or (seq.is_forked and seq.choice == choice):
-                events += self._end(seq, reason, now)
+                events += self._departures.end(seq, reason, now)
         self.stats.aborted[cause] += len(events)
         self._roster.tell()
         return events
@@ -148,28 +150,13 @@ class Scheduler:
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
         while not self._memory.make_writable(seq, copies):
-            if self._num_leaving:
+            if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             victim = self._roster.running[-1]
-            self._preempt(victim)
+            self._departures.preempt(victim)
             if victim is seq:
                 return False
         return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Have a running sequence give way, at once or as soon as no plan in flight names it."""
-        self._roster.stop(seq)
-        seq.move(Status.PREEMPTED)
-        seq.num_preemptions += 1
-        if not self._leave(seq):
-            self._set_aside(seq)
-
-    def _set_aside(self, seq: Sequence) -> None:
-        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place."""
-        self._swap.save(seq)
-        self._recorder.preempted(seq)
-        self._memory.release(seq)
-        self._roster.enqueue(seq)
 
     def _admit(self, budget: int, now: float, flight: Flight) -> int:
         """Start waiting sequences, strictly in order, while seats, blocks and budget last; returns what is left.
@@ -195,9 +182,9 @@ class Scheduler:
         """See to seats and blocks for a waiting sequence, taking them from the background if need be."""
         running = self._roster.running
         while not self._memory.claim(seq, num_reserved=len(running)):
-            if self._num_leaving or seq.is_background or not running or not running[-1].is_background:
+            if self._departures.num_leaving or seq.is_background or not running or not running[-1].is_background:
                 return False  # also while blocks are on their way: the next commit brings them
-            self._preempt(running[-1])
+            self._departures.preempt(running[-1])
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -206,25 +193,11 @@ class Scheduler:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         flight = self._flights.popleft()
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
-        events: list[TokenEvent] = []
         self._swap.settle(flight)
         for seq in flight.arrivals:
             seq.num_in_flight -= 1
-            self._settle(seq)
-        ids, logprobs, ended, cursor = result.token_ids, result.logprobs, result.ended, 0
-        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled}
-        for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
-            seq.num_in_flight -= 1
-            seq.num_computed = piece.start + piece.num_tokens
-            if special and index in special:
-                self._commit_special(index, flight, result, cursor, now, events)
-                cursor += len(piece.samples)
-            elif piece.samples:
-                is_end = bool(ended) and cursor in ended
-                self._accept(seq, ids[cursor], logprobs.get(cursor) if logprobs else None, is_end, now, events)
-                cursor += 1
-            else:
-                self._accept_chunk(seq, now, events)
+            self._departures.settle(seq)
+        events = self._outcomes.take_in(flight, result, now)
         self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
         self._recorder.stepped(plan, now, is_background=flight.owners[0].is_background)
         self._roster.tell()
@@ -246,145 +219,19 @@ class Scheduler:
             self._swap.settle(flight)
         for seq, is_whole in take_back(self._flights).items():
             if seq.is_leaving:
-                self._settle(seq)
+                self._departures.settle(seq)
             elif not is_whole:
-                self._preempt(seq)
+                self._departures.preempt(seq)
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
         self._step_limit = max(oldest.num_tokens // 2, 1)
         events: list[TokenEvent] = []
         if failure is not None:
             for seq in list(self._roster.requests.get(oldest.largest(self._roster.requests) or "", ())):
-                events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
+                events += self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
         self._roster.tell()
         return events
-
-    def _commit_special(
-        self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
-    ) -> None:
-        """A slice that failed, that forked, or that brings log probabilities or hidden states of its prompt."""
-        seq = flight.owners[index]
-        seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
-        if index in result.pooled:
-            seq.pool(result.pooled[index])
-        drawing = (seq, *flight.children.get(index, ()))
-        for child in drawing[1:]:
-            child.num_in_flight -= 1
-            child.num_computed = seq.num_computed
-        if index in result.errors:
-            for failed in drawing:
-                self._fail(failed, result.errors[index], now, events)
-        elif flight.slices[index].samples:
-            for place, drawer in enumerate(drawing, start=cursor):
-                is_end = place in result.ended
-                self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
-        else:
-            self._accept_chunk(seq, now, events)
-
-    def _accept(
-        self,
-        seq: Sequence,
-        token: int,
-        logprob: TokenLogprob | None,
-        is_end: bool,
-        now: float,
-        events: list[TokenEvent],
-    ) -> None:
-        """Append a drawn token, end the sequence if that was its last (by its grammar: `is_end`), and tell."""
-        if seq.status is _DONE:
-            self._settle(seq)
-            return
-        tokens = seq.tokens
-        tokens.append(token)
-        prompt, previous_s = None, seq.last_token_s
-        if previous_s >= 0:
-            gaps = self._recorder.gaps
-            gaps[previous_s] = gaps.get(previous_s, 0) + 1
-        else:
-            self._recorder.first_token(seq, now)
-            prompt = seq.prompt_info()
-        seq.last_token_s = now
-        logprobs = None if logprob is None else (logprob,)
-        if token not in seq.ending_ids and len(tokens) < seq.max_total and not is_end:
-            fields = (seq.request_id, seq.choice, (token,), logprobs, None, None, prompt, None, None)
-            events.append(_make(TokenEvent, fields))
-            if seq.num_computed >= seq.next_register or seq.is_leaving:
-                self._settle(seq)
-            return
-        reason, stop_reason = FinishReason.LENGTH, None
-        if token in seq.ending_ids or is_end:
-            reason = FinishReason.STOP
-            stop_reason = token if token in seq.params.stop_token_ids - seq.params.eos_token_ids else None
-        if seq.num_computed >= seq.next_register:
-            self._memory.register(seq)
-        events += self._end(seq, reason, now, (token,), logprobs, stop_reason, prompt)
-        self._settle(seq)
-
-    def _accept_chunk(self, seq: Sequence, now: float, events: list[TokenEvent]) -> None:
-        """Part of a prompt was computed; with max_tokens 0 its end is the end of the sequence."""
-        is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
-        if is_scored and seq.status is not Status.DONE:
-            if seq.num_computed >= seq.next_register:
-                self._memory.register(seq)
-            events += self._end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
-        self._settle(seq)
-
-    def _fail(self, seq: Sequence, fault: Fault, now: float, events: list[TokenEvent]) -> None:
-        """This sequence could not be computed; it ends alone."""
-        if seq.status is not Status.DONE:
-            events += self._end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
-            self.stats.failed[fault.cause] += 1
-        seq.next_register = NEVER  # what came of it may be wrong, and is not for others to find
-        self._settle(seq)
-
-    # -- leaving -----------------------------------------------------------------------------------------------------
-
-    def _end(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        now: float,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] | None = None,
-        stop_reason: int | None = None,
-        prompt: PromptInfo | None = None,
-        error: QuireError | None = None,
-    ) -> list[TokenEvent]:
-        """Every end passes here: leave the queues, free what no flight names, one terminal event a choice."""
-        if seq.status in (Status.PREFILL, Status.RUNNING):
-            self._roster.stop(seq)
-            if not self._leave(seq):
-                self._memory.release(seq)
-        elif not seq.is_leaving:
-            self._roster.dequeue(seq)
-            self._swap.discard(seq, self._flights)
-        seq.move(Status.DONE)
-        self._roster.strike(seq)
-        choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
-        timings = self._recorder.finished(seq, reason, now, len(choices))
-        return [
-            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
-            for choice in choices
-        ]
-
-    def _leave(self, seq: Sequence) -> bool:
-        """True if a plan in flight names the sequence, so that its blocks have to stay until that is committed."""
-        seq.is_leaving = seq.num_in_flight > 0
-        self._num_leaving += seq.is_leaving
-        return seq.is_leaving
-
-    def _settle(self, seq: Sequence) -> None:
-        """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last flight."""
-        if seq.num_computed >= seq.next_register and seq.page_table.blocks:
-            self._memory.register(seq)
-        if seq.is_leaving and not seq.num_in_flight:
-            seq.is_leaving = False
-            self._num_leaving -= 1
-            if seq.status is Status.PREEMPTED:
-                self._set_aside(seq)
-            else:
-                self._memory.release(seq)
 
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""
@@ -397,4 +244,5 @@ class Scheduler:
         self._memory.check_integrity(holders)
         self._swap.check_integrity(holders, self._flights)
         self._roster.check_integrity()
-        assert self._num_leaving == sum(seq.is_leaving for seq in holders), "leaving sequences are miscounted"
+        num_leaving = sum(seq.is_leaving for seq in holders)
+        assert self._departures.num_leaving == num_leaving, "leaving sequences are miscounted"

@@ -1,0 +1,92 @@
+"""How sequences leave: for good, or to make way; and what a plan in flight still names stays until it is committed.
+
+Every end and every preemption passes here. Blocks and seats are given back at once, or at the commit of the last plan
+that names them. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.core.errors import QuireError
+from engine.core.flight import Flight
+from engine.core.memory import Memory
+from engine.core.preemption import SwapSpace
+from engine.core.recorder import Recorder
+from engine.core.roster import Roster
+from engine.core.sequence import Sequence, Status
+from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
+
+
+class Departures:
+    """end, preempt, and settle what either has left behind."""
+
+    __slots__ = ("_flights", "_memory", "_recorder", "_roster", "_swap", "num_leaving")
+
+    def __init__(
+        self, memory: Memory, swap: SwapSpace, roster: Roster, recorder: Recorder, flights: deque[Flight]
+    ) -> None:
+        self._memory, self._swap, self._roster, self._recorder = memory, swap, roster, recorder
+        self._flights = flights
+        self.num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
+
+    def end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        stop_reason: int | None = None,
+        prompt: PromptInfo | None = None,
+        error: QuireError | None = None,
+    ) -> list[TokenEvent]:
+        """Leave the queues, free what no flight names, one terminal event a choice."""
+        if seq.status in (Status.PREFILL, Status.RUNNING):
+            self._roster.stop(seq)
+            if not self._leave(seq):
+                self._memory.release(seq)
+        elif not seq.is_leaving:
+            self._roster.dequeue(seq)
+            self._swap.discard(seq, self._flights)
+        seq.move(Status.DONE)
+        self._roster.strike(seq)
+        choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
+        timings = self._recorder.finished(seq, reason, now, len(choices))
+        return [
+            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
+            for choice in choices
+        ]
+
+    def preempt(self, seq: Sequence) -> None:
+        """Have a running sequence give way, at once or as soon as no plan in flight names it."""
+        self._roster.stop(seq)
+        seq.move(Status.PREEMPTED)
+        seq.num_preemptions += 1
+        if not self._leave(seq):
+            self._set_aside(seq)
+
+    def _set_aside(self, seq: Sequence) -> None:
+        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place."""
+        self._swap.save(seq)
+        self._recorder.preempted(seq)
+        self._memory.release(seq)
+        self._roster.enqueue(seq)
+
+    def _leave(self, seq: Sequence) -> bool:
+        """True if a plan in flight names the sequence, so that its blocks have to stay until that is committed."""
+        seq.is_leaving = seq.num_in_flight > 0
+        self.num_leaving += seq.is_leaving
+        return seq.is_leaving
+
+    def settle(self, seq: Sequence) -> None:
+        """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last flight."""
+        if seq.num_computed >= seq.next_register and seq.page_table.blocks:
+            self._memory.register(seq)
+        if seq.is_leaving and not seq.num_in_flight:
+            seq.is_leaving = False
+            self.num_leaving -= 1
+            if seq.status is Status.PREEMPTED:
+                self._set_aside(seq)
+            else:
+                self._memory.release(seq)

@@ -1,0 +1,126 @@
+"""What a step has brought: tokens are appended, sequences end, prompts are scored, and each of it is told as an event.
+
+Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from engine.core.departures import Departures
+from engine.core.errors import ComputeError
+from engine.core.flight import Flight
+from engine.core.memory import Memory
+from engine.core.plan import Fault, StepResult
+from engine.core.recorder import Recorder
+from engine.core.sequence import NEVER, Sequence, Status
+from engine.core.stats import Stats
+from engine.core.types import FinishReason, TokenEvent, TokenLogprob
+
+_DONE = Status.DONE  # looking a member up on its Enum costs 70 ns (Python 3.11), for every sequence at every step
+# A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
+_make = tuple.__new__
+
+
+class Outcomes:
+    """Takes in the results of steps."""
+
+    __slots__ = ("_departures", "_memory", "_recorder", "_stats")
+
+    def __init__(self, memory: Memory, departures: Departures, recorder: Recorder, stats: Stats) -> None:
+        self._memory, self._departures, self._recorder, self._stats = memory, departures, recorder, stats
+
+    def take_in(self, flight: Flight, result: StepResult, now: float) -> list[TokenEvent]:
+        """Every slice's outcome, in plan order."""
+        events: list[TokenEvent] = []
+        ids, logprobs, ended, cursor = result.token_ids, result.logprobs, result.ended, 0
+        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled}
+        for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
+            seq.num_in_flight -= 1
+            seq.num_computed = piece.start + piece.num_tokens
+            if special and index in special:
+                self._commit_special(index, flight, result, cursor, now, events)
+                cursor += len(piece.samples)
+            elif piece.samples:
+                is_end = bool(ended) and cursor in ended
+                self._accept(seq, ids[cursor], logprobs.get(cursor) if logprobs else None, is_end, now, events)
+                cursor += 1
+            else:
+                self._accept_chunk(seq, now, events)
+        return events
+
+    def _commit_special(
+        self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
+    ) -> None:
+        """A slice that failed, that forked, or that brings log probabilities or hidden states of its prompt."""
+        seq = flight.owners[index]
+        seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
+        if index in result.pooled:
+            seq.pool(result.pooled[index])
+        drawing = (seq, *flight.children.get(index, ()))
+        for child in drawing[1:]:
+            child.num_in_flight -= 1
+            child.num_computed = seq.num_computed
+        if index in result.errors:
+            for failed in drawing:
+                self._fail(failed, result.errors[index], now, events)
+        elif flight.slices[index].samples:
+            for place, drawer in enumerate(drawing, start=cursor):
+                is_end = place in result.ended
+                self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
+        else:
+            self._accept_chunk(seq, now, events)
+
+    def _accept(
+        self,
+        seq: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        is_end: bool,
+        now: float,
+        events: list[TokenEvent],
+    ) -> None:
+        """Append a drawn token, end the sequence if that was its last (by its grammar: `is_end`), and tell."""
+        if seq.status is _DONE:
+            self._departures.settle(seq)
+            return
+        tokens = seq.tokens
+        tokens.append(token)
+        prompt, previous_s = None, seq.last_token_s
+        if previous_s >= 0:
+            gaps = self._recorder.gaps
+            gaps[previous_s] = gaps.get(previous_s, 0) + 1
+        else:
+            self._recorder.first_token(seq, now)
+            prompt = seq.prompt_info()
+        seq.last_token_s = now
+        logprobs = None if logprob is None else (logprob,)
+        if token not in seq.ending_ids and len(tokens) < seq.max_total and not is_end:
+            fields = (seq.request_id, seq.choice, (token,), logprobs, None, None, prompt, None, None)
+            events.append(_make(TokenEvent, fields))
+            if seq.num_computed >= seq.next_register or seq.is_leaving:
+                self._departures.settle(seq)
+            return
+        reason, stop_reason = FinishReason.LENGTH, None
+        if token in seq.ending_ids or is_end:
+            reason = FinishReason.STOP
+            stop_reason = token if token in seq.params.stop_token_ids - seq.params.eos_token_ids else None
+        if seq.num_computed >= seq.next_register:
+            self._memory.register(seq)
+        events += self._departures.end(seq, reason, now, (token,), logprobs, stop_reason, prompt)
+        self._departures.settle(seq)
+
+    def _accept_chunk(self, seq: Sequence, now: float, events: list[TokenEvent]) -> None:
+        """Part of a prompt was computed; with max_tokens 0 its end is the end of the sequence."""
+        is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
+        if is_scored and seq.status is not Status.DONE:
+            if seq.num_computed >= seq.next_register:
+                self._memory.register(seq)
+            events += self._departures.end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
+        self._departures.settle(seq)
+
+    def _fail(self, seq: Sequence, fault: Fault, now: float, events: list[TokenEvent]) -> None:
+        """This sequence could not be computed; it ends alone."""
+        if seq.status is not Status.DONE:
+            events += self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
+            self._stats.failed[fault.cause] += 1
+        seq.next_register = NEVER  # what came of it may be wrong, and is not for others to find
+        self._departures.settle(seq)
