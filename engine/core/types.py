@@ -82,7 +82,7 @@ class Request:
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests with different salts never share cached blocks
     is_background: bool = False  # runs in steps that nobody else needs, under every policy
-    tenant: str = ""  # on whose account it runs: what `fair` shares between, and what is counted apart; "" is a tenant too
+    tenant: str = ""  # on whose account it runs; "" is a tenant like any other
 
 
 class TokenLogprob(NamedTuple):
