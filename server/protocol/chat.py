@@ -24,6 +24,7 @@ from server.structured.spec import GrammarSpec, Kind
 from server.thinking import EFFORT_BUDGETS, ThinkingGrammar
 from server.tools.forced import forced_dialect, forced_grammar
 from server.tools.parser import Dialect
+from server.tools.strict import free_text_grammar
 
 
 class ChatBody(SamplingBody, Conversation):
@@ -106,7 +107,7 @@ class ChatBody(SamplingBody, Conversation):
         """What constrains the answer, calls that must be made included, and the field that asked for it."""
         asked, choice = self.grammar_spec(), self.wanted_calls
         if not self._constrains_calls(limits):
-            return asked
+            return asked or self._strict_calls(limits)
         if asked is not None and (asked[0].kind is not Kind.JSON_SCHEMA or asked[0].text == "false"):
             raise InvalidRequestError(
                 f'{asked[1]} leaves no room for calls of tools; send tool_choice: "none", or leave one of them out.',
@@ -114,11 +115,20 @@ class ChatBody(SamplingBody, Conversation):
             )
         tools = [tool.function for tool in self.tools or [] if choice.name in (None, tool.function.name)]
         grammar = forced_grammar(
-            [(tool.name, tool.parameters) for tool in tools],
+            [tool.offered() for tool in tools],
             self._forced_dialect(limits),
             max_calls=1 if choice.name or not self.parallel_tool_calls else None,
             answer=asked[0] if asked and choice.mode == "auto" else None,
         )
+        return GrammarSpec.of_lark(grammar), "tools"
+
+    def _strict_calls(self, limits: Limits) -> tuple[GrammarSpec, str] | None:
+        """What constrains calls that the model may make, if one of them would be of a strict tool."""
+        dialect, tools = self._dialect(limits), [tool.function.offered() for tool in self.shown_tools()]
+        if dialect is None or not any(tool.strict for tool in tools):
+            return None
+        special = limits.tokenizer.special_tokens
+        grammar = free_text_grammar(tools, dialect, special, parallel=self.parallel_tool_calls)
         return GrammarSpec.of_lark(grammar), "tools"
 
     def _constrains_calls(self, limits: Limits) -> bool:

@@ -30,6 +30,7 @@ class MessageTool(RequestBody):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool = False
 
     @model_validator(mode="after")
     def _check_schema(self) -> MessageTool:
@@ -38,7 +39,9 @@ class MessageTool(RequestBody):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        told = {} if self.description is None else {"description": self.description}
+        told: dict[str, Any] = {} if self.description is None else {"description": self.description}
+        if self.strict:
+            told["strict"] = True
         return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
 
 

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from engine.core.errors import InvalidRequestError
 from server.protocol.base import RequestBody
+from server.structured.closing import close
 from server.structured.spec import ANY_OBJECT, GrammarSpec, Kind
 
 _MAX_TAGS = 256
@@ -41,7 +42,10 @@ Schema = Annotated[Any, AfterValidator(_is_schema), WithJsonSchema({"type": ["ob
 
 
 class JsonSchemaFormat(RequestBody):
-    """`strict` true refuses keywords that cannot be enforced; otherwise those are left out, as OpenAI does."""
+    """`strict` refuses keywords that cannot be enforced, else left out as OpenAI does, and takes objects to be closed.
+
+    See server/structured/closing.py for the latter.
+    """
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})
 
@@ -86,7 +90,8 @@ class ResponseFormat(RequestBody):
             return ANY_OBJECT._replace(whitespace=_WHITESPACE)
         if self.json_schema is not None:
             asked = self.json_schema
-            return GrammarSpec.of_json_schema(asked.schema_, whitespace=_WHITESPACE, is_lenient=not asked.strict)
+            schema = close(asked.schema_) if asked.strict else asked.schema_
+            return GrammarSpec.of_json_schema(schema, whitespace=_WHITESPACE, is_lenient=not asked.strict)
         return self._tags() if self.structures else None
 
     def _tags(self) -> GrammarSpec:
@@ -95,9 +100,10 @@ class ResponseFormat(RequestBody):
         for structure in self.structures:
             fitting = [trigger for trigger in self.triggers if trigger and structure.begin.startswith(trigger)]
             trigger = max(fitting, key=len)
-            tags.append(
-                {"trigger": trigger, "begin": structure.begin, "grammar": structure.schema_, "end": structure.end}
-            )
+            schema = {} if structure.schema_ is True else structure.schema_
+            if isinstance(schema, dict):
+                schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+            tags.append({"trigger": trigger, "begin": structure.begin, "grammar": schema, "end": structure.end})
         return GrammarSpec(Kind.STRUCTURAL_TAG, json.dumps(tags))
 
 

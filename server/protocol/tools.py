@@ -11,14 +11,19 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.core.errors import InvalidRequestError
 from server.errors import shorten
 from server.protocol.base import RequestBody
+from server.tools.offered import OfferedTool
 
 
 class Function(RequestBody):
-    """What a tool does. Whatever else it holds is for the chat template to read."""
+    """What a tool does. Whatever else it holds is for the chat template to read.
+
+    `strict` makes every call of it valid; else arguments are what the model writes, where a call is its own choice.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
 
     @model_validator(mode="after")
     def _check_parameters(self) -> Function:
@@ -26,6 +31,10 @@ class Function(RequestBody):
         if kind != "object":
             raise ValueError(f'parameters is a schema of type {shorten(json.dumps(kind))}; it must be "object"')
         return self
+
+    def offered(self) -> OfferedTool:
+        """As the grammars of calls need it."""
+        return OfferedTool(self.name, self.parameters, self.strict)
 
 
 class Tool(RequestBody):

@@ -113,7 +113,7 @@ class GrammarCompiler:
         try:
             trials = getattr(self._local, "trials", None)
             if trials is None:
-                trials = self._local.trials = Trials(self._special)
+                trials = self._local.trials = Trials(self._tokenizer.special_tokens)
                 self._trials.append(trials)
             grammar = trials.run(spec)
             from server.structured.guidance import GuidanceGrammar

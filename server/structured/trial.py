@@ -6,6 +6,7 @@ llguidance, or {"error": ...} in words for who wrote the grammar. Knows nothing 
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import sys
@@ -20,22 +21,26 @@ STACK_BYTES = 16 << 20  # less than what the server compiles with: what passes h
 NUM_BYTES = 256
 
 
-class _Bytes:
+class ByteVocabulary:
     """A tokenizer of one token a byte: what is wrong with a grammar is wrong whatever the vocabulary.
 
-    The model's special tokens are in it too, for a grammar may call for them by name.
+    The model's special tokens are in it too, for a grammar may call for them by name or by id; bytes have other ids.
     """
 
-    eos_token_id = NUM_BYTES
     bos_token_id = None
 
-    def __init__(self, special_tokens: list[str]) -> None:
-        special = [b"<end>", *(name.encode() for name in special_tokens)]
-        self.tokens = [*(bytes([byte]) for byte in range(NUM_BYTES)), *special]
-        self.special_token_ids = range(NUM_BYTES, len(self.tokens))
+    def __init__(self, special_tokens: dict[str, int]) -> None:
+        names = {token_id: name.encode() for name, token_id in special_tokens.items()}
+        free = (token_id for token_id in itertools.count() if token_id not in names)
+        self._ids = [next(free) for _ in range(NUM_BYTES)]
+        self.eos_token_id = next(free)
+        tokens = names | {self.eos_token_id: b"<end>"}
+        self.special_token_ids = sorted(tokens)
+        tokens |= {token_id: bytes([byte]) for byte, token_id in enumerate(self._ids)}
+        self.tokens = [tokens.get(token_id, b"") for token_id in range(max(tokens) + 1)]
 
     def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+        return [self._ids[byte] for byte in text]
 
 
 def to_guidance(task: dict[str, Any]) -> str:
@@ -70,8 +75,9 @@ def attempt(task: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer until the other end is gone. The first line names the model's special tokens."""
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(json.loads(sys.stdin.readline()))), eos_token=[NUM_BYTES])
+    """Answer until the other end is gone. The first line has the ids of the model's special tokens."""
+    vocabulary = ByteVocabulary(json.loads(sys.stdin.readline()))
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[vocabulary.eos_token_id])
     sys.stdout.write("{}\n")
     sys.stdout.flush()
     for line in sys.stdin:

@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class TrialError(GrammarError):
 class Trials:
     """A process that grammars are tried in."""
 
-    def __init__(self, special_tokens: Sequence[str] = ()) -> None:
-        """`special_tokens` are the model's, which a grammar may call for by name."""
-        self._special_tokens = list(special_tokens)
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        """`special_tokens` are the model's, which a grammar may call for by name or id."""
+        self._special_tokens = dict(special_tokens)
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, spec: GrammarSpec) -> str:

@@ -2,24 +2,21 @@
 
 For tool_choice required and named, and for tools beside a schema of the answer, which alone would rule out any call.
 
-In llguidance's Lark. Each tool's schema is a grammar of its own, so that its references mean its own definitions; where
-a schema says nothing of further properties there are none, since a small model would write them for ever. Pure.
+In llguidance's Lark. Each tool's schema is a grammar of its own, so that its references mean its own definitions. Pure.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from server.structured.spec import GrammarSpec
 from server.tools.dialects import FORCED, HERMES
+from server.tools.offered import MAX_CALLS, OfferedTool, embedded
 from server.tools.parser import Dialect
 
-MAX_CALLS = 16  # of one answer
 # As models are shown their JSON: one space behind a comma and a colon.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
 def forced_dialect(dialect: Dialect | None, *, marks_are_text: bool) -> Dialect:
@@ -28,33 +25,27 @@ def forced_dialect(dialect: Dialect | None, *, marks_are_text: bool) -> Dialect:
 
 
 def forced_grammar(
-    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    tools: Sequence[OfferedTool],
     dialect: Dialect,
     *,
     max_calls: int | None,
     answer: GrammarSpec | None = None,
 ) -> str:
-    """Lark for one or more calls of `tools`, names and schemas, or for a JSON `answer` instead."""
+    """Lark for one or more calls of `tools`, or for a JSON `answer` instead."""
     more = (max_calls or MAX_CALLS) - 1
     lines = [
         "start: calls" + (" | answer" if answer else ""),
         f"calls: {_calls(dialect, more)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
     ]
-    for index, (name, schema) in enumerate(tools):
-        head = json.dumps(f'{{"name": "{name}", "arguments": ')
-        arguments = _json(_closed(schema), _SPACING)
-        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {arguments}"]
+    for index, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
+        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {tool.arguments(_SPACING)}"]
     if answer is not None:
         schema = json.loads(answer.text)
         spacing = {"whitespace_pattern": answer.whitespace} if answer.whitespace else {"whitespace_flexible": False}
-        lines.append(f"answer: {_json({} if schema is True else schema, {**spacing, 'lenient': answer.is_lenient})}")
+        lines.append(f"answer: {embedded({} if schema is True else schema, {**spacing, 'lenient': answer.is_lenient})}")
     return "\n".join(lines)
-
-
-def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Lark's way to embed a schema. What looks like a rule of GBNF is spelled so that it does not."""
-    return "%json " + json.dumps({**schema, "x-guidance": options}).replace("::=", ":\\u003a=")
 
 
 def _calls(dialect: Dialect, more: int) -> str:
@@ -63,11 +54,3 @@ def _calls(dialect: Dialect, more: int) -> str:
     [(opening, closing)] = dialect.marks
     one = f"{json.dumps(opening + chr(10))} call {json.dumps(chr(10) + closing)}"
     return f'{one} ("\\n" {one}){{0,{more}}}' if more else one
-
-
-def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of arguments; none at all means that there are no arguments."""
-    closed: dict[str, Any] = {"type": "object", **schema}
-    if not any(key in schema for key in _OPEN_ENDED):
-        closed["additionalProperties"] = False
-    return closed

@@ -48,7 +48,7 @@ TOOLS = [
 def app() -> Any:
     source = find_model(None)
     engine = build_engine(
-        EngineConfig(model=source.path, max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=64 << 20),
+        EngineConfig(model=source.path, max_model_len=640, max_num_seqs=24, kv_cache_memory_bytes=64 << 20),
         lambda _: None,
     )
     return create_app(engine, load_tokenizer(source.path), AppConfig(model=source.path, served_model_names=("small",)))
@@ -144,3 +144,52 @@ def test_an_answer_with_a_schema_may_be_a_call_instead(app: Any) -> None:
             jsonschema.validate(json.loads(message["tool_calls"][0]["function"]["arguments"]), WEATHER)
         else:
             assert json.loads(message["content"]) in ("sun", "rain")
+
+
+def spoiled_turn(city: str, days: int) -> list[dict[str, Any]]:
+    """A turn with a call that the schema forbids, for the model to imitate."""
+    arguments = json.dumps({"city": city, "days": days, "unit": "C"})
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": f"How is {city} for {days} days?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "Sunny."},
+        {"role": "assistant", "content": "Sunny."},
+    ]
+
+
+def is_valid(call: dict[str, str]) -> bool:
+    try:
+        jsonschema.validate(json.loads(call["arguments"]), {**SCHEMAS[call["name"]], "additionalProperties": False})
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def test_a_strict_tool_is_called_rightly_where_calling_is_the_models_choice(app: Any) -> None:
+    messages = [*spoiled_turn("Berlin", 30), *spoiled_turn("Madrid", 12)]
+    asked = {
+        "messages": [*messages, {"role": "user", "content": "How is London for 40 days?"}],
+        "max_tokens": 64,
+        "temperature": 0.7,
+    }
+    weather = {"name": "weather", "parameters": WEATHER}
+    bodies = [
+        {**asked, "seed": seed, "tools": [{"type": "function", "function": {**weather, "strict": strict}}, TOOLS[2]]}
+        for strict in (True, False)
+        for seed in range(12)
+    ]
+    choices = [answer["choices"][0] for answer in asyncio.run(ask(app, bodies))]
+    strict, free = (
+        [
+            is_valid(call["function"])
+            for choice in some
+            if choice["finish_reason"] != "length"
+            for call in choice["message"].get("tool_calls", [])
+        ]
+        for some in (choices[:12], choices[12:])
+    )
+    assert len(strict) >= 3
+    assert all(strict)
+    assert not all(free)  # the same model without the grammar
+    assert {choice["finish_reason"] for choice in choices[:12]} >= {"stop", "tool_calls"}  # words stay possible

@@ -236,3 +236,25 @@ def test_a_template_that_opens_the_thoughts(servers: Callable[..., httpx.Client]
         asked = say("1234567a</think>b", reasoning_effort=effort, chat_template_kwargs=kwargs)
         message = choice_of(client.post(PATH, json=asked))["message"]
         assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
+def test_strict_tools_have_schemas_that_can_be_enforced(servers: Callable[..., httpx.Client]) -> None:
+    """With tool_choice auto too; what the parrot says is not constrained by anything."""
+    strict = {**WEATHER["function"], "strict": True}
+    cannot = {**strict, "parameters": {"properties": {"tags": {"type": "array", "uniqueItems": True}}}}
+    for template in (HERMES, HERMES.replace("<tool_call>", "[TOOL_CALLS]")):
+        client = servers(template=template)
+        for function, fields, status in (
+            (strict, {}, 200),
+            (strict, {"parallel_tool_calls": False}, 200),
+            (cannot, {}, 400),
+            (cannot, {"tool_choice": "none"}, 200),
+            ({**cannot, "strict": False}, {}, 200),
+            ({**cannot, "strict": None, "name": "x"}, {"tool_choice": "required"}, 200),
+        ):
+            tools = [{"type": "function", "function": function}, ADD]
+            response = client.post(PATH, json=say("hello", tools=tools, **fields))
+            assert response.status_code == status, response.text
+            if status == 400:
+                assert response.json()["error"]["param"] == "tools"
+                assert "uniqueItems" in response.json()["error"]["message"]

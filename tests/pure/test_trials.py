@@ -16,7 +16,7 @@ FINE = GrammarSpec(Kind.REGEX, "a+")
 
 @pytest.fixture(scope="module")
 def trials() -> Iterator[Trials]:
-    made = Trials()
+    made = Trials({"<end>": 2, "[CALL]": 40_000})
     yield made
     made.close()
 
@@ -36,6 +36,12 @@ def test_a_grammar_that_crashes_the_library_harms_nobody(trials: Trials) -> None
     with pytest.raises(GrammarError, match="make it smaller"):
         trials.run(GrammarSpec.of_lark(deep))
     assert trials.run(ANY_OBJECT._replace(whitespace=" ?"))
+
+
+def test_special_tokens_have_their_ids(trials: Trials) -> None:
+    assert trials.run(GrammarSpec.of_lark('start: "a" <[40000]> <end>'))
+    with pytest.raises(GrammarError, match="40001"):
+        trials.run(GrammarSpec.of_lark("start: <[40001]>"))
 
 
 def test_two_of_the_same_are_the_same() -> None:

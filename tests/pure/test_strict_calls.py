@@ -1,0 +1,169 @@
+"""Grammars of free text with calls in it: what they let through, the parser reads as valid calls; and closed schemas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from server.structured.closing import close
+from server.structured.trial import ByteVocabulary
+from server.tools.dialects import DIALECTS
+from server.tools.offered import OfferedTool
+from server.tools.parser import ToolParser
+from server.tools.pieces import CallArguments, CallBegin
+from server.tools.strict import free_text_grammar
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS = [OfferedTool("weather", CITY, strict=True), OfferedTool("note", {})]
+VALID = ['{"name": "weather", "arguments": {"city": "Rome"}}', '{"name":"note","arguments":{"x": [1, "}"]}}']
+WRONG = [
+    '{"name": "weather", "arguments": {"city": "Paris"}}',
+    '{"name": "weather", "arguments": {"city": "Rome", "more": 1}}',
+    '{"arguments": {"city": 1}, "name": "weather"}',
+    '{"id": 1, "name": "weather", "parameters": {}}',
+    '{"name": "weather"}',
+    '{"name": "nobody", "arguments": {}}',
+]
+MARKS = {
+    "hermes": ("<tool_call>\n", "\n</tool_call>", "\n"),
+    "llama3_json": ("", "", "; "),
+    "mistral": ("[TOOL_CALLS] ", "", ""),
+    "json": ("<|tool_call|>", "<|/tool_call|>", ""),
+}
+VOCABULARY = ByteVocabulary({})
+TOKENIZER = LLTokenizer(TokenizerWrapper(VOCABULARY), eos_token=[VOCABULARY.eos_token_id])
+FIRSTS = {
+    (name, parallel): LLMatcher(TOKENIZER, free_text_grammar(TOOLS, DIALECTS[name], {}, parallel=parallel), log_level=0)
+    for name in MARKS
+    for parallel in (False, True)
+}
+
+
+def lets(dialect: str, text: str, *, parallel: bool = True) -> bool:
+    """Whether the whole text may be an answer."""
+    matcher = FIRSTS[dialect, parallel].deep_copy()
+    assert not matcher.is_error(), matcher.get_error()
+    ids = VOCABULARY(text.encode())
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def calls_of(dialect: str, text: str) -> list[tuple[str, str]]:
+    parser = ToolParser(DIALECTS[dialect], frozenset(tool.name for tool in TOOLS))
+    calls: list[tuple[str, str]] = []
+    for piece in parser.push(text) + parser.finish():
+        if isinstance(piece, CallBegin):
+            calls.append((piece.name, ""))
+        elif isinstance(piece, CallArguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    return calls
+
+
+@pytest.mark.parametrize("dialect", MARKS)
+def test_text_is_free_and_valid_calls_may_be_made(dialect: str) -> None:
+    opening, closing, between = MARKS[dialect]
+    one, two = (f"{opening}{call}{closing}" for call in VALID)
+    for text in (
+        "",
+        "Let me see: 2 {3}",
+        f"{one}{between}{two}",
+        f"{opening}[{', '.join(VALID)}]{closing}",
+        '{"a": 1}',
+    ):
+        assert lets(dialect, text), text
+    if opening:
+        assert lets(dialect, f"Well.\n{one} and {two}\nDone.")
+    assert not lets(dialect, f"{opening}[{', '.join(VALID)}]{closing}", parallel=False)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("dialect", MARKS)
+def test_no_call_of_a_strict_tool_is_wrong(dialect: str, wrong: str) -> None:
+    opening, closing, between = MARKS[dialect]
+    is_text = DIALECTS[dialect].only_known and "nobody" in wrong and not opening
+    for text in (f"{opening}{wrong}{closing}", f"{opening}{VALID[1]}{closing}{between}{opening}{wrong}{closing}"):
+        assert lets(dialect, text) == (is_text and text == wrong)
+
+
+def test_a_name_may_stand_before_arguments_where_the_dialect_has_it() -> None:
+    assert lets("mistral", 'Well [TOOL_CALLS]weather{"city": "Rome"}[TOOL_CALLS]note[ARGS]{"x": 1}')
+    assert not lets("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}')
+
+
+def test_a_mark_may_be_a_token() -> None:
+    vocabulary = ByteVocabulary({"<|python_tag|>": 7, "<other>": 8})
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[vocabulary.eos_token_id])
+    grammar = free_text_grammar(TOOLS, DIALECTS["llama3_json"], {"<|python_tag|>": 7}, parallel=True)
+    for call, is_fine in ((VALID[0], True), (WRONG[0], False)):
+        ids = [*vocabulary(b"see "), 7, *vocabulary(call.encode())]
+        assert (LLMatcher(tokenizer, grammar, log_level=0).try_consume_tokens(ids) == len(ids)) is is_fine
+
+
+PIECES = st.sampled_from(
+    [
+        *VALID,
+        *WRONG,
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "[",
+        "]",
+        ", ",
+        ";",
+        "\n",
+        "hm ",
+        "{",
+    ]
+)
+
+
+@settings(max_examples=300)
+@given(dialect=st.sampled_from(sorted(MARKS)), pieces=st.lists(PIECES, max_size=6))
+def test_whatever_is_let_through_is_read_as_valid_calls(dialect: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    if not lets(dialect, text):
+        return
+    for name, arguments in calls_of(dialect, text):
+        assert isinstance(json.loads(arguments), dict)
+        if name == "weather":
+            jsonschema.validate(json.loads(arguments), CITY | {"additionalProperties": False})
+
+
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = {**OBJECT, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        (OBJECT, CLOSED),
+        ({"type": "array", "items": OBJECT}, {"type": "array", "items": CLOSED}),
+        ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"$ref": "#/$defs/x", "$defs": {"x": OBJECT}}, {"$ref": "#/$defs/x", "$defs": {"x": CLOSED}}),
+        ({"properties": {"properties": OBJECT}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
+        ({"enum": [OBJECT]}, {"enum": [OBJECT]}),  # a value, no schema
+        ({**OBJECT, "additionalProperties": True}, {**OBJECT, "additionalProperties": True}),
+        ({**OBJECT, "additionalProperties": OBJECT}, {**OBJECT, "additionalProperties": CLOSED}),
+        ({**OBJECT, "anyOf": [OBJECT]}, {**OBJECT, "anyOf": [OBJECT]}),
+        ({"allOf": [OBJECT, {"$ref": "#/x"}], "x": OBJECT}, {"allOf": [OBJECT, {"$ref": "#/x"}], "x": OBJECT}),
+        ({"type": "object"}, {"type": "object"}),
+        (True, True),
+    ],
+)
+def test_strict_closes_objects_that_name_their_properties(schema: Any, closed: Any) -> None:
+    before = json.dumps(schema)
+    assert close(schema) == closed
+    assert json.dumps(schema) == before
+
+
+def test_a_schema_too_deep_to_be_looked_through_is_left_to_the_compiler() -> None:
+    deep: Any = OBJECT
+    for _ in range(5000):
+        deep = {"items": deep}
+    assert close(deep) is deep
