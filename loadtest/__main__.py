@@ -22,6 +22,8 @@ from loadtest.perplexity import PerplexityError
 from loadtest.plots import PlotError, draw_bench, require_matplotlib
 from loadtest.report import show, write_json
 from loadtest.simulate import SimulationError
+from loadtest.tuning import command as tuning
+from loadtest.tuning.tuner import TuneError
 from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
 
 
@@ -202,6 +204,7 @@ def _levels(options: argparse.Namespace) -> list[Level]:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "bench": ("load an OpenAI-compatible server and measure it", add_bench_options, run_bench),
     "simulate": ("run the scheduler on a virtual clock", simulate.add_options, simulate.run),
+    "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
@@ -232,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         LeverError,
         CompareError,
         PerplexityError,
+        TuneError,
         OSError,
     ) as error:
         print(f"quire: {error}", file=sys.stderr)

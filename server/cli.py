@@ -21,6 +21,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("serve a model to OpenAI clients", "server.serve", False),
     "bench": Command("load an OpenAI-compatible server and report its latencies", "loadtest.__main__", True),
+    "tune": Command("find this machine's settings for a model by timing real steps", "loadtest.__main__", True),
     "simulate": Command("run the scheduler alone on a virtual clock and draw its memory", "loadtest.__main__", True),
 }
 

@@ -1,0 +1,199 @@
+"""`quire tune`: the command line, its progress, the picture and the file that `quire serve --config` takes."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from engine.core.page_table import blocks_for
+from loadtest.plots import require_matplotlib
+from loadtest.tuning.probe import Load, Probe
+from loadtest.tuning.tuner import Goal, Told, Tuned, tune
+
+_BATCHED = {"cpu": 2048, "cuda": 16384}  # tokens of the largest step that is tried
+_SEQS = {"cpu": 512, "cuda": 1024}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tune`."""
+    parser.add_argument("--model", metavar="MODEL", help="as `quire serve` takes it; default: the embedded one")
+    parser.add_argument(
+        "--target-itl-ms",
+        metavar="MS",
+        type=_positive,
+        help="no gap between two tokens should be longer; default: the most tokens a second",
+    )
+    parser.add_argument(
+        "--context",
+        metavar="TOKENS",
+        type=int,
+        default=512,
+        help="length of the sequences in mind; default %(default)s",
+    )
+    parser.add_argument(
+        "--block-sizes", metavar="N", type=int, nargs="+", default=[16, 8, 32, 64], help="to try; default 16 8 32 64"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("quire.yaml"), help="default %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of all that was measured, .png or .svg")
+    parser.add_argument(
+        "settings", nargs="*", metavar="SETTING", help="after --, what else `quire serve` shall be given"
+    )
+
+
+def _positive(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, tell, write."""
+    if options.plot:
+        require_matplotlib()
+    console = Console()
+    goal = Goal(options.context, None if options.target_itl_ms is None else options.target_itl_ms / 1e3)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading the model")
+
+        def tell(line: str) -> None:
+            progress.update(task, description=line)
+            if not console.is_terminal:
+                console.print(line)
+
+        opener = _Opener(options.model, options.settings, tell)
+        tuned = tune(opener.open, goal, options.block_sizes, _BATCHED[opener.device], tell)
+    _show(console, tuned, goal)
+    options.output.write_text(config_file(tuned, goal, options.model, opener.given), encoding="utf-8")
+    console.print(f"Written to {options.output}; use it: quire serve --config {options.output}")
+    if options.plot:
+        _draw(options.plot, tuned, goal)
+    return 0
+
+
+class _Opener:
+    """Builds engines that differ in their block size."""
+
+    def __init__(self, model: str | None, settings: Sequence[str], tell: Told) -> None:
+        import torch  # here, for `quire bench` needs neither torch nor pydantic
+
+        from server.flags import load_settings
+
+        self._argv = [*([model] if model else []), *settings, "--no-async-scheduling"]
+        self._tell = tell
+        given = load_settings(self._argv)
+        name = given.device
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        self.given = {
+            name: getattr(given, name)
+            for name in sorted(given.model_fields_set - {"model", "async_scheduling", "config", "api_key"})
+        }
+
+    @contextmanager
+    def open(self, block_size: int) -> Iterator[Probe]:
+        """A probe of an engine with such blocks, and room for large steps; it is closed in the end."""
+        from engine.build import build_engine
+        from server.flags import load_settings
+        from server.model_source import find_model
+
+        room = ["--block-size", str(block_size), "--max-num-batched-tokens", str(_BATCHED[self.device])]
+        settings = load_settings([*self._argv, *room, "--max-num-seqs", str(_SEQS[self.device])])
+        self._tell(f"loading the model, blocks of {block_size}")
+        engine = build_engine(settings.engine_config(find_model(settings.model).path), lambda _: None)
+        try:
+            yield Probe(engine)
+        finally:
+            engine._runner.close()  # noqa: SLF001 - the engine's thread, which would do it, was never started
+
+
+def config_file(tuned: Tuned, goal: Goal, model: str | None, given: dict[str, Any]) -> str:
+    """A YAML file of the settings that were found, and of those that they were found with."""
+    found: dict[str, Any] = {} if model is None else {"model": model}
+    found |= {name.replace("_", "-"): _plain(value) for name, value in given.items()}
+    found |= {
+        "max-num-seqs": tuned.max_num_seqs,
+        "max-num-batched-tokens": tuned.max_num_batched_tokens,
+        "block-size": tuned.block_size,
+    }
+    target = "as many tokens a second as it gives"
+    if goal.target_s is not None:
+        target = f"at most {goal.target_s * 1e3:g} ms between two tokens"
+    head = (
+        f"# quire tune, on {platform.node() or 'this machine'}: {target}, at contexts of {goal.context} tokens.\n"
+        f"# {tuned.max_num_seqs} sequences decode in {tuned.step_s * 1e3:.1f} ms, and in {tuned.full_step_s * 1e3:.1f} ms "
+        f"beside {tuned.chunk} tokens of a prompt.\n"
+    )
+    return head + yaml.safe_dump(found, sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float) else str(value)
+
+
+def _show(console: Console, tuned: Tuned, goal: Goal) -> None:
+    console.print(
+        f"[bold]--max-num-seqs {tuned.max_num_seqs} --max-num-batched-tokens {tuned.max_num_batched_tokens} "
+        f"--block-size {tuned.block_size}[/bold]"
+    )
+    console.print(
+        f"{tuned.max_num_seqs} sequences of {goal.context} tokens decode in {tuned.step_s * 1e3:.1f} ms "
+        f"({tuned.max_num_seqs / tuned.step_s:,.0f} tokens/s), in {tuned.full_step_s * 1e3:.1f} ms beside {tuned.chunk} "
+        "tokens of a prompt."
+    )
+    for figure in tuned.blocks:
+        # On average the last block of a sequence is half empty.
+        waste = (figure.block_size - 1) / 2 / (blocks_for(goal.context, figure.block_size) * figure.block_size)
+        console.print(
+            f"blocks of {figure.block_size:>3}: {figure.decode_tokens_per_s:>8,.0f} tokens/s decoding, "
+            f"{figure.prompt_tokens_per_s:>8,.0f} of prompts, {waste:.1%} of K/V wasted"
+        )
+
+
+def _draw(path: Path, tuned: Tuned, goal: Goal) -> None:
+    plt = require_matplotlib()
+    figure, (prompts, decode, blocks) = plt.subplots(1, 3, figsize=(15, 4.5), constrained_layout=True)
+    _draw_steps(prompts, tuned, lambda load: load.num_prompt_tokens if not load.num_seqs else 0, "")
+    prompts.axvline(tuned.chunk, color="tab:red", linestyle="--", label=f"chosen: {tuned.chunk}")
+    prompts.set(title="A part of a prompt", xlabel="tokens", ylabel="ms / step", xscale="log", ylim=(0, None))
+    for beside in sorted({load.num_prompt_tokens for load in tuned.seconds if load.num_seqs}):
+        label = f"beside {beside} tokens of a prompt" if beside else "decoding alone"
+        _draw_steps(decode, tuned, _sequences_beside(beside), label)
+    decode.axvline(tuned.max_num_seqs, color="tab:red", linestyle="--", label=f"chosen: {tuned.max_num_seqs}")
+    decode.set(title=f"Sequences of {goal.context} tokens", xlabel="sequences", ylabel="ms / step", ylim=(0, None))
+    for axis in (prompts, decode):
+        if goal.target_s is not None:
+            axis.axhline(goal.target_s * 1e3, color="tab:gray", linestyle=":", label="target")
+        axis.legend()
+    ordered = sorted(tuned.blocks)
+    names = [str(each.block_size) for each in ordered]
+    for label, rates in (
+        ("decoding", [each.decode_tokens_per_s for each in ordered]),
+        ("prompts", [each.prompt_tokens_per_s for each in ordered]),
+    ):
+        blocks.plot(names, [100 * rate / max(rates) for rate in rates], marker="o", label=label)
+    blocks.set(title=f"Block size (chosen: {tuned.block_size})", xlabel="tokens", ylabel="% of the fastest")
+    if ordered:
+        blocks.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _sequences_beside(beside: int) -> Callable[[Load], int]:
+    return lambda load: load.num_seqs if load.num_prompt_tokens == beside else 0
+
+
+def _draw_steps(axis: Any, tuned: Tuned, size: Callable[[Load], int], label: str) -> None:
+    """Step times over the size that a load has, for the loads that have one."""
+    points = sorted((size(load), seconds * 1e3) for load, seconds in tuned.seconds.items() if size(load))
+    if points:
+        axis.plot(*zip(*points, strict=True), marker="o", label=label or None)

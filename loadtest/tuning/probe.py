@@ -1,0 +1,98 @@
+"""Real steps of a real engine, timed one by one: so many sequences decoding, and so much of a prompt beside them.
+
+The engine is built as a daemon's would be and its runner is called on this thread, without scheduler or HTTP. Its
+insides are known here and in loadtest/steps.py, nowhere else.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.core.page_table import blocks_for
+from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.types import SamplingParams
+from engine.loop import Engine
+
+_NUM_TIMED = (5, 25)  # steps a measurement takes: at least, at most ...
+_SECONDS = 0.4  # ... and about as long as this
+
+
+class Load(NamedTuple):
+    """What a step computes: sequences that decode at a context of so many tokens, and a part of a prompt."""
+
+    num_seqs: int
+    context: int
+    num_prompt_tokens: int = 0
+
+
+class Probe:
+    """Times the steps of one engine. A load is measured once, and remembered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.config = engine.config
+        self._runner = engine._runner  # noqa: SLF001 - see above
+        self._rng = random.Random(0)
+        self._vocab_size = engine.vocab_size
+        self._step_ids = 0
+        self.seconds: dict[Load, float] = {}
+
+    def most_sequences(self, context: int) -> int:
+        """How many sequences of that length the pool and the batch hold, one seat kept for a prompt."""
+        per_sequence = blocks_for(context + 1, self.config.block_size)
+        return min(self.config.num_blocks // per_sequence, self.config.max_num_seqs) - 1
+
+    def step_s(self, load: Load) -> float:
+        """The median seconds of such a step."""
+        if load not in self.seconds:
+            self.seconds[load] = self._measure(load)
+        return self.seconds[load]
+
+    def _measure(self, load: Load) -> float:
+        slices = self._slices(load)
+        self._run(slices)  # touches its memory for the first time
+        least, most = _NUM_TIMED
+        took: list[float] = []
+        while len(took) < least or (len(took) < most and sum(took) < _SECONDS):
+            took.append(self._run(slices))
+        return statistics.median(took)
+
+    def _run(self, slices: list[SequenceSlice]) -> float:
+        begun = time.perf_counter()
+        num_tokens, num_samples = sum(piece.num_tokens for piece in slices), sum(len(piece.samples) for piece in slices)
+        self._runner.run(StepPlan(self._step_ids, slices, [], num_tokens, num_samples)).wait()
+        self._step_ids += 1
+        return time.perf_counter() - begun
+
+    def _slices(self, load: Load) -> list[SequenceSlice]:
+        """Sequences side by side in the pool, each with blocks of its own."""
+        lengths = [(load.context, 1)] * load.num_seqs
+        if load.num_prompt_tokens:
+            lengths.append((0, load.num_prompt_tokens))
+        slices, block = [], 0
+        for seat, (start, num_tokens) in enumerate(lengths):
+            num_blocks = blocks_for(start + num_tokens, self.config.block_size)
+            table = [(block + index) % self.config.num_blocks for index in range(num_blocks)]
+            block += num_blocks
+            slices.append(self._slice(seat, start, num_tokens, table))
+        return slices
+
+    def _slice(self, seat: int, start: int, num_tokens: int, table: Sequence[int]) -> SequenceSlice:
+        tokens = [self._rng.randrange(self._vocab_size) for _ in range(start + num_tokens)]
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        samples = (Sample(seat, 0),)
+        return SequenceSlice(
+            seat=seat,
+            tokens=tokens,
+            num_prompt=len(tokens),
+            start=start,
+            num_tokens=num_tokens,
+            block_table=table,
+            samples=samples,
+            params=params,
+            prompt_logprobs=-1,
+            seq_id=-1 - seat,
+        )

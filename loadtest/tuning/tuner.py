@@ -1,0 +1,186 @@
+"""What `quire tune` decides, and in which order. Every figure comes from a Probe; nothing here knows an engine's insides.
+
+1. How much of a prompt a step should take: the fewest tokens that compute at nearly the machine's best rate. With a
+   target, no more than what fits into half of it, for whoever decodes beside a prompt waits for the whole step.
+2. How many sequences: with a target, the most that decode beside such a part of a prompt within it, by binary search;
+   without one, the fewest that come to nearly the best rate of tokens.
+3. How large a step: all of these sequences and the part of a prompt; with a target, not more than would miss it if it
+   were all of prompts.
+4. How large a block: the smallest that is nearly as fast as the fastest. Smaller blocks waste less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from loadtest.tuning.probe import Load, Probe
+from loadtest.tuning.search import doublings, knee, largest
+
+NEARLY = 0.97  # of the best rate; what is measured twice differs by as much
+_SMALLEST_CHUNK = 16
+_SEQS_GRAIN = 4  # beyond the first few sequences the search is no finer than this
+_CHUNK_GRAIN = 8
+_BLOCK_ROUNDS = 2  # times that every block size is measured; the best counts, for what disturbs only makes slower
+
+Told = Callable[[str], None]
+OpenProbe = Callable[[int], AbstractContextManager[Probe]]  # for a block size
+
+
+class Goal(NamedTuple):
+    """What to tune for: sequences of this length, and seconds that no gap between two tokens should exceed."""
+
+    context: int
+    target_s: float | None = None
+
+
+class BlockFigure(NamedTuple):
+    """One block size: tokens a second of decoding, and of prompts, at the chosen batch."""
+
+    block_size: int
+    decode_tokens_per_s: float
+    prompt_tokens_per_s: float
+
+
+class TuneError(Exception):
+    """The goal cannot be met on this machine; the message is one sentence that says what to change."""
+
+
+@dataclass(slots=True)
+class Tuned:
+    """The settings, and what they were chosen from."""
+
+    max_num_seqs: int
+    chunk: int
+    max_num_batched_tokens: int
+    block_size: int
+    step_s: float  # all sequences decoding
+    full_step_s: float  # beside a part of a prompt
+    seconds: dict[Load, float] = field(default_factory=dict)
+    blocks: list[BlockFigure] = field(default_factory=list)
+
+
+def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_chunk: int, tell: Told) -> Tuned:
+    """Find settings. The first of `block_sizes` is the one with which all else is searched."""
+    with open_probe(block_sizes[0]) as probe:
+        longest = probe.config.max_model_len
+        if goal.context >= longest:
+            raise TuneError(
+                f"--context is {goal.context}, and the longest sequence here has {longest} tokens; lower it."
+            )
+        chunk = _find_chunk(probe, goal, largest_chunk, tell)
+        num_seqs = _find_num_seqs(probe, goal, chunk, tell)
+        tuned = Tuned(
+            max_num_seqs=num_seqs,
+            chunk=chunk,
+            max_num_batched_tokens=_find_num_tokens(probe, goal, num_seqs, chunk),
+            block_size=block_sizes[0],
+            step_s=probe.step_s(Load(num_seqs, goal.context)),
+            full_step_s=probe.step_s(Load(num_seqs, goal.context, chunk)),
+            seconds=probe.seconds,
+        )
+    if len(block_sizes) > 1:
+        tuned.blocks = _measure_blocks(open_probe, goal, tuned, block_sizes, tell)
+        tuned.block_size = choose_block(tuned.blocks)
+    return tuned
+
+
+def _find_chunk(probe: Probe, goal: Goal, largest_chunk: int, tell: Told) -> int:
+    most = min(largest_chunk, probe.config.max_model_len)
+
+    def rate(chunk: int) -> float:
+        seconds = probe.step_s(Load(0, 0, chunk))
+        tell(f"a prompt's {chunk} tokens: {seconds * 1e3:.1f} ms, {chunk / seconds:,.0f} tokens/s")
+        return chunk / seconds
+
+    chunk = knee(rate, doublings(min(_SMALLEST_CHUNK, most), most), NEARLY)
+    target_s = goal.target_s
+    if target_s is None:
+        return chunk
+    fitting = largest(lambda n: probe.step_s(Load(0, 0, n)) <= target_s / 2, 1, chunk, grain=min(_CHUNK_GRAIN, chunk))
+    if not fitting:
+        least = min(_CHUNK_GRAIN, chunk)
+        raise TuneError(
+            f"--target-itl-ms is {target_s * 1e3:g}, and half of it is less than the "
+            f"{probe.step_s(Load(0, 0, least)) * 1e3:.1f} ms that {least} tokens of a prompt take here; set it higher."
+        )
+    return fitting
+
+
+def _find_num_seqs(probe: Probe, goal: Goal, chunk: int, tell: Told) -> int:
+    most = probe.most_sequences(goal.context)
+    if most < 1:
+        raise TuneError(
+            f"--context is {goal.context}, and the KV pool has no room for two such sequences; "
+            "lower it, or raise --kv-cache-memory-bytes."
+        )
+
+    def step_s(num_seqs: int, beside: int) -> float:
+        seconds = probe.step_s(Load(num_seqs, goal.context, beside))
+        prompt = f" beside {beside} of a prompt" if beside else ""
+        tell(f"{num_seqs} sequences{prompt}: {seconds * 1e3:.1f} ms, {num_seqs / seconds:,.0f} tokens/s")
+        return seconds
+
+    target_s = goal.target_s
+    if target_s is None:
+        return knee(lambda num_seqs: num_seqs / step_s(num_seqs, 0), doublings(1, most), NEARLY)
+    num_seqs = largest(lambda num_seqs: step_s(num_seqs, chunk) <= target_s, 1, most, grain=_SEQS_GRAIN) or largest(
+        lambda num_seqs: step_s(num_seqs, chunk) <= target_s, 1, min(most, _SEQS_GRAIN - 1)
+    )
+    if not num_seqs:
+        raise TuneError(
+            f"--target-itl-ms is {target_s * 1e3:g}, and one sequence at a context of {goal.context} tokens beside "
+            f"{chunk} tokens of a prompt takes {step_s(1, chunk) * 1e3:.1f} ms here; set it higher."
+        )
+    return num_seqs
+
+
+def _find_num_tokens(probe: Probe, goal: Goal, num_seqs: int, chunk: int) -> int:
+    target_s, most = goal.target_s, num_seqs + chunk
+    if target_s is None:
+        return most
+    fitting = largest(lambda n: probe.step_s(Load(0, 0, n)) <= target_s, chunk, most, grain=_CHUNK_GRAIN)
+    return max(fitting, num_seqs + 1)
+
+
+def _measure_blocks(
+    open_probe: OpenProbe, goal: Goal, tuned: Tuned, block_sizes: Sequence[int], tell: Told
+) -> list[BlockFigure]:
+    best: dict[int, BlockFigure] = {}
+    for block_size in _BLOCK_ROUNDS * [*block_sizes]:
+        with open_probe(block_size) as probe:
+            figure = _measure_block(probe, goal, tuned)
+        tell(
+            f"blocks of {block_size}: {figure.decode_tokens_per_s:,.0f} tokens/s decoding, "
+            f"{figure.prompt_tokens_per_s:,.0f} of prompts"
+        )
+        before = best.get(block_size, figure)
+        best[block_size] = BlockFigure(
+            block_size,
+            max(figure.decode_tokens_per_s, before.decode_tokens_per_s),
+            max(figure.prompt_tokens_per_s, before.prompt_tokens_per_s),
+        )
+    return list(best.values())
+
+
+def _measure_block(probe: Probe, goal: Goal, tuned: Tuned) -> BlockFigure:
+    num_seqs = min(tuned.max_num_seqs, probe.most_sequences(goal.context))
+    return BlockFigure(
+        probe.config.block_size,
+        num_seqs / probe.step_s(Load(num_seqs, goal.context)),
+        tuned.chunk / probe.step_s(Load(0, 0, tuned.chunk)),
+    )
+
+
+def choose_block(figures: Sequence[BlockFigure]) -> int:
+    """The smallest block that is nearly as fast as the fastest, in decoding and in prompts alike."""
+    decode = max(figure.decode_tokens_per_s for figure in figures)
+    prompt = max(figure.prompt_tokens_per_s for figure in figures)
+    good = [
+        figure.block_size
+        for figure in figures
+        if figure.decode_tokens_per_s >= NEARLY * decode and figure.prompt_tokens_per_s >= NEARLY * prompt
+    ]
+    return min(good) if good else max(figures, key=lambda figure: figure.decode_tokens_per_s).block_size
