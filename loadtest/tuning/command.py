@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,7 +126,7 @@ def config_file(tuned: Tuned, goal: Goal, model: str | None, given: dict[str, An
     if goal.target_s is not None:
         target = f"at most {goal.target_s * 1e3:g} ms between two tokens"
     head = (
-        f"# quire tune, on {platform.node() or 'this machine'}: {target}, at contexts of {goal.context} tokens.\n"
+        f"# quire tune: {target}, at contexts of {goal.context} tokens.\n"
         f"# {tuned.max_num_seqs} sequences decode in {tuned.step_s * 1e3:.1f} ms, and in {tuned.full_step_s * 1e3:.1f} ms "
         f"beside {tuned.chunk} tokens of a prompt.\n"
     )
