@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from engine.core.page_table import blocks_for
 from loadtest.plots import require_matplotlib
-from loadtest.tuning.probe import Load, Probe
-from loadtest.tuning.tuner import Goal, Told, Tuned, tune
-
-_BATCHED = {"cpu": 2048, "cuda": 16384}  # tokens of the largest step that is tried
-_SEQS = {"cpu": 512, "cuda": 1024}
+from loadtest.tuning.probe import Load, Opener
+from loadtest.tuning.tuner import Goal, Tuned, tune
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,49 +64,14 @@ def run(options: argparse.Namespace) -> int:
             if not console.is_terminal:
                 console.print(line)
 
-        opener = _Opener(options.model, options.settings, tell)
-        tuned = tune(opener.open, goal, options.block_sizes, _BATCHED[opener.device], tell)
+        opener = Opener(options.model, options.settings, tell)
+        tuned = tune(opener.open, goal, options.block_sizes, opener.largest_step, tell)
     _show(console, tuned, goal)
     options.output.write_text(config_file(tuned, goal, options.model, opener.given), encoding="utf-8")
     console.print(f"Written to {options.output}; use it: quire serve --config {options.output}")
     if options.plot:
         _draw(options.plot, tuned, goal)
     return 0
-
-
-class _Opener:
-    """Builds engines that differ in their block size."""
-
-    def __init__(self, model: str | None, settings: Sequence[str], tell: Told) -> None:
-        import torch  # here, for `quire bench` needs neither torch nor pydantic
-
-        from server.flags import load_settings
-
-        self._argv = [*([model] if model else []), *settings, "--no-async-scheduling"]
-        self._tell = tell
-        given = load_settings(self._argv)
-        name = given.device
-        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-        self.given = {
-            name: getattr(given, name)
-            for name in sorted(given.model_fields_set - {"model", "async_scheduling", "config", "api_key"})
-        }
-
-    @contextmanager
-    def open(self, block_size: int) -> Iterator[Probe]:
-        """A probe of an engine with such blocks, and room for large steps; it is closed in the end."""
-        from engine.build import build_engine
-        from server.flags import load_settings
-        from server.model_source import find_model
-
-        room = ["--block-size", str(block_size), "--max-num-batched-tokens", str(_BATCHED[self.device])]
-        settings = load_settings([*self._argv, *room, "--max-num-seqs", str(_SEQS[self.device])])
-        self._tell(f"loading the model, blocks of {block_size}")
-        engine = build_engine(settings.engine_config(find_model(settings.model).path), lambda _: None)
-        try:
-            yield Probe(engine)
-        finally:
-            engine._runner.close()  # noqa: SLF001 - the engine's thread, which would do it, was never started
 
 
 def config_file(tuned: Tuned, goal: Goal, model: str | None, given: dict[str, Any]) -> str:

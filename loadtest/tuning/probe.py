@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from engine.core.page_table import blocks_for
@@ -19,6 +20,7 @@ from engine.loop import Engine
 
 _NUM_TIMED = (5, 25)  # steps a measurement takes: at least, at most ...
 _SECONDS = 0.4  # ... and about as long as this
+_LARGEST = {"cpu": (2048, 512), "cuda": (16384, 1024)}  # tokens and sequences of the largest steps that are tried
 
 
 class Load(NamedTuple):
@@ -96,3 +98,39 @@ class Probe:
             prompt_logprobs=-1,
             seq_id=-1 - seat,
         )
+
+
+class Opener:
+    """Builds engines that differ in their block size."""
+
+    def __init__(self, model: str | None, settings: Sequence[str], tell: Callable[[str], None]) -> None:
+        import torch  # here, for `quire bench` needs neither torch nor pydantic
+
+        from server.flags import load_settings
+
+        self._argv = [*([model] if model else []), *settings, "--no-async-scheduling"]
+        self._tell = tell
+        given = load_settings(self._argv)
+        name = given.device
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        self.largest_step, self._max_num_seqs = _LARGEST[device]
+        self.given = {
+            name: getattr(given, name)
+            for name in sorted(given.model_fields_set - {"model", "async_scheduling", "config", "api_key"})
+        }
+
+    @contextmanager
+    def open(self, block_size: int) -> Iterator[Probe]:
+        """A probe of an engine with such blocks, and room for large steps; it is closed in the end."""
+        from engine.build import build_engine
+        from server.flags import load_settings
+        from server.model_source import find_model
+
+        room = ["--block-size", str(block_size), "--max-num-batched-tokens", str(self.largest_step)]
+        settings = load_settings([*self._argv, *room, "--max-num-seqs", str(self._max_num_seqs)])
+        self._tell(f"loading the model, blocks of {block_size}")
+        engine = build_engine(settings.engine_config(find_model(settings.model).path), lambda _: None)
+        try:
+            yield Probe(engine)
+        finally:
+            engine._runner.close()  # noqa: SLF001 - its thread, which would do it, was never started

@@ -58,8 +58,12 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("engine.core.memory", "engine.core.sequence", "engine.core.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.build",), ("server.app", "server.serve")),
-    ("loadtest", ("engine.runtime", "torch"), ON_THE_DEVICE),
-    ("loadtest", ("engine.build",), ("loadtest.perplexity", "loadtest.steps", "loadtest.gpu.drive")),
+    ("loadtest", ("engine.runtime", "torch"), (*ON_THE_DEVICE, "loadtest.tuning.probe")),
+    (
+        "loadtest",
+        ("engine.build",),
+        ("loadtest.perplexity", "loadtest.steps", "loadtest.tuning.probe", "loadtest.gpu.drive"),
+    ),
 ]
 
 
