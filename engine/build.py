@@ -87,6 +87,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        eviction=config.prefix_cache_eviction,
         policy=config.scheduling_policy,
     )
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)

@@ -28,6 +28,7 @@ from engine.core.config import (
     EngineConfig,
 )
 from engine.core.errors import ConfigError
+from engine.core.eviction import EVICTION_POLICIES
 from engine.core.policies import POLICIES
 from server.app_config import AppConfig
 
@@ -174,6 +175,11 @@ class SchedulingSettings(BaseModel):
     scheduling_policy: str = _setting(_ENGINE.scheduling_policy, _choices(*POLICIES), "who goes first")
     enable_prefix_caching: bool = _setting(
         _ENGINE.enable_prefix_caching, "", "reuse the KV blocks of shared prompt prefixes"
+    )
+    prefix_cache_eviction: str = _setting(
+        _ENGINE.prefix_cache_eviction,
+        _choices(*EVICTION_POLICIES),
+        "which cached blocks go first when room is needed",
     )
     async_scheduling: bool | None = _setting(
         _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"

@@ -3,7 +3,7 @@
 Every block is in exactly one of three states, and the three always add up to the whole pool:
 
     free      nobody holds it and its content is worthless
-    cached    nobody holds it, but the prefix cache can still find its content; taken last, oldest first
+    cached    nobody holds it, but the prefix cache can still find its content; taken last, in the order of eviction.py
     held      one or more page tables hold it; its reference count is the number of holders
 
 Integers only; what a block contains lives with the runner. Owned by the scheduler, engine thread.
@@ -11,7 +11,9 @@ Integers only; what a block contains lives with the runner. Owned by the schedul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.core.eviction import EVICTION_POLICIES
 
 
 class BlockPool:
@@ -19,12 +21,12 @@ class BlockPool:
 
     __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_refs", "num_blocks")
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None, eviction: str = "lru") -> None:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
-        # Both are dicts used as ordered sets: O(1) to take one block out of the middle, and both ends are at hand.
+        # A dict used as an ordered set: O(1) to take one block out of the middle, and the end is at hand.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
-        self._cached: dict[int, None] = {}
+        self._cached = EVICTION_POLICIES[eviction](num_blocks)
         self._indexed: set[int] = set()
         self._on_evict = on_evict
 
@@ -38,7 +40,7 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> tuple[int, ...]:
-        """Oldest first."""
+        """Next to go first."""
         return tuple(self._cached)
 
     @property
@@ -61,7 +63,7 @@ class BlockPool:
         elif self._free:
             block = self._free.popitem()[0]
         else:
-            block = self._evict_oldest()
+            block = self._evict()
         self._refs[block] = 1
         return block
 
@@ -79,7 +81,7 @@ class BlockPool:
         """Add a holder to a block that is held or cached."""
         refs = self._refs[block]
         if not refs:
-            del self._cached[block]
+            self._cached.remove(block)
         self._refs[block] = refs + 1
 
     def free(self, block: int) -> None:
@@ -89,9 +91,13 @@ class BlockPool:
         self._refs[block] = refs
         if not refs:
             if block in self._indexed:
-                self._cached[block] = None
+                self._cached.add(block)
             else:
                 self._free[block] = None
+
+    def found(self, blocks: Sequence[int]) -> None:
+        """A prompt was admitted that begins with these: whether they stay longer for it is the eviction order's."""
+        self._cached.found(blocks)
 
     def is_shared(self, block: int) -> bool:
         """True if a writer must copy the block first."""
@@ -102,9 +108,8 @@ class BlockPool:
         assert self._refs[block] > 0
         self._indexed.add(block)
 
-    def _evict_oldest(self) -> int:
-        block = next(iter(self._cached))
-        del self._cached[block]
+    def _evict(self) -> int:
+        block = self._cached.evict()
         self._indexed.discard(block)
         if self._on_evict is not None:
             self._on_evict(block)
@@ -120,4 +125,4 @@ class BlockPool:
             assert refs == expected[block], f"block {block} has {refs} references and {expected[block]} holders"
             places = (refs > 0) + (block in self._free) + (block in self._cached)
             assert places == 1, f"block {block} is in {places} of the states free, cached and held"
-        assert self._cached.keys() <= self._indexed, "a cached block is unknown to the prefix cache"
+        assert self._indexed.issuperset(self._cached), "a cached block is unknown to the prefix cache"

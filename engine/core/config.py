@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.core.errors import ConfigError
+from engine.core.eviction import EVICTION_POLICIES
 from engine.core.policies import POLICIES
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -45,6 +46,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
+    prefix_cache_eviction: str = "lru"
     scheduling_policy: str = "fcfs"
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -67,6 +69,7 @@ class EngineConfig:
             ("model_impl", MODEL_IMPLS),
             ("cpu_kernels", CPU_KERNELS),
             ("scheduling_policy", tuple(POLICIES)),
+            ("prefix_cache_eviction", tuple(EVICTION_POLICIES)),
         ):
             value = getattr(self, name)
             _require(value in allowed, f"{_flag(name)} is {value!r}; choose one of {', '.join(allowed)}.")
@@ -111,6 +114,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
+    eviction: str = "lru"
     policy: str = "fcfs"
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
     min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there
@@ -128,6 +132,10 @@ class SchedulerConfig:
         )
         _require(
             self.policy in POLICIES, f"--scheduling-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}."
+        )
+        _require(
+            self.eviction in EVICTION_POLICIES,
+            f"--prefix-cache-eviction is {self.eviction!r}; choose one of {', '.join(EVICTION_POLICIES)}.",
         )
 
 

@@ -23,7 +23,7 @@ class Memory:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
-        self._cache = PrefixCache(config.num_blocks, config.block_size)
+        self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction)
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self.pool = self._cache.pool
 
@@ -50,6 +50,7 @@ class Memory:
             for block in reversed(hits):
                 pool.free(block)
             return False
+        pool.found(hits)
         seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
         seq.num_computed = seq.num_planned = len(hits) * size
         seq.num_registered = len(hits)

@@ -31,8 +31,8 @@ class PrefixCache:
 
     __slots__ = ("_block_of", "_digest_of", "block_size", "pool")
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, on_evict=self._forget)
+    def __init__(self, num_blocks: int, block_size: int, eviction: str = "lru") -> None:
+        self.pool = BlockPool(num_blocks, self._forget, eviction)
         self.block_size = block_size
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}

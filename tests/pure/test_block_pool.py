@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from engine.core.block_pool import BlockPool
+from engine.core.eviction import EVICTION_POLICIES
 from engine.core.page_table import PageTable, blocks_for
 
 
@@ -66,10 +67,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     holds = Bundle("holds")
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(policy=st.sampled_from(list(EVICTION_POLICIES)))
+    def start(self, policy: str) -> None:
         self.evicted: list[int] = []
-        self.pool = BlockPool(7, on_evict=self.evicted.append)
+        self.pool = BlockPool(7, self.evicted.append, policy)
         self.held: list[int] = []
         self.indexed: set[int] = set()
 
@@ -108,6 +109,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
+        if not hasattr(self, "pool"):
+            return
         pool = self.pool
         pool.check_integrity([self.held])
         assert pool.num_free + pool.num_cached + pool.num_held == 7

@@ -26,6 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "sjf", "priority"]),
+        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         min_swap_tokens=st.sampled_from([1, 1, 9]),
     )
