@@ -26,6 +26,7 @@ log = logging.getLogger("quire.serve")
 FLUSH_S = 5  # for answers that are complete to reach slow readers
 STOP_MARGIN_S = 10.0  # a step in flight may take this long past the timeout before the process leaves without it
 WATCH_S = 0.25  # how often the engine's pulse is felt
+IDLE_S = 1.0  # after the start, and between looks for a moment when nobody waits
 
 
 def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]) -> int:
@@ -56,6 +57,7 @@ class Daemon(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._context = context
         self._client = context.client
         self._batches = context.batches
         self._timeout_s = shutdown_timeout_s
@@ -78,6 +80,7 @@ class Daemon(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_ready()
+            self._tasks.append(asyncio.get_running_loop().create_task(self._warm_up()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal handlers
         """A signal came in, between any two bytecodes of the main thread: wake the loop and do nothing else."""
@@ -106,6 +109,13 @@ class Daemon(uvicorn.Server):
             log.error("a step of the engine has not come back; leaving without it")  # noqa: TRY400 - nothing to trace
             os._exit(1)
         self.should_exit = True
+
+    async def _warm_up(self) -> None:
+        """Make ready what the first structured request would wait for, and others with it, in a moment of idleness."""
+        await asyncio.sleep(IDLE_S)
+        while self._context.engine.health().busy:  # noqa: ASYNC110 - nobody tells when it is not
+            await asyncio.sleep(IDLE_S)
+        await self._context.grammars.warm_up()
 
     async def _watch(self) -> None:
         """Leave when the engine has died. Connections close once their streams, which it has told, are through."""

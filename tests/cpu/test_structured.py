@@ -121,6 +121,24 @@ def test_overlap_preemption_and_choices_change_nothing(real: Real) -> None:
         check(request_id.split()[0], real.text(ids))
 
 
+def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_anew(*_: object) -> None:
+        raise AssertionError("it was there already")
+
+    async def ask() -> None:
+        compiler = GrammarCompiler(real.tokenizer, real.model.vocab_size, observe=times.append)
+        try:
+            await compiler.warm_up()
+            monkeypatch.setattr("server.structured.guidance.Vocabulary", made_anew)
+            await compiler.compile(SPECS["regex"], "structured_outputs")
+        finally:
+            compiler.close()
+
+    times: list[float] = []
+    asyncio.run(ask())
+    assert len(times) == 1  # the warming up is nobody's request
+
+
 def test_a_special_token_cannot_be_spelled(real: Real) -> None:
     """Text that calls for one must not end the model's turn: it is refused, or where that is not seen, fails alone."""
     with pytest.raises(InvalidRequestError, match="special token"):
