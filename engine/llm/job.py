@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from engine.core.types import Request, RequestTimings, TokenEvent
+from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
 from server.choice import Choice, Delta, TextRules
+from server.protocol.form import new_call_id
 from server.protocol.logprobs import PromptLogprobs, prompt_logprobs
 from server.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that an answer makes."""
+
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of a prompt's answers."""
+    """One of a prompt's answers. Of a conversation's, thoughts and calls of tools are told apart from `text`."""
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length", or "tool_calls" if a conversation's answer stopped and has any
     stop_reason: int | str | None  # the stop token or stop string that was met
     logprobs: PromptLogprobs | None  # by token id, one entry a token
     timings: RequestTimings | None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a turn, for a conversation to go on from."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            functions = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": function}
+                for call, function in zip(self.tool_calls, functions, strict=True)
+            ]
+        return message
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -45,11 +72,14 @@ class RequestOutput:
 class Job:
     """One prompt on its way: its choices, and which of them the engine has not ended yet."""
 
-    def __init__(self, text: str | None, request: Request, rules: TextRules, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, text: str | None, request: Request, rules: TextRules, tokenizer: Tokenizer, *, call_id_length: int = 0
+    ) -> None:
         self.request = request
         self.num_open = request.params.n
         self._text = text
         self._tokenizer = tokenizer
+        self._call_id_length = call_id_length
         self._choices = [Choice(tokenizer, request.prompt, rules) for _ in range(self.num_open)]
         self._timings: dict[int, RequestTimings | None] = {}
 
@@ -80,12 +110,18 @@ class Job:
     def _completion(self, index: int, delta: Delta) -> CompletionOutput:
         num_top = self.request.params.logprobs
         assert delta.finish_reason is not None
+        has_called = delta.has_called and delta.finish_reason is FinishReason.STOP
         return CompletionOutput(
             index=index,
             text=delta.text,
             token_ids=delta.token_ids,
-            finish_reason=delta.finish_reason.value,
+            finish_reason="tool_calls" if has_called else delta.finish_reason.value,
             stop_reason=delta.stop_reason,
             logprobs=None if num_top is None else prompt_logprobs(self._tokenizer, delta.logprobs, num_top),
             timings=self._timings[index],
+            reasoning=delta.reasoning,
+            tool_calls=[
+                ToolCall(id=new_call_id("call_", self._call_id_length), name=call.name or "", arguments=call.arguments)
+                for call in delta.calls
+            ],
         )

@@ -6,11 +6,13 @@ import difflib
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,14 +24,21 @@ from engine.core.admission import check_request
 from engine.core.config import EngineConfig
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.types import AbortCause, Request, TokenEvent
+from engine.core.types import SamplingParams as EngineParams
+from engine.llm.grammars import Grammars
 from engine.llm.job import Job, RequestOutput
-from engine.llm.params import SamplingParams, checked
+from engine.llm.params import SamplingParams, in_words
+from engine.loop import Engine
 from server.app_config import AppConfig
+from server.choice import TextRules
 from server.model_source import find_model
-from server.protocol.conversation import Conversation
 from server.protocol.limits import Limits
+from server.reasoning import REASONING_TAGS
 from server.startup import StartupStory
 from server.tokenizer import load_tokenizer
+from server.tools.dialects import DIALECTS
+
+_RETRY_S = 0.01
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -50,8 +59,12 @@ class LLM:
         tokenizer: str | None = None,
         chat_template: str | None = None,
         max_logprobs: int = 20,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         **engine: Any,
     ) -> None:
+        _check_choice("tool_call_parser", tool_call_parser, DIALECTS)
+        _check_choice("reasoning_parser", reasoning_parser, REASONING_TAGS)
         source = find_model(model)
         config = _engine_config(source.path, engine)
         from engine.build import build_engine  # torch, seconds
@@ -59,14 +72,21 @@ class LLM:
         with StartupStory() as story:
             built = build_engine(config, story.report)
             text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
-        app = AppConfig(model=source.path, served_model_names=(source.name,), max_logprobs=max_logprobs)
+        app = AppConfig(
+            model=source.path,
+            served_model_names=(source.name,),
+            max_logprobs=max_logprobs,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+        )
         self._engine = built
         self._tokenizer = text
+        self._grammars = Grammars(text, built.vocab_size)
         self._limits = Limits.of(built.config, built.vocab_size, text, app)
         self._events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._turn = threading.Lock()  # one `generate` at a time
-        self._end = weakref.finalize(self, built.stop, 0.0)
+        self._end = weakref.finalize(self, _end, built, self._grammars)
         built.start(self._events.put)  # not a method of ours: the thread would keep a forgotten LLM alive
 
     def __enter__(self) -> Self:
@@ -93,66 +113,66 @@ class LLM:
         Raises ClientError before anything runs, and the error of a request that fails. That, and Ctrl-C, end all that
         was begun; the LLM can be used again.
         """
-        return self._run(_listed(prompts), sampling_params, add_special_tokens=True, progress=progress)
+        listed = _listed(prompts)
+        each = _for_each(sampling_params, len(listed))
+        return self._run([partial(self._continuation, *one) for one in zip(listed, each, strict=True)], progress)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        thinking_token_budget: int | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several; like `generate` in everything else."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        prompts = []
-        for one in [messages] if is_one else messages:
-            conversation = checked(
-                Conversation,
-                {
-                    "messages": list(one),
-                    "add_generation_prompt": add_generation_prompt and not continue_final_message,
-                    "continue_final_message": continue_final_message,
-                    "chat_template_kwargs": dict(chat_template_kwargs or {}),
-                },
-            )
-            prompts.append(conversation.render(self._limits))
-        return self._run(prompts, sampling_params, add_special_tokens=False, progress=progress)
+        """Answer one conversation, or each of several; like `generate` in everything else.
 
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        add_special_tokens: bool,
-        progress: bool,
-    ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(
-                f"There are {len(prompts)} prompts and {len(each)} sampling_params; give one for all, or one each.",
-                param="sampling_params",
-            )
+        The fields are those of /v1/chat/completions. An answer's thoughts and calls of tools are told apart from its
+        text, and its `message` is the turn to go on from.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else messages
+        shared = {
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "tool_choice": dict(tool_choice) if isinstance(tool_choice, Mapping) else tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "reasoning_effort": reasoning_effort,
+            "thinking_token_budget": thinking_token_budget,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": dict(chat_template_kwargs or {}),
+        }
+        each = _for_each(sampling_params, len(conversations))
+        makers = [
+            partial(self._reply, {**shared, "messages": list(one)}, own)
+            for one, own in zip(conversations, each, strict=True)
+        ]
+        return self._run(makers, progress)
+
+    def _run(self, makers: Sequence[Callable[[], Job]], progress: bool) -> list[RequestOutput]:
         if not self._end.alive:
             raise ShuttingDownError("This LLM was closed; make a new one.")
         jobs = []
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            with _naming(index, len(prompts)):
-                jobs.append(self._job(prompt, own, add_special_tokens))
+        for index, make in enumerate(makers):
+            with _naming(index, len(makers)):
+                jobs.append(make())
         with self._turn:
             self._answer(jobs, show=progress)
         return [job.output() for job in jobs]
 
-    def _job(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> Job:
+    def _continuation(self, prompt: Prompt, params: SamplingParams) -> Job:
         """Everything that can be wrong with a prompt is found here. Raises ClientError."""
         limits, body = self._limits, params.to_body()
         text = None
         if isinstance(prompt, str):
-            text = prompt
-            limits.check_length(text, "prompt")
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            text, ids = prompt, self._encode(prompt, "prompt", add_special_tokens=True)
         else:
             ids = _token_ids(prompt)
             limits.check_ids(ids, "prompt")
@@ -167,11 +187,30 @@ class LLM:
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
+        inner = self._grammars.constrain(body.grammar_spec(), inner)
+        return self._job(text, ids, inner, body.text_rules(inner), body.priority)
+
+    def _reply(self, conversation: Mapping[str, Any], params: SamplingParams) -> Job:
+        """What can be wrong with a conversation is found here. Raises ClientError."""
+        limits, body = self._limits, params.to_chat(conversation)
+        limits.check_logprobs(params.logprobs, "logprobs")
+        with in_words():
+            text = body.render(limits)
+            ids = body.truncate(self._encode(text, "messages", add_special_tokens=False), limits)
+            inner = self._grammars.constrain(body.message_grammar(limits), body.params(limits, len(ids)))
+            inner = body.with_thoughts(inner, limits, text)
+            return self._job(text, ids, inner, body.message_rules(inner, limits, text), body.priority)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        self._limits.check_length(text, param)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _job(self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, priority: int) -> Job:
         request = Request(
-            request_id=str(next(self._ids)), prompt=tuple(ids), params=inner, arrival_s=0.0, priority=body.priority
+            request_id=str(next(self._ids)), prompt=tuple(ids), params=params, arrival_s=0.0, priority=priority
         )
         check_request(request, self._engine.config)
-        return Job(text, request, body.text_rules(inner), self._tokenizer)
+        return Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)
 
     def _answer(self, jobs: Sequence[Job], *, show: bool) -> None:
         """Run jobs to their ends, or abort them all."""
@@ -199,9 +238,10 @@ class LLM:
             try:
                 self._engine.submit(replace(job.request, arrival_s=self._engine.clock()))
             except OverloadedError:
-                if not started:
-                    raise
-                return  # the queue is full of ours; room comes with the next of them that ends
+                if started:
+                    return  # the queue is full of ours; room comes with the next of them that ends
+                time.sleep(_RETRY_S)  # a run that was interrupted is about to leave the queue
+                continue
             started[job.request.request_id] = waiting.popleft()
 
     def _take(self, event: TokenEvent, started: dict[str, Job]) -> None:
@@ -225,6 +265,27 @@ def _engine_config(path: str, flags: Mapping[str, Any]) -> EngineConfig:
         return EngineConfig(model=path, **flags)
     except TypeError as error:  # a string where a number is compared
         raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
+
+
+def _end(engine: Engine, grammars: Grammars) -> None:
+    engine.stop(0.0)
+    grammars.close()
+
+
+def _check_choice(name: str, value: str, known: Collection[str]) -> None:
+    if value not in ("auto", "none", *known):
+        raise ConfigError(f"{name} is {value!r}; choose auto, none, {', '.join(known)}.")
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """One for all, or one each."""
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequestError(
+            f"There are {num_prompts} prompts and {len(each)} sampling_params; give one for all, or one each.",
+            param="sampling_params",
+        )
+    return each
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from engine.core.errors import InvalidRequestError
 from server.errors import ApiError, to_api_error
 from server.protocol.base import Integer
+from server.protocol.chat import ChatBody
 from server.protocol.sampling import SamplingBody
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -22,12 +24,19 @@ class OfflineBody(SamplingBody):
     logprobs: Integer | None = Field(None, ge=0)
 
 
+class OfflineChatBody(ChatBody):
+    """The HTTP API's conversation; `max_tokens` 0 scores it."""
+
+    max_tokens: Integer | None = Field(None, ge=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop: names, ranges and meanings of /v1/completions, checked at once.
 
     `max_tokens` None is as many as the context holds; other Nones are the defaults of the daemon. A `seed` of None
-    draws another one for every prompt.
+    draws another one for every prompt. `structured_outputs` ({"json": ...}, {"regex": ...}, {"choice": [...]},
+    {"grammar": ...}) and `response_format` are the HTTP API's objects.
     """
 
     n: int = 1
@@ -51,6 +60,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int = 0
+    structured_outputs: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError for a value out of range."""
@@ -58,19 +69,39 @@ class SamplingParams:
 
     def to_body(self) -> OfflineBody:
         """The same as the HTTP API's model."""
+        return checked(OfflineBody, self._values())
+
+    def to_chat(self, conversation: Mapping[str, Any]) -> OfflineChatBody:
+        """The same as the HTTP API's model of a conversation, whose own fields are given."""
+        values = self._values()
+        num_top = values.pop("logprobs")
+        values |= {"logprobs": num_top is not None, "top_logprobs": num_top}
+        return checked(OfflineChatBody, {**values, **conversation})
+
+    def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("stop", "stop_token_ids"):
             if isinstance(values[name], tuple):
                 values[name] = list(values[name])
+        for name in ("structured_outputs", "response_format"):
+            if isinstance(values[name], Mapping):
+                values[name] = dict(values[name])
         if isinstance(self.logit_bias, Mapping):
             values["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
-        return checked(OfflineBody, values)
+        return values
 
 
 def checked(kind: type[Body], values: Mapping[str, Any]) -> Body:
     """A body of the HTTP API made of Python values. Raises InvalidRequestError, in its words."""
-    try:
+    with in_words():
         return kind.model_validate(values)
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """What the HTTP API refuses, as an InvalidRequestError."""
+    try:
+        yield
     except (ValidationError, ApiError) as error:
         told = to_api_error(error)
         raise InvalidRequestError(told.message, param=told.param) from error

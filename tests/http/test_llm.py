@@ -137,6 +137,76 @@ def test_conversations(llm: LLM) -> None:
         llm.chat([{"role": "nobody", "content": "x"}])
 
 
+TALKS = "{% if tools %}{% set a = '<tool_call>' %}{% endif %}{% set b = '</think>' %}{{ messages[-1].content }}|"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def talker(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """Its template knows tools and thoughts."""
+    monkeypatch.setattr("engine.llm.offline.load_tokenizer", lambda *_, **__: byte_tokenizer(TALKS))
+    with LLM() as made:
+        yield made
+        workshop.check_idle()
+
+
+def test_thoughts_and_calls_are_told_apart(talker: LLM) -> None:
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    said = [{"role": "user", "content": f"<think>hm</think>Well. {call}{call}"}]
+    params = SamplingParams(max_tokens=None)
+    [output] = talker.chat(said, params, tools=[WEATHER])
+    [answer] = output.outputs
+    assert (answer.text, answer.reasoning, answer.finish_reason) == ("Well.", "hm", "tool_calls")
+    assert [(made.name, made.arguments) for made in answer.tool_calls] == [("weather", '{"city": "Rome"}')] * 2
+    ids = [made.id for made in answer.tool_calls]
+    assert len(set(ids)) == 2
+    assert answer.message["reasoning_content"] == "hm"
+    assert [made["id"] for made in answer.message["tool_calls"]] == ids
+    results = [{"role": "tool", "tool_call_id": ids[0], "content": "sunny"}, {"role": "user", "content": "so?"}]
+    assert talker.chat([*said, answer.message, *results], params)[0].outputs[0].text == "so?"
+    [one] = talker.chat(said, params, tools=[WEATHER], parallel_tool_calls=False)[0].outputs[0].tool_calls
+    assert one.name == "weather"
+    plain = talker.chat(said, params)[0].outputs[0]
+    assert (plain.text, plain.tool_calls) == (f"Well. {call}{call}", [])
+    with LLM(reasoning_parser="none") as llm:
+        assert llm.chat(said, params)[0].outputs[0].text.startswith("<think>")
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked", "param", "sentence"),
+    [
+        ({"structured_outputs": {"regex": "("}}, {}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, {}, "structured_outputs", "regex and choice"),
+        ({"response_format": {"type": "xml"}}, {}, "response_format.type", "json_object"),
+        ({"logprobs": 21}, {}, "logprobs", "at most 20"),
+        ({}, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({}, {"tools": [WEATHER, WEATHER]}, "tools", "two functions"),
+        ({}, {"reasoning_effort": "much"}, "reasoning_effort", "minimal"),
+        ({}, {"thinking_token_budget": 5}, "thinking_token_budget", "no tags that are tokens"),
+    ],
+)
+def test_what_a_conversation_cannot_ask(
+    talker: LLM, workshop: Workshop, fields: dict[str, Any], asked: dict[str, Any], param: str, sentence: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=sentence) as caught:
+        talker.chat([{"role": "user", "content": "hi"}], SamplingParams(**fields), **asked)
+    assert caught.value.param == param
+    assert workshop.engine.stats.steps == 0
+
+
+def test_a_grammar_that_cannot_be_is_told_of_its_prompt(llm: LLM) -> None:
+    each = [SamplingParams(structured_outputs={"choice": ["a"]}), SamplingParams(structured_outputs={"regex": "("})]
+    with pytest.raises(InvalidRequestError, match="Prompt 1 of 2: structured_outputs cannot be used: .*unclosed group"):
+        llm.generate(["a|", "b|"], each)
+    assert texts(llm, "a|", structured_outputs={"choice": ["a"]}) == [["a"]]  # the parrot heeds no grammar
+
+
+def test_a_conversation_may_be_scored(llm: LLM) -> None:
+    [output] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == 3
+
+
 @pytest.mark.parametrize(
     ("prompts", "error", "sentence"),
     [
@@ -204,6 +274,31 @@ def test_ctrl_c_aborts_and_the_next_run_hears_nothing_of_it(
     assert texts(llm, "hi|") == [["hi"]]
 
 
+def test_what_an_interrupted_run_left_in_the_queue_is_waited_for(
+    llm: LLM, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        """Ctrl-C while a step takes its time, and the queue is full."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def get(self) -> Any:
+            heard = self.inner.get()
+            workshop.gate.close()
+            eventually(lambda: workshop.engine.stats.num_waiting > 0)
+            raise KeyboardInterrupt(heard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "_events", Interrupted(llm._events))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["endless"] * 40, SamplingParams(max_tokens=400))
+    opener = threading.Timer(0.2, workshop.gate.open)
+    opener.start()
+    assert texts(llm, "hi|") == [["hi"]]
+    opener.join()
+
+
 def test_a_dead_engine_is_told(workshop: Workshop) -> None:
     with LLM() as llm:
         workshop.dies = True
@@ -249,6 +344,8 @@ def test_engine_flags_reach_the_engine(workshop: Workshop) -> None:
         ({"max_num_seq": 3}, "did you mean max_num_seqs"),
         ({"dtype": "int3"}, "--dtype is 'int3'"),
         ({"num_threads": "two"}, "wrong type"),
+        ({"tool_call_parser": "hermess"}, "tool_call_parser is 'hermess'"),
+        ({"reasoning_parser": "qwen"}, "choose auto, none, .*qwen3"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             LLM(**flags)

@@ -42,7 +42,7 @@ ON_THE_DEVICE = tuple(
     for name in ("attention", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
 # The engine for scripts: the daemon's own text side around it, nothing of HTTP.
-OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))
+OFFLINE = tuple(f"engine.llm.{name}" for name in ("grammars", "job", "offline", "params"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
     ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), OFFLINE),

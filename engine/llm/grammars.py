@@ -1,0 +1,48 @@
+"""Grammars of offline requests: made as the daemon makes them, while the caller waits, and kept. The calling threads, in turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+
+from engine.core.grammar import Grammar
+from engine.core.types import SamplingParams
+from server.structured.maker import GrammarMaker, about
+from server.structured.spec import GrammarSpec
+from server.structured.trials import GrammarError
+from server.text import Tokenizer
+
+_MAX_KEPT = 256
+
+
+class Grammars:
+    """constrain parameters; close at the end."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._maker = GrammarMaker(tokenizer, vocab_size, lambda _: None)
+        self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._turn = threading.Lock()
+
+    def constrain(self, asked: tuple[GrammarSpec, str] | None, params: SamplingParams) -> SamplingParams:
+        """The parameters with the grammar that a field asks for. Raises InvalidRequestError if it cannot be."""
+        if asked is None or not params.max_tokens:
+            return params
+        with self._turn:
+            return replace(params, grammar=self._grammar(*asked))
+
+    def close(self) -> None:
+        """End the threads and processes that make grammars."""
+        self._maker.close()
+
+    def _grammar(self, spec: GrammarSpec, param: str) -> Grammar:
+        self._maker.check(spec, param)
+        if spec not in self._kept:
+            try:
+                self._kept[spec] = self._maker.submit(spec).result()
+            except GrammarError as error:
+                raise about(error, param) from error
+        self._kept.move_to_end(spec)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[spec]

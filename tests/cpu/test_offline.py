@@ -1,0 +1,36 @@
+"""The offline API on the real model: grammars and calls of tools hold there too."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+
+from engine.llm import LLM, SamplingParams
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 99}}, "required": ["n"]}
+CLOSED = {**SCHEMA, "additionalProperties": False}
+
+
+def test_grammars_and_calls_hold() -> None:
+    with LLM(max_model_len=512, kv_cache_memory_bytes=64 << 20) as llm:
+        asked = [{"regex": "[A-Z][a-z]{2,8}"}, {"choice": ["yes", "no"]}, {"json": CLOSED}]
+        each = [SamplingParams(structured_outputs=one, seed=seed) for one in asked for seed in range(4)]
+        said = [output.outputs[0].text for output in llm.generate(["Say it: "] * len(each), each)]
+        assert all(re.fullmatch("[A-Z][a-z]{2,8}", text) for text in said[:4])
+        assert all(text in ("yes", "no") for text in said[4:8])
+        for text in said[8:]:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        assert len(set(said)) > 4
+
+        question = [{"role": "user", "content": "How many?"}]
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+        params = SamplingParams(max_tokens=40, response_format=schema, seed=1)
+        jsonschema.validate(json.loads(llm.chat(question, params)[0].outputs[0].text), CLOSED)
+        tool = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
+        params = SamplingParams(max_tokens=60, seed=1)
+        [output] = llm.chat(question, params, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+        [call] = output.outputs[0].tool_calls
+        assert call.name == "count"
+        jsonschema.validate(json.loads(call.arguments), CLOSED)
