@@ -7,7 +7,7 @@ first. Owned by the scheduler, engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engine.core.config import SchedulerConfig
 from engine.core.page_table import blocks_for
@@ -59,6 +59,18 @@ class Memory:
             seq.next_register = (len(hits) + 1) * size
         seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
         return True
+
+    def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
+        """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
+        num_seats, num_blocks, found = len(self._seats), self.pool.num_available, list[Sequence]()
+        needed = blocks_for(len(seq.tokens), self._block_size) + num_reserved
+        for victim in victims:
+            found.append(victim)
+            num_seats += len(victim.seats)
+            num_blocks += sum([not self.pool.is_shared(block) for block in victim.page_table.blocks])
+            if num_seats >= seq.num_seats and num_blocks >= needed:
+                return found
+        return []
 
     def make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block of its own for the next position, noting a copy if that needs one. False: none is left."""

@@ -41,4 +41,5 @@ def sort_key(policy: Policy, request: Request) -> float:
     return policy(request) + (BACKGROUND_S if request.is_background else 0.0)
 
 
-POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
+# `fair` shares between tenants, see fairness.py; what one tenant sends goes by priority.
+POLICIES: Mapping[str, Policy] = {"fcfs": fcfs, "sjf": sjf, "priority": priority, "fair": priority}

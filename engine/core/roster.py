@@ -1,29 +1,33 @@
 """Who lives: all sequences by their request, and the two queues that they stand in.
 
-Both queues are sorted by `order`: best first, victims last. Owned by the scheduler, engine thread.
+Those that run are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
+from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
 from engine.core.flight import Flight
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
+from engine.core.waiting import WaitingQueue
 
-_order = attrgetter("order")
+_place = attrgetter("place")
 _is_background = attrgetter("is_background")
 
 
 class Roster:
     """Sequences come, wait, run, and are struck off."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "requests", "running", "waiting")
+    __slots__ = ("_next_seq_id", "_recorder", "is_fair", "requests", "running", "waiting")
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.waiting: list[Sequence] = []
+    def __init__(self, recorder: Recorder, *, is_fair: bool) -> None:
+        self.is_fair = is_fair  # tenants are told apart
+        self.waiting = WaitingQueue(is_fair=is_fair)
         self.running: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
@@ -36,21 +40,52 @@ class Roster:
 
     def enqueue(self, seq: Sequence) -> None:
         """It waits, in its place."""
-        insort(self.waiting, seq, key=_order)
+        self.waiting.add(seq)
         self._recorder.queued(seq, 1)
 
     def dequeue(self, seq: Sequence) -> None:
         """It does not wait any more."""
-        _withdraw(self.waiting, seq)
+        self.waiting.remove(seq)
         self._recorder.queued(seq, -1)
 
     def start(self, seq: Sequence) -> None:
-        """It runs."""
-        insort(self.running, seq, key=_order)
+        """It runs. Its prompt is charged when it does so for the first time."""
+        account = seq.account
+        account.num_running += 1
+        if not seq.num_charged:
+            seq.num_charged = seq.num_prompt
+            account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
+        if self.is_fair:
+            seq.place = place_of(seq, account.num_running)
+        insort(self.running, seq, key=_place)
 
     def stop(self, seq: Sequence) -> None:
         """It does not run any more."""
-        _withdraw(self.running, seq)
+        seq.account.num_running -= 1
+        position = bisect_left(self.running, seq.place, key=_place)
+        assert self.running[position] is seq
+        del self.running[position]
+
+    def interleave(self) -> None:
+        """Have the last place be that of whoever is to give way first; before anybody may have to."""
+        if self.is_fair:
+            interleave(self.running)
+
+    def charge(self, flight: Flight) -> None:
+        """After a commit: tenants are charged for what it has drawn."""
+        if self.is_fair:
+            charge_generated(flight.sequences)
+
+    def takeable(self, seq: Sequence) -> list[Sequence]:
+        """Who may be preempted, if need be all of them, so that a waiting sequence can run; first to go first.
+
+        The background; or, with `fair`, some of a tenant's that holds too much.
+        """
+        if seq.is_background or not self.running:
+            return []
+        if (num_background := self.num_background) or not self.is_fair:
+            return self.running[len(self.running) - num_background :][::-1]
+        return takeable(self.running, seq)
 
     def strike(self, seq: Sequence) -> None:
         """It has ended; and with the last of a request's sequences, so has the request."""
@@ -62,7 +97,7 @@ class Roster:
     @property
     def has_foreground(self) -> bool:
         """True if anybody runs or waits who is not of the background; they come first in both queues."""
-        return any(queue and not queue[0].is_background for queue in (self.running, self.waiting))
+        return self.waiting.has_foreground or bool(self.running and not self.running[0].is_background)
 
     @property
     def num_background(self) -> int:
@@ -87,12 +122,7 @@ class Roster:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anybody stands in the wrong place."""
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=_order), "a queue is out of order"
-
-
-def _withdraw(queue: list[Sequence], seq: Sequence) -> None:
-    """Take a sequence out of a sorted queue."""
-    position = bisect_left(queue, seq.order, key=_order)
-    assert queue[position] is seq
-    del queue[position]
+        assert self.running == sorted(self.running, key=_place), "those that run are out of order"
+        self.waiting.check_integrity()
+        held = Counter([seq.account for seq in self.running])
+        assert all(account.num_running == num for account, num in held.items()), "a tenant's holding is miscounted"

@@ -49,7 +49,7 @@ class Scheduler:
         self._swap = SwapSpace(config)
         self._recorder = Recorder(self.stats, self._memory.pool, self._swap.pool)
         self._policy = POLICIES[config.policy]
-        self._roster = Roster(self._recorder)
+        self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
         self._prompts = PromptPlanner(self._memory, self._roster)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
@@ -70,7 +70,8 @@ class Scheduler:
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
         key = sort_key(self._policy, request)
-        seq = Sequence(request, 0, self._roster.take_seq_id(), key, self.config.block_size, root)
+        account = self._roster.waiting.account(request)
+        seq = Sequence(request, 0, self._roster.take_seq_id(), key, self.config.block_size, root, account)
         self._roster.requests[request.request_id] = [seq]
         self._roster.enqueue(seq)
 
@@ -94,7 +95,11 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         flight = Flight()
+        if self._memory.pool.num_available < len(self._roster.running):
+            self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
+        if self._roster.is_fair:
+            self._admit_first(now, flight)
         catching_up = self._plan_decodes(flight, limit)
         budget = limit - len(flight.slices)
         for seq in catching_up:
@@ -158,33 +163,54 @@ class Scheduler:
                 return False
         return True
 
+    def _admit_first(self, now: float, flight: Flight) -> None:
+        """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
+        seq = self._roster.waiting.first
+        if seq is not None and seq.status is not Status.SWAPPED and not seq.is_background and self._claim(seq):
+            self._start(seq, now, flight)
+
     def _admit(self, budget: int, now: float, flight: Flight) -> int:
         """Start waiting sequences, strictly in order, while seats, blocks and budget last; returns what is left.
 
         One block stays back for each running sequence, which may be about to grow. What is swapped in computes in the
         next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
-        while budget and self._roster.waiting:
-            seq = self._roster.waiting[0]
+        while budget and (seq := self._roster.waiting.first) is not None:
             if (seq.is_background and self._roster.has_foreground) or not self._claim(seq):
                 break
-            self._recorder.admitted(seq, now)
-            self._roster.dequeue(seq)
-            if seq.status is Status.SWAPPED:
-                self._swap.restore(seq, flight)
-            seq.move(Status.PREFILL)
-            self._roster.start(seq)
+            self._start(seq, now, flight)
             if seq not in flight.arrivals or not flight.slices:
                 budget -= self._prompts.plan_chunk(seq, budget, flight)
         return budget
 
+    def _start(self, seq: Sequence, now: float, flight: Flight) -> None:
+        """A waiting sequence has got its blocks: it runs."""
+        self._recorder.admitted(seq, now)
+        self._roster.dequeue(seq)
+        if seq.status is Status.SWAPPED:
+            self._swap.restore(seq, flight)
+        seq.move(Status.PREFILL)
+        self._roster.start(seq)
+
     def _claim(self, seq: Sequence) -> bool:
-        """See to seats and blocks for a waiting sequence, taking them from the background if need be."""
+        """See to seats and blocks for a waiting sequence, taking them from the background if need be.
+
+        With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
+        """
         running = self._roster.running
         while not self._memory.claim(seq, num_reserved=len(running)):
-            if self._departures.num_leaving or seq.is_background or not running or not running[-1].is_background:
-                return False  # also while blocks are on their way: the next commit brings them
-            self._departures.preempt(running[-1])
+            if self._departures.num_leaving:
+                return False  # blocks are on their way: the next commit brings them
+            victims = self._roster.takeable(seq)
+            if victims and not victims[0].is_background:
+                victims = self._memory.enough(victims, seq, num_reserved=len(running))
+                self.stats.yielded += len(victims)
+            else:
+                victims = victims[:1]
+            if not victims:
+                return False
+            for victim in victims:
+                self._departures.preempt(victim)
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -198,6 +224,7 @@ class Scheduler:
             seq.num_in_flight -= 1
             self._departures.settle(seq)
         events = self._outcomes.take_in(flight, result, now)
+        self._roster.charge(flight)
         self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
         self._recorder.stepped(plan, now, is_background=flight.owners[0].is_background)
         self._roster.tell()

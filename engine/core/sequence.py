@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence as Seq
 from enum import Enum
 
+from engine.core.account import Account
 from engine.core.page_table import PageTable
 from engine.core.plan import POOLED_UNIT, Sample
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
@@ -63,6 +64,7 @@ class Sequence:
     """Mutable, slotted, and touched by the scheduler alone."""
 
     __slots__ = (
+        "account",
         "chain",
         "choice",
         "ending_ids",
@@ -75,6 +77,7 @@ class Sequence:
         "max_total",
         "next_register",
         "num_cached",
+        "num_charged",
         "num_computed",
         "num_in_flight",
         "num_planned",
@@ -85,6 +88,7 @@ class Sequence:
         "order",
         "page_table",
         "params",
+        "place",
         "pooled",
         "prompt_logprobs",
         "request",
@@ -99,13 +103,25 @@ class Sequence:
         "writable_until",
     )
 
-    def __init__(self, request: Request, choice: int, seq_id: int, key: float, block_size: int, root: bytes) -> None:
+    def __init__(
+        self,
+        request: Request,
+        choice: int,
+        seq_id: int,
+        key: float,
+        block_size: int,
+        root: bytes,
+        account: Account,
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.params = request.params
         self.choice = choice
         self.seq_id = seq_id
-        self.order = (key, seq_id)  # the place in every queue: policy first, then first come
+        self.order = (key, seq_id)  # the place among those that wait: policy first, then first come
+        self.place: tuple[float, ...] = self.order  # among those that run; `fair` has another one for it
+        self.account = account
+        self.num_charged = 0  # of `tokens`, those that the account was charged for; a prompt is charged as a whole
         self.status = Status.WAITING
         self.tokens = list(request.prompt)
         self.num_prompt = len(self.tokens)
@@ -191,7 +207,9 @@ class Sequence:
 
     def fork(self, choice: int, seq_id: int) -> Sequence:
         """Another answer to the same prompt, sharing every block. The caller adds the references."""
-        child = Sequence(self.request, choice, seq_id, self.order[0], self.page_table.block_size, self.chain[0])
+        block_size = self.page_table.block_size
+        child = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.chain[0], self.account)
+        child.num_charged = self.num_charged
         child.status = Status.RUNNING
         child.tokens = list(self.tokens)
         child.num_computed = self.num_computed

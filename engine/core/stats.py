@@ -106,6 +106,7 @@ class Stats:
     prefix_hit_tokens: int = 0
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
     out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
+    yielded: int = 0  # preemptions for the sake of a tenant that held far less; counted in `preempted` too
     rejected: int = 0  # refused at the door, the queue being full
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     failed: dict[FailureCause, int] = field(default_factory=lambda: dict.fromkeys(FailureCause, 0))

@@ -83,6 +83,7 @@ class Request:
     cache_salt: str = ""  # requests with different salts never share cached blocks
     is_background: bool = False  # runs in steps that nobody else needs, under every policy
     tenant: str = ""  # on whose account it runs; "" is a tenant like any other
+    weight: float = 1.0  # that tenant's, under the policy `fair`: with 2 it gets twice what others get
 
 
 class TokenLogprob(NamedTuple):

@@ -25,7 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(10, 24),
         budget=st.integers(6, 30),
         caching=st.booleans(),
-        policy=st.sampled_from(["fcfs", "sjf", "priority"]),
+        policy=st.sampled_from(["fcfs", "sjf", "priority", "fair", "fair"]),
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         min_swap_tokens=st.sampled_from([1, 1, 9]),
@@ -49,6 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         priority=st.integers(-2, 2),
         is_background=st.booleans(),
+        tenant=st.sampled_from(["a", "a", "b", "c"]),
+        weight=st.sampled_from([0.5, 1.0, 4.0]),
     )
     def add(self, prompt: tuple[int, ...], greedy: bool, ending: frozenset[int], **params: object) -> None:
         name = str(len(self.driver.requests))
