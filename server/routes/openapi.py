@@ -22,6 +22,12 @@ from server.version import VERSION
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
+_EVENT = {  # OpenAPI before 3.2 has no word of its own for what a stream is made of
+    "type": "object",
+    "description": "Server-sent events, each like this; their data are JSON documents.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 class ErrorDetails(ResponseBody):
@@ -41,8 +47,7 @@ def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | s
     """For a route's `responses`: what it answers; `streams` if it may as well do so in server-sent events."""
     answer: dict[str, Any] = {"model": model, "description": "The answer"}
     if streams:
-        events = {"type": "string", "description": "Server-sent events; the data of each is a JSON document."}
-        answer["content"] = {"text/event-stream": {"schema": events}}
+        answer["content"] = {"text/event-stream": {"schema": _EVENT}}
     return {200: answer}
 
 

@@ -196,7 +196,9 @@ def test_what_a_conversation_cannot_ask(
 
 def test_a_grammar_that_cannot_be_is_told_of_its_prompt(llm: LLM) -> None:
     each = [SamplingParams(structured_outputs={"choice": ["a"]}), SamplingParams(structured_outputs={"regex": "("})]
-    with pytest.raises(InvalidRequestError, match="Prompt 1 of 2: structured_outputs cannot be used: .*unclosed group"):
+    with pytest.raises(
+        InvalidRequestError, match=r"Prompt 1 of 2: structured_outputs cannot be used: .*unclosed group"
+    ):
         llm.generate(["a|", "b|"], each)
     assert texts(llm, "a|", structured_outputs={"choice": ["a"]}) == [["a"]]  # the parrot heeds no grammar
 
