@@ -10,10 +10,12 @@ import json
 from typing import Any
 
 from pydantic_core import to_json
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PATH = "/v1/messages"
+SHARED_PATH = "/v1/models"  # both APIs have it; Anthropic's clients say with every request which version they speak
+VERSION_HEADER = "anthropic-version"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,15 +33,23 @@ def error_document(status: int, message: str, **more: Any) -> bytes:
     return to_json({"type": "error", "error": {"type": kind, "message": message}, **more})
 
 
+def is_anthropics(scope: Scope) -> bool:
+    """Whether an HTTP request is one of Anthropic's API."""
+    path = f"{scope['path']}/"
+    return path.startswith(f"{PATH}/") or (
+        path.startswith(f"{SHARED_PATH}/") and VERSION_HEADER in Headers(scope=scope)
+    )
+
+
 class AnthropicManner:
-    """ASGI middleware: translates what is said of requests to the messages API."""
+    """ASGI middleware: translates what is said of requests to that API."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on; an error is held until its body is there."""
-        if scope["type"] != "http" or not f"{scope['path']}/".startswith(f"{PATH}/"):
+        if scope["type"] != "http" or not is_anthropics(scope):
             await self._app(scope, receive, send)
             return
         held: Message | None = None

@@ -26,7 +26,7 @@ from server.client import EngineClient
 from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
-from server.middleware import BodyLimit, RequestScope
+from server.middleware import BodyLimit, HeadAsGet, RequestScope
 from server.protocol.limits import Limits
 from server.response_store import ResponseStore
 from server.routes import (
@@ -142,7 +142,7 @@ def _background_app(context: Context) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """From the outside in. What a client without a key may cost ends at the guard."""
     config = context.config
-    stack = [Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
+    stack = [Middleware(HeadAsGet), Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
     if config.allowed_origins:
         stack.append(
             Middleware(

@@ -90,6 +90,19 @@ class RequestScope:
         )
 
 
+class HeadAsGet:
+    """Outermost of all: what answers GET answers HEAD, without the body. To everything within it is a GET."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; uvicorn, which keeps its own scope, lets no body of such an answer out."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
 class BodyLimit:
     """Refuses a body beyond a limit: at once where it announces its length, else as soon as it has grown too far.
 

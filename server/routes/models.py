@@ -1,45 +1,49 @@
-"""GET /v1/models and /v1/models/{id}: the one model that is served, under each of its names."""
+"""GET /v1/models and /v1/models/{id}: the one model that is served, under each of its names.
+
+Clients of Anthropic's, which are told by their header, are answered in its shape.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
+from server.anthropic import is_anthropics
 from server.protocol.base import ResponseBody
+from server.protocol.models import ModelCard, ModelList, ModelPageQuery
 from server.routes.context import Context, InContext
+from server.routes.openapi import answers
 
 router = APIRouter()
 
 
-class ModelCard(ResponseBody):
-    """OpenAI's four fields, and vLLM's."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "quire"
-    root: str
-    parent: None = None
-    max_model_len: int
-
-
-class ModelList(ResponseBody):
-    object: str = "list"
-    data: list[ModelCard]
-
-
 def _card(context: Context, name: str) -> ModelCard:
     return ModelCard(
-        id=name, created=context.started_s, root=context.config.model, max_model_len=context.limits.max_model_len
+        id=name,
+        object="model",
+        created=context.started_s,
+        owned_by="quire",
+        root=context.config.model,
+        parent=None,
+        max_model_len=context.limits.max_model_len,
     )
 
 
-@router.get("/v1/models")
-async def list_models(context: InContext) -> ModelList:
+def _json(answer: ResponseBody) -> Response:
+    return Response(answer.json_bytes(), media_type="application/json")
+
+
+@router.get("/v1/models", responses=answers(ModelList))
+async def list_models(http: Request, context: InContext) -> Response:
     """Every name clients may use."""
-    return ModelList(data=[_card(context, name) for name in context.config.served_model_names])
+    cards = [_card(context, name) for name in context.config.served_model_names]
+    if is_anthropics(http.scope):
+        return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
+    return _json(ModelList(object="list", data=cards))
 
 
-@router.get("/v1/models/{name:path}")
-async def retrieve_model(context: InContext, name: str) -> ModelCard:
+@router.get("/v1/models/{name:path}", responses=answers(ModelCard))
+async def retrieve_model(http: Request, context: InContext, name: str) -> Response:
     """One of them; 404 for any other."""
-    return _card(context, context.check_model(name))
+    card = _card(context, context.check_model(name))
+    return _json(card.for_anthropic() if is_anthropics(http.scope) else card)

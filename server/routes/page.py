@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -66,13 +65,12 @@ def load_files() -> dict[str, PageFile]:
 def page_router(files: dict[str, PageFile]) -> APIRouter:
     """Routes for exactly these files."""
     router = APIRouter()
-    options: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
 
     def add(url: str, file: PageFile) -> None:
         async def send(request: Request) -> Response:
             return file.response(request.headers.get("if-none-match"))
 
-        router.add_api_route(url, send, **options)
+        router.add_api_route(url, send, include_in_schema=False)
 
     for url, file in files.items():
         add(url, file)

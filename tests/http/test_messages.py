@@ -308,6 +308,30 @@ def test_errors_of_every_layer_have_anthropics_shape(serve: Serve) -> None:
         assert http.get("/v1/messages_of_others").json()["error"].keys() > {"param"}
 
 
+def test_models_in_anthropics_shape(serve: Serve) -> None:
+    live = serve(served_model_names=("a", "b", "c/d"))
+    client = anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["a", "b", "c/d"]
+    assert [model.id for model in client.models.list(limit=2)] == ["a", "b", "c/d"], "the client turns pages"
+    model = client.models.retrieve("c/d")
+    assert (model.id, model.type, model.display_name, model.max_input_tokens) == ("c/d", "model", "c/d", 512)
+    assert model.created_at.year > 2000
+    with pytest.raises(anthropic.NotFoundError, match="not served here"):
+        client.models.retrieve("e")
+    with pytest.raises(anthropic.BadRequestError, match="limit"):
+        client.models.list(limit=0)
+    with httpx.Client(base_url=live.url, headers={"anthropic-version": "2023-06-01"}) as http:
+
+        def page(**query: Any) -> tuple[list[str], bool, str | None, str | None]:
+            told = http.get("/v1/models", params=query).json()
+            return [model["id"] for model in told["data"]], told["has_more"], told["first_id"], told["last_id"]
+
+        assert page() == (["a", "b", "c/d"], False, "a", "c/d")
+        assert page(limit=1, after_id="a") == (["b"], True, "b", "b")
+        assert page(limit=1, before_id="c/d") == (["b"], True, "b", "b")
+        assert page(after_id="c/d") == ([], False, None, None)
+
+
 def test_what_is_no_error_of_ours_is_passed_on(serve: Serve) -> None:
     live = serve(allowed_origins=("https://good.example",))
     asked = {"origin": "https://bad.example", "access-control-request-method": "POST"}

@@ -69,6 +69,26 @@ def test_models_are_listed_under_every_name(http: httpx.Client) -> None:
     assert http.get("/v1/models/bird").json() == cards["data"][1]
 
 
+def test_head_is_get_without_the_body(http: httpx.Client) -> None:
+    for path in (
+        "/health",
+        "/ready",
+        "/version",
+        "/v1/models",
+        "/v1/models/bird",
+        "/metrics",
+        "/openapi.json",
+        "/load",
+    ):
+        answer, head = http.get(path), http.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers.get("content-type") == answer.headers.get("content-type")
+        assert "x-request-id" in head.headers
+    assert http.get("/health").status_code == 200, "the connection is in order"
+    assert http.head("/v1/models/nobody").status_code == 404
+    assert http.head("/v1/completions").status_code == 405
+
+
 def test_a_model_name_may_hold_slashes(serve: Serve) -> None:
     live = serve(served_model_names=("org/model",))
     assert httpx.get(live.url + "/v1/models/org/model").json()["id"] == "org/model"
