@@ -24,18 +24,24 @@ class Headroom:
         block_bytes = max(blocks[0].nbytes, 1)
         self._piece, self._ahead = -(-_PIECE_BYTES // block_bytes), _AHEAD_BYTES // block_bytes
         self._num_ready = self._num_used = 0
+        self._wait_until = 0  # so many are used, after the system has said no
 
     def note_use(self, block: int) -> None:
         """This block is written to, and so have been those before it."""
         self._num_used = max(self._num_used, block + 1)
 
     def grow(self) -> bool:
-        """Make another piece ready, milliseconds at most; False if there is enough."""
+        """Make another piece ready, milliseconds at most; False if there is enough.
+
+        Or if the system has none to give, or cannot do it at all: it is asked again when a piece more is in use.
+        """
         begin = max(self._num_ready, self._num_used)
         end = min(self._num_used + self._ahead, len(self._blocks))
-        if begin >= end:
+        if begin >= end or self._num_used < self._wait_until:
             return False
-        self._num_ready = min(begin + self._piece, end)
-        if not huge_pages.populate(self._blocks[begin : self._num_ready]):
-            self._ahead = 0  # this system does not do it
+        end = min(begin + self._piece, end)
+        if not huge_pages.populate(self._blocks[begin:end]):
+            self._wait_until = self._num_used + self._piece
+            return False
+        self._num_ready = end
         return True

@@ -42,11 +42,26 @@ def test_it_stays_so_far_ahead_of_use(room: Headroom, populated: list[tuple[int,
     assert populated == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 10), (16, 17), (18, 19)]
 
 
-def test_a_system_that_does_not_do_it_is_asked_once(room: Headroom, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "populate", lambda _: False)
-    assert _grown(room) == 1
-    room.note_use(9)
+def test_a_system_that_says_no_is_asked_again_when_more_is_used(
+    room: Headroom, populated: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked = 0
+
+    def refuse(_: object) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huge_pages, "populate", refuse)
+        for block in (0, 0, 1, 2, 2, 3):  # a piece has two blocks
+            room.note_use(block)
+            assert _grown(room) == 0
+        assert num_asked == 2
     assert _grown(room) == 0
+    room.note_use(4)
+    assert _grown(room) == 4
+    assert populated == [(5, 6), (7, 8), (9, 10), (11, 12)]
 
 
 def test_what_is_written_stays() -> None:
