@@ -1,4 +1,6 @@
-"""The book of generating requests: all that are open, and the last RECENT that ended. No prompt and no answer is in it.
+"""The book of generating requests: all that are open, and the last RECENT that ended, of batches' lines as many besides.
+
+No prompt and no answer is in it.
 
 Event loop. Found by the `x-request-id` of the answer's headers, or by the answer's own id; of two requests that a client
 gave the same id the later one is found. GET /v1/requests/{id} reads it.
@@ -34,10 +36,12 @@ class Entry:
     requests: Sequence[Request]  # emptied at the end: they hold the prompts
     generation: Generation | None
     ledger: Ledger
+    is_background: bool = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     end: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.is_background = self.requests[0].is_background
         self.ledger.open(self)
 
     @property
@@ -125,7 +129,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}  # by each of their names
-        self._ended: deque[Entry] = deque()
+        self._ended: tuple[deque[Entry], deque[Entry]] = deque(), deque()  # of clients that waited, of the background
 
     def open(self, entry: Entry) -> None:
         """From now on it can be found."""
@@ -133,10 +137,11 @@ class Ledger:
 
     def close(self, entry: Entry) -> None:
         """It has ended: the oldest that ended is forgotten for it, if there are many."""
-        self._ended.append(entry)
-        if len(self._ended) <= RECENT:
+        ended = self._ended[entry.is_background]
+        ended.append(entry)
+        if len(ended) <= RECENT:
             return
-        oldest = self._ended.popleft()
+        oldest = ended.popleft()
         for name in (oldest.request_id, oldest.answer_id):
             if self._entries.get(name) is oldest:
                 del self._entries[name]

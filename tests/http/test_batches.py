@@ -16,6 +16,7 @@ from harness import CONFIG, Live, eventually
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
+from server import ledger
 from server.batches.folder import NewFile
 
 Serve = Callable[..., Live]
@@ -86,6 +87,18 @@ def test_a_batch_through_the_sdk(client: openai.OpenAI, served: Live) -> None:
     assert found["state"] == "finished"
     output = client.files.retrieve(batch.output_file_id)
     assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
+
+
+def test_lines_push_no_client_out_of_the_book(
+    client: openai.OpenAI, served: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "RECENT", 2)
+    online = httpx.post(f"{served.url}/v1/completions", json={"prompt": "hello|"}).headers["x-request-id"]
+    batch = ended(client, create(client, [completion(str(i)) for i in range(6)]))
+    lines = [answer["response"]["request_id"] for answer in entries(client, batch.output_file_id)]
+    asked = [httpx.get(f"{served.url}/v1/requests/{name}").status_code for name in (online, *lines)]
+    assert asked[0] == 200
+    assert sorted(asked[1:]) == [200, 200, 404, 404, 404, 404]
 
 
 def test_chat_lines(client: openai.OpenAI) -> None:
