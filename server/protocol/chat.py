@@ -17,7 +17,7 @@ from server.protocol.conversation import Conversation
 from server.protocol.form import ChunkMould, Envelope, new_call_id
 from server.protocol.limits import Limits
 from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from server.protocol.sampling import NO_OPS, UNSUPPORTED, SamplingBody
+from server.protocol.sampling import INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
 from server.structured.spec import GrammarSpec, Kind
@@ -34,9 +34,14 @@ class ChatBody(SamplingBody, Conversation):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: neutral for name, neutral in UNSUPPORTED.items() if name != "thinking_token_budget"},
         **dict.fromkeys(("audio", "functions", "moderation", "verbosity", "web_search_options"), ()),
+        "best_of": (1,),
         "echo": (False,),
         "function_call": ("none",),
         "modalities": (["text"],),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        "best_of": "answers are ranked by /v1/completions only; send n to have several",
     }
 
     max_completion_tokens: Integer | None = Field(None, ge=1)

@@ -14,7 +14,7 @@ from server.protocol.base import Integer, ResponseBody
 from server.protocol.form import ChunkMould, Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
-from server.protocol.sampling import SamplingBody
+from server.protocol.sampling import MAX_N, SamplingBody
 from server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -47,6 +47,7 @@ class CompletionBody(SamplingBody):
     likeliest of them, by their mean log probability a token, are given."""
 
     prompt: Prompts
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: Integer = Field(DEFAULT_MAX_TOKENS, ge=0)
     echo: bool = False
     logprobs: Integer | None = Field(None, ge=0)

@@ -101,7 +101,6 @@ class SamplingBody(RequestBody):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_N)
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
     stop: Annotated[
         list[StopString],
         BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
@@ -125,8 +124,6 @@ class SamplingBody(RequestBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
-        if self.best_of is not None and self.best_of != self.num_drawn:
-            _refuse("best_of", f"best_of is {self.best_of} and n {self.n}; only /v1/completions ranks its answers.")
         if self.stream_options is not None and not self.stream:
             _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
         if self.truncate_prompt_tokens == 0:

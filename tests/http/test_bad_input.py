@@ -154,6 +154,7 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "invalid_value"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
         ({"functions": [{}]}, "functions", "unsupported_parameter"),
+        ({"n": 2, "best_of": 2}, "best_of", "unsupported_parameter"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"audio": {"voice": "a"}}, "audio", "unsupported_parameter"),
