@@ -10,28 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from rich.console import Console
 
 from loadtest.bench import Asking, Level, Sweep, first_model
 from loadtest.client import Client, Target
+from loadtest.daemon import daemon, get
 from loadtest.report import Point
 from loadtest.workload import Job, Length, synthetic
-
-_START_LIMIT_S = 180.0
-
-
-class LeverError(Exception):
-    """The comparison could not be made; one sentence."""
 
 
 class Lever(NamedTuple):
@@ -91,7 +79,7 @@ async def _compare(lever: Lever, rounds: int, console: Console) -> tuple[list[li
     """For each variant, a point a round; and how many preemptions each saw in all."""
     with contextlib.ExitStack() as daemons:
         console.print(f"{lever.flag}: starting {len(lever.variants)} daemons", style="dim")
-        ports = [daemons.enter_context(_daemon(lever, variant)) for variant in lever.variants]
+        ports = [daemons.enter_context(daemon(_flags(lever, variant))) for variant in lever.variants]
         points: list[list[Point]] = [[] for _ in ports]
         for index in range(rounds):
             for port, measured in zip(ports, points, strict=True):
@@ -129,45 +117,14 @@ def _figures(point: Point) -> tuple[float, ...]:
     return (point.output_tokens_per_s, *(1e3 * each for each in seconds))
 
 
-@contextlib.contextmanager
-def _daemon(lever: Lever, variant: str) -> Iterator[int]:
-    """The port of a daemon with the default model and one setting changed, from ready to stopped."""
+def _flags(lever: Lever, variant: str) -> list[str]:
+    """The default model with one setting changed."""
     flag = [lever.flag.replace("--", "--no-", 1)] if variant == "off" else [lever.flag]
     value = [] if variant in ("on", "off") else [variant]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
     dtype = [] if lever.flag in ("--dtype", "--quantization") else ["--dtype", "bfloat16"]
-    command = [sys.executable, "-m", "server", "serve", "--port", str(port), *dtype, *flag, *value]
-    command += lever.shared.split()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
-        try:
-            deadline = time.monotonic() + _START_LIMIT_S
-            while not _is_ready(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise LeverError(f"`{' '.join(command)}` did not start: {log.read().decode()[-500:]}")
-                time.sleep(0.2)
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _get(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-        return str(answer.read().decode())
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        _get(port, "/ready")
-    except OSError:
-        return False
-    return True
+    return [*dtype, *flag, *value, *lever.shared.split()]
 
 
 def _preemptions(port: int) -> int:
-    lines = _get(port, "/metrics").splitlines()
+    lines = get(port, "/metrics").splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("quire_preemptions_total")))

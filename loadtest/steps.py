@@ -91,7 +91,8 @@ def decode(engine: Engine, watch: Stopwatch, num_seqs: int, num_steps: int, para
     return found
 
 
-def _build(settings: Sequence[str]) -> Engine:
+def build(settings: Sequence[str]) -> Engine:
+    """An engine as a daemon of these settings has it, one step at a time, unstarted."""
     from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
     from server.flags import load_settings
     from server.model_source import find_model
@@ -111,7 +112,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
-    engine = _build(options.settings)
+    engine = build(options.settings)
     watch = Stopwatch()
     for name, (path, method) in _PARTS.items():
         owner: Any = engine
