@@ -1,4 +1,4 @@
-"""`quire bench`, `quire simulate`, and the benchmarks of the house: `python -m loadtest COMMAND --help`."""
+"""`quire bench`, `quire simulate`, `quire calibrate`, and the benchmarks of the house: `python -m loadtest COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import compare, eviction, front, levers, perplexity, scheduler, simulate, steps
+from loadtest import compare, eviction, front, levers, perplexity, scheduler, steps
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
+from loadtest.daemon import DaemonError
 from loadtest.front import FrontError
-from loadtest.levers import LeverError
 from loadtest.perplexity import PerplexityError
 from loadtest.plots import PlotError, draw_bench, require_matplotlib
 from loadtest.report import show, write_json
-from loadtest.simulate import SimulationError
+from loadtest.simulation import calibrate, command, validate
+from loadtest.simulation.costs import CostError
+from loadtest.simulation.replica import SimulationError
+from loadtest.simulation.trace import TraceError
 from loadtest.tuning import command as tuning
 from loadtest.tuning.tuner import TuneError
 from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
@@ -203,7 +206,9 @@ def _levels(options: argparse.Namespace) -> list[Level]:
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "bench": ("load an OpenAI-compatible server and measure it", add_bench_options, run_bench),
-    "simulate": ("run the scheduler on a virtual clock", simulate.add_options, simulate.run),
+    "simulate": ("run the scheduler on a virtual clock", command.add_options, command.run),
+    "calibrate": ("measure what steps cost here, for the simulator", calibrate.add_options, calibrate.run),
+    "validate-simulation": ("compare the simulator with the real daemon", validate.add_options, validate.run),
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
@@ -232,8 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         WorkloadError,
         PlotError,
         SimulationError,
+        TraceError,
+        CostError,
         FrontError,
-        LeverError,
+        DaemonError,
         CompareError,
         PerplexityError,
         TuneError,

@@ -22,7 +22,8 @@ COMMANDS = {
     "serve": Command("serve a model to OpenAI clients", "server.serve", False),
     "bench": Command("load an OpenAI-compatible server and report its latencies", "loadtest.__main__", True),
     "tune": Command("find this machine's settings for a model by timing real steps", "loadtest.__main__", True),
-    "simulate": Command("run the scheduler alone on a virtual clock and draw its memory", "loadtest.__main__", True),
+    "simulate": Command("replay traces through the scheduler on a virtual clock", "loadtest.__main__", True),
+    "calibrate": Command("measure what steps cost on this machine, for simulate", "loadtest.__main__", True),
 }
 
 

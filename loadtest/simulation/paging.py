@@ -1,4 +1,4 @@
-"""`quire simulate`: the scheduler that serves, with a fake runner, on a virtual clock that advances one a step.
+"""`quire simulate paging`: the scheduler that serves, with a fake runner, on a virtual clock that advances one a step.
 
 It shows what paging buys: blocks in use rising and falling as sequences arrive, grow and end, against a static batch
 that reserves the longest length for everyone. Every figure says whether it is a formula or was measured in the pool.
@@ -23,13 +23,10 @@ from engine.core.policies import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.types import Request, SamplingParams
+from loadtest.simulation.replica import SimulationError
 
 COST = CostModel(step_s=1.0, token_s=0.0)  # the clock counts steps
 NUM_CHATS, PREFIX_LEN, QUESTION_LEN = 16, 200, 24  # the shared system prompt of the example
-
-
-class SimulationError(Exception):
-    """The simulation was asked for something it cannot run; the message is one sentence."""
 
 
 class Sample(NamedTuple):
@@ -204,7 +201,7 @@ def measure_sharing(block_size: int) -> Sharing:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `simulate`."""
+    """Declare the options of `simulate paging`."""
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[32, 128, 64, 256], help="K/V positions of each request"
     )

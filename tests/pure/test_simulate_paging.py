@@ -11,8 +11,8 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.stats import PreemptionKind
-from loadtest import simulate
 from loadtest.__main__ import main
+from loadtest.simulation import paging as simulate
 
 
 def config(num_blocks: int = 64, policy: str = "fcfs") -> SchedulerConfig:
@@ -88,7 +88,7 @@ def test_a_block_of_the_example_costs_two_mebibytes() -> None:
 
 def test_the_command_prints_and_writes_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "simulation.json"
-    assert main(["simulate", "--json", str(report)]) == 0
+    assert main(["simulate", "paging", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     for figure in ("30 blocks", "64 blocks", "46.9%", "13 blocks", "208 blocks", "2,097,152 bytes"):
         assert figure in printed
@@ -111,5 +111,5 @@ def test_the_command_prints_and_writes_the_figures(tmp_path: Path, capsys: pytes
 def test_what_cannot_run_is_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", *arguments]) == 2
+    assert main(["simulate", "paging", *arguments]) == 2
     assert sentence in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""What a step of the real engine takes, by what is in it, and what the HTTP front adds. Plain numbers, kept as JSON.
+
+A step's seconds are a sum of four parts: a table over the rows that the matrices see, a table over the rows that are
+sampled, the context that decoding sequences read, and the pairs of a chunk's positions and their contexts. Tables are
+linear between their points, because kernels work in tiles and no straight line fits them. `quire calibrate` measures it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.core.plan import StepPlan
+
+DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
+
+
+class CostError(ValueError):
+    """A file of costs cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A function of a whole number from 0, linear between points and beyond the last."""
+
+    at: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, count: int) -> float:
+        place = min(max(bisect_right(self.at, count), 1), len(self.at) - 1)
+        low, high = self.at[place - 1], self.at[place]
+        first, last = self.seconds[place - 1], self.seconds[place]
+        return first + (last - first) * (count - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What a client sees beyond the engine: the way of a request in and of its tokens out."""
+
+    intake_s: float = 0.0  # from the client's send to the engine's queue, and back with the first token
+    intake_token_s: float = 0.0  # the same, a prompt token: tokenizing
+    step_s: float = 0.0  # which a step takes longer in the daemon than alone
+    token_s: float = 0.0  # the same, a sampled token
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step; `settings` are the scheduler's, of the engine that was measured."""
+
+    rows: Table
+    samples: Table
+    decode_context_s: float  # a token of context that a decoding sequence reads
+    prefill_pair_s: float  # a position of a prompt's chunk, times the positions it attends to
+    front: Front = field(default_factory=Front)
+    settings: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # where and how it was measured, and how well it fits
+
+    @cached_property
+    def _decode_steps(self) -> list[float]:
+        """Seconds of a step of so many decoding sequences, but for their context: most steps, found by one look-up."""
+        count = int(self.settings.get("max_num_seqs", 256))
+        return [self._fixed(num, num) for num in range(count + 1)]
+
+    def intake(self, prompt_tokens: int) -> float:
+        """Seconds that pass outside the engine before a client has its first token."""
+        return self.front.intake_s + self.front.intake_token_s * prompt_tokens
+
+    def _fixed(self, num_tokens: int, num_samples: int) -> float:
+        front = self.front
+        return self.rows(num_tokens) + self.samples(num_samples) + front.step_s + front.token_s * num_samples
+
+    def decode_step(self, num_seqs: int, context: int) -> float:
+        """A step in which nothing but decoding happens; `context` is the sum of all sequences'."""
+        known = self._decode_steps
+        fixed = known[num_seqs] if num_seqs < len(known) else self._fixed(num_seqs, num_seqs)
+        return fixed + self.decode_context_s * context
+
+    def step(self, plan: StepPlan) -> float:
+        """Any step."""
+        context, pairs = 0, 0.0
+        for piece in plan.slices:
+            if piece.num_tokens == 1:
+                context += piece.start + 1
+            else:
+                pairs += piece.num_tokens * (piece.start + (piece.num_tokens + 1) / 2)
+        fixed = self._fixed(plan.num_tokens, plan.num_samples)
+        return fixed + self.decode_context_s * context + self.prefill_pair_s * pairs
+
+    def save(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> StepCosts:
+        """What was saved, or written by hand. Raises CostError."""
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            rows, samples = (_table(document.pop(name)) for name in ("rows", "samples"))
+            return cls(rows=rows, samples=samples, front=Front(**document.pop("front", {})), **document)
+        except OSError as error:
+            raise CostError(f"the costs {path} cannot be read: {error.strerror}.") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CostError(f"{path} does not hold costs as `quire calibrate` writes them ({what}).") from None
+
+
+def _table(document: dict[str, Sequence[float]]) -> Table:
+    at, seconds = tuple(int(count) for count in document["at"]), tuple(document["seconds"])
+    if len(at) != len(seconds) or len(at) < 2 or list(at) != sorted(set(at)):
+        raise ValueError("a table needs two points or more, in ascending order")
+    return Table(at, seconds)

@@ -1,0 +1,116 @@
+"""Times single steps of the real engine, on this thread: made-up plans of known shape, run by its own runner.
+
+The pool's blocks are filled first, since reading memory that was never written is faster than the real thing.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from engine.core.config import SchedulerConfig
+from engine.core.page_table import blocks_for
+from engine.core.plan import Runner, Sample, SequenceSlice, StepPlan
+from engine.core.types import SamplingParams
+
+DECODING = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+CONTEXTS = (32, 400, 1600)
+CHUNKS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+_PARAMS = SamplingParams(max_tokens=2, temperature=0.0)
+
+OnStep = Callable[[], None]
+
+
+class Shape(NamedTuple):
+    """A step: the context of each decoding sequence, and (start, count) of each prompt's chunk."""
+
+    contexts: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.contexts) + sum(count for _, count in self.chunks)
+
+    def fits(self, config: SchedulerConfig) -> bool:
+        """Whether the scheduler could ever plan it."""
+        lengths = [*self.contexts, *(start + count for start, count in self.chunks)]
+        return (
+            self.num_tokens <= config.max_num_batched_tokens
+            and len(lengths) <= config.max_num_seqs
+            and max(lengths) < config.max_model_len
+            and sum(blocks_for(length, config.block_size) for length in lengths) <= config.num_blocks
+        )
+
+    def plan(self, config: SchedulerConfig, vocab_size: int) -> StepPlan:
+        """A plan of this shape; every slice draws."""
+        slices, block = [], 0
+        pieces = [*((context - 1, 1) for context in self.contexts), *self.chunks]
+        for seat, (start, count) in enumerate(pieces):
+            stop = start + count
+            tokens = [(seat * 7919 + position * 31) % vocab_size for position in range(stop)]
+            num_blocks = blocks_for(stop, config.block_size)
+            table = list(range(block, block + num_blocks))
+            block += num_blocks
+            samples = (Sample(seat, 0),)
+            slices.append(SequenceSlice(seat, tokens, stop, start, count, table, samples, _PARAMS, -1, -1 - seat))
+        return StepPlan(0, slices, [], self.num_tokens, len(slices))
+
+
+def grid(config: SchedulerConfig) -> list[Shape]:
+    """Steps that a table is made from: decoding alone, chunks alone, and both together."""
+    shapes = [Shape((context,) * num) for num in DECODING for context in CONTEXTS]
+    shapes += [Shape((), ((start, count),)) for count in CHUNKS for start in (0, 500, 1500)]
+    shapes += [Shape((200,) * num, ((0, count),)) for num in (4, 16, 64) for count in (32, 128, 384)]
+    return [shape for shape in shapes if shape.fits(config)]
+
+
+def held_out(config: SchedulerConfig, num: int, seed: int = 0) -> list[Shape]:
+    """Random steps, to see how well the table does where it was not measured."""
+    rng = random.Random(seed)
+    shapes: list[Shape] = []
+    while len(shapes) < num:
+        contexts = tuple(rng.randint(8, 1500) for _ in range(int(2 ** rng.uniform(0, 7))))
+        chunks = [(rng.choice((0, rng.randint(0, 1500))), rng.randint(8, 300)) for _ in range(rng.choice((0, 0, 1, 2)))]
+        shape = Shape(contexts, tuple(chunks))
+        if shape.fits(config):
+            shapes.append(shape)
+    return shapes
+
+
+def fill_pool(runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], vocab_size: int) -> None:
+    """Have every block that the shapes name hold something: the first is computed, the others are its copies."""
+    lengths = [[*shape.contexts, *(start + count for start, count in shape.chunks)] for shape in shapes]
+    most = max(sum(blocks_for(length, config.block_size) for length in each) for each in lengths)
+    plan = Shape((), ((0, config.block_size),)).plan(config, vocab_size)
+    runner.run(plan).wait()
+    for first in range(1, most, 256):
+        copies = [(0, block) for block in range(first, min(first + 256, most))]
+        runner.run(plan._replace(copies=copies)).wait()
+
+
+def measure(
+    runner: Runner,
+    config: SchedulerConfig,
+    shapes: Sequence[Shape],
+    *,
+    vocab_size: int,
+    rounds: int,
+    on_step: OnStep,
+) -> list[float]:
+    """The median seconds of each shape. The rounds are shuffled, lest a machine that drifts bends the table."""
+    plans = [shape.plan(config, vocab_size) for shape in shapes]
+    found: list[list[float]] = [[] for _ in plans]
+    order, rng = list(range(len(plans))), random.Random(0)
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for index in order:
+            plan = plans[index]
+            runner.run(plan).wait()  # the one before was another's: seats and caches change hands
+            begun = time.perf_counter()
+            runner.run(plan).wait()
+            found[index].append(time.perf_counter() - begun)
+            on_step()
+    return [statistics.median(times) for times in found]

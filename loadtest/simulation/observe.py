@@ -1,0 +1,76 @@
+"""Sends a trace to a real daemon and notes what its clients see, to calibrate a simulation and to check one.
+
+Prompts are made of common words, about a token each; what is kept of a request is the length that the server counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from loadtest.bench import Asking, first_model
+from loadtest.client import Client, ClientError, Outcome, Target
+from loadtest.simulation.trace import TraceRequest
+from loadtest.workload import WORDS, Job
+
+OnAnswer = Callable[[], None]
+
+
+class Observed(NamedTuple):
+    """A request as it was answered: when it was sent and what it was, its time to the first token and for each other."""
+
+    row: TraceRequest
+    ttft_s: float
+    tpot_s: float  # nan for an answer of one token
+
+
+def median_tpot(observed: Sequence[Observed]) -> float:
+    """Of answers with more than one token."""
+    return median(each.tpot_s for each in observed if not math.isnan(each.tpot_s))
+
+
+async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answer: OnAnswer) -> list[Observed]:
+    """Send every request at its arrival. Raises ClientError if one fails."""
+    client = Client(Target.parse(f"http://127.0.0.1:{port}"))
+    try:
+        asking = Asking(await first_model(client))
+        jobs = [Job(_text(row, f"{seed} {index}"), row.output_tokens) for index, row in enumerate(rows)]
+        outcomes: list[Outcome | None] = [None] * len(rows)
+        begun = time.perf_counter()
+
+        async def send(index: int) -> None:
+            await asyncio.sleep(begun + rows[index].arrival_s - time.perf_counter())
+            outcomes[index] = await client.stream(asking.path, asking.body(jobs[index]))
+            on_answer()
+
+        await asyncio.gather(*map(send, range(len(rows))))
+        return [_observed(row, outcome, begun) for row, outcome in zip(rows, outcomes, strict=True)]
+    finally:
+        client.close()
+
+
+def _observed(row: TraceRequest, outcome: Outcome | None, begun: float) -> Observed:
+    assert outcome is not None
+    if outcome.error or not outcome.chunks or not outcome.completion_tokens:
+        raise ClientError(f"a request failed: {outcome.error or 'the answer is empty'}")
+    prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
+    prefix_tokens = min(row.prefix_tokens, prompt_tokens)
+    seen = row._replace(
+        arrival_s=outcome.start_s - begun,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prefix_tokens=prefix_tokens,
+    )
+    gaps = output_tokens - 1
+    tpot_s = (outcome.chunks[-1] - outcome.chunks[0]) / gaps if gaps else math.nan
+    return Observed(seen, outcome.chunks[0] - outcome.start_s, tpot_s)
+
+
+def _text(row: TraceRequest, own: str) -> str:
+    shared = random.Random(row.prefix_group).choices(WORDS, k=row.prefix_tokens)
+    return " ".join([*shared, *random.Random(own).choices(WORDS, k=row.prompt_tokens - row.prefix_tokens)])

@@ -1,0 +1,136 @@
+"""Pictures of simulations: what variants did over time and to whom, fleets, measured costs, and predictions checked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest.plots import require_matplotlib
+from loadtest.simulation.costs import StepCosts
+from loadtest.simulation.measure import Shape
+from loadtest.simulation.replay import History
+from loadtest.simulation.report import Row
+
+_QUANTILES = ("p50", "p90", "p99")
+
+
+def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) -> None:
+    """One column a workload: blocks in use, requests that wait, percentiles of TTFT and TPOT, and TTFT by tenant."""
+    plt = require_matplotlib()
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    size = {"figsize": (5.5 * len(workloads), 15), "constrained_layout": True}
+    figure, axes = plt.subplots(5, len(workloads), squeeze=False, **size)
+    for column, workload in zip(axes.T, workloads, strict=True):
+        chosen = [(row, history) for row, history in zip(rows, histories, strict=True) if row.workload == workload]
+        blocks, waiting, ttft, tpot, tenants = column
+        for row, history in chosen:
+            samples = history.replicas[0].samples
+            times = [sample.time_s for sample in samples]
+            blocks.step(times, [sample.blocks_held for sample in samples], where="post", label=row.variant)
+            queued = [sample.num_waiting + sample.num_preempted for sample in samples]
+            waiting.step(times, queued, where="post", label=row.variant)
+        blocks.set(title=workload, xlabel="s", ylabel="KV blocks held", ylim=(0, None))
+        waiting.set(xlabel="s", ylabel="requests waiting", ylim=(0, None))
+        each = [row for row, _ in chosen]
+        quantiles = [f"{quantile}" for quantile in _QUANTILES]
+        for axis, name in ((ttft, "ttft_s"), (tpot, "tpot_s")):
+            values = {
+                row.variant: [getattr(getattr(row.figures, name), quantile) * 1e3 for quantile in _QUANTILES]
+                for row in each
+            }
+            _bars(axis, quantiles, values)
+            axis.set(ylabel=f"{name[:4].upper()}, ms", yscale="log")
+        names = sorted({name for row in each for name in row.figures.tenants})
+        if names:
+            values = {row.variant: [row.figures.tenants[name].ttft_s.p99 * 1e3 for name in names] for row in each}
+            _bars(tenants, names, values)
+            tenants.set(ylabel="TTFT p99 by tenant, ms", yscale="log")
+            tenants.tick_params(axis="x", labelrotation=30)
+        else:
+            tenants.set_axis_off()
+        blocks.legend(fontsize="small")
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:
+    """Grouped bars: one a variant in each group."""
+    width = 0.8 / len(values)
+    for index, (variant, heights) in enumerate(values.items()):
+        places = [group + (index - (len(values) - 1) / 2) * width for group in range(len(groups))]
+        axis.bar(places, heights, width, label=variant)
+    axis.set_xticks(range(len(groups)), groups)
+
+
+def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -> None:
+    """Requests a second over replicas, a line a router."""
+    plt = require_matplotlib()
+    figure, axis = plt.subplots(figsize=(8, 5), constrained_layout=True)
+    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for (router, num), rate in found.items():
+        lines[router].append((num, rate))
+    for router, points in lines.items():
+        axis.plot([num for num, _ in points], [rate for _, rate in points], marker="o", label=router)
+    axis.set(title=goal, xlabel="replicas", ylabel="requests / s", xlim=(0, None), ylim=(0, None))
+    axis.legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw_costs(path: Path, costs: StepCosts, shapes: Sequence[Shape], seconds: Sequence[float]) -> None:
+    """Measured decode and prompt steps with the fitted lines, and predicted against measured for all."""
+    from loadtest.simulation.fit import predict
+
+    plt = require_matplotlib()
+    figure, (decode, prompt, check) = plt.subplots(1, 3, figsize=(17, 5), constrained_layout=True)
+    measured = dict(zip(shapes, seconds, strict=True))
+    lines: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
+    for shape, taken in measured.items():
+        if not shape.chunks and len(set(shape.contexts)) == 1:
+            key, at = ("decode", shape.contexts[0]), len(shape.contexts)
+        elif not shape.contexts and len(shape.chunks) == 1:
+            (key, at) = ("prompt", shape.chunks[0][0]), shape.chunks[0][1]
+        else:
+            continue
+        lines[key].append((at, taken * 1e3, predict(costs, shape) * 1e3))
+    for (kind, context), points in lines.items():
+        axis = decode if kind == "decode" else prompt
+        counts, found, fitted = zip(*sorted(points), strict=True)
+        (line,) = axis.plot(counts, fitted, label=f"{'context' if kind == 'decode' else 'after'} {context}")
+        axis.plot(counts, found, marker="o", linestyle="", color=line.get_color())
+    decode.set(title="Decoding: measured (dots), fitted", xlabel="sequences", ylabel="ms a step", xscale="log")
+    prompt.set(title="Prompts: measured (dots), fitted", xlabel="tokens of a chunk", ylabel="ms a step", xscale="log")
+    predicted = [predict(costs, shape) * 1e3 for shape in shapes]
+    check.plot([second * 1e3 for second in seconds], predicted, marker=".", linestyle="", label="steps")
+    ends = [min(seconds) * 1e3, max(seconds) * 1e3]
+    check.plot(ends, ends, color="gray", linewidth=1, label="equal")
+    check.set(title="All steps", xlabel="measured, ms", ylabel="fitted, ms", xscale="log", yscale="log")
+    for axis in (decode, prompt, check):
+        axis.legend(fontsize="small")
+    decode.set(yscale="log")
+    prompt.set(yscale="log")
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+Pairs = Sequence[tuple[float, float]]
+
+
+def draw_validation(path: Path, cases: Sequence[tuple[str, Pairs, Pairs]]) -> None:
+    """TTFT and TPOT of each case, (TTFT, TPOT) of each request: the shares that were seen, and that were predicted."""
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(2, len(cases), figsize=(5 * len(cases), 7), squeeze=False, constrained_layout=True)
+    for column, (name, seen, predicted) in zip(axes.T, cases, strict=True):
+        for place, (axis, figure_name) in enumerate(zip(column, ("TTFT", "TPOT"), strict=True)):
+            for label, pairs in (("seen by clients", seen), ("predicted", predicted)):
+                ordered = sorted(pair[place] * 1e3 for pair in pairs)
+                shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
+                axis.step(ordered, shares, where="post", label=label)
+            axis.set(xlabel=f"{figure_name}, ms", ylabel="share of requests", xscale="log", ylim=(0, 1))
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.legend(fontsize="small")
+        column[0].set_title(name)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)

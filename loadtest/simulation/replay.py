@@ -1,0 +1,129 @@
+"""Replays a trace through one simulated daemon, or through several behind a router, and keeps what became of each request.
+
+Arrivals are given to the replicas in order, each of which has been advanced to that moment: a router sees the loads that
+it would see. Knows nothing of files, tables or pictures.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ClientError
+from engine.core.types import FinishReason, TokenEvent
+from loadtest.simulation.costs import StepCosts
+from loadtest.simulation.replica import Replica
+from loadtest.simulation.routers import Router, one
+from loadtest.simulation.trace import TraceRequest, to_request
+
+_NUM_SAMPLES = 2000  # of a replica's state over the whole trace, about
+
+OnProgress = Callable[[int], None]  # requests that have arrived
+
+
+class Served(NamedTuple):
+    """One request's history. Times are seconds as its client sees them."""
+
+    row: TraceRequest
+    replica: int
+    ttft_s: float
+    queue_s: float
+    decode_s: float
+    num_tokens: int
+    num_preemptions: int
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first."""
+        return self.decode_s / (self.num_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ttft_s + self.decode_s
+
+
+@dataclass(slots=True)
+class History:
+    """What a replay leaves behind."""
+
+    replicas: list[Replica]
+    served: list[Served] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)  # why, and how often
+    num_dropped: int = 0  # accepted, and ended without an answer: their deadline could not be met
+    cpu_s: float = 0.0  # what simulating took
+
+    @property
+    def end_s(self) -> float:
+        """When the last answer was complete."""
+        return max(replica.now for replica in self.replicas)
+
+    @property
+    def num_sequence_steps(self) -> int:
+        return sum(replica.num_sequence_steps for replica in self.replicas)
+
+
+def replay(
+    rows: Sequence[TraceRequest],
+    config: SchedulerConfig,
+    costs: StepCosts,
+    *,
+    depth: int = 0,
+    num_replicas: int = 1,
+    router: Router = one,
+    on_progress: OnProgress = lambda _: None,
+) -> History:
+    """Simulate until everything is answered. Requests that can never be served are refused, as the daemon refuses them."""
+    history = History([])
+    places: dict[str, tuple[TraceRequest, int]] = {}  # of the living: the row, and the replica that has it
+
+    def finish(event: TokenEvent) -> None:
+        row, replica = places.pop(event.request_id)
+        timings = event.timings
+        if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            history.num_dropped += 1
+            return
+        ttft_s = costs.intake(row.prompt_tokens) + timings.queue_s + timings.prefill_s
+        figures = ttft_s, timings.queue_s, timings.decode_s, row.output_tokens, timings.num_preemptions
+        history.served.append(Served(row, replica, *figures))
+
+    every_s = rows[-1].arrival_s / _NUM_SAMPLES
+    history.replicas += [
+        Replica(config, costs, depth=depth, sample_every_s=every_s, on_finish=finish) for _ in range(num_replicas)
+    ]
+    begun = time.process_time()
+    with _no_collections():
+        arriving = sorted((row.arrival_s + costs.intake(row.prompt_tokens), index) for index, row in enumerate(rows))
+        for count, (arrival_s, index) in enumerate(arriving):
+            for replica in history.replicas:
+                replica.advance(arrival_s)
+            row = rows[index]
+            chosen = router(history.replicas, row, count)
+            try:
+                history.replicas[chosen].submit(to_request(row, index, arrival_s))
+                places[str(index)] = row, chosen
+            except ClientError as error:
+                history.refused[str(error)] = history.refused.get(str(error), 0) + 1
+            on_progress(count)
+        for replica in history.replicas:
+            replica.advance(inf)
+            replica.check_integrity()
+    history.cpu_s = time.process_time() - begun
+    return history
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """The scheduler makes no circles, and looking for some takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

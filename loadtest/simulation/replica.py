@@ -1,0 +1,141 @@
+"""A simulated daemon: the real scheduler, driven as engine/loop.py drives it, on a virtual clock.
+
+A step costs what StepCosts says of its plan; the tokens it draws are made up (each is its own position, which lets a
+trace's answers end where they did). Single-threaded; knows nothing of where requests come from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.core.config import SchedulerConfig
+from engine.core.plan import StepPlan, StepResult
+from engine.core.scheduler import Scheduler
+from engine.core.stats import Histogram, Stats
+from engine.core.types import Request, TokenEvent
+from loadtest.simulation.costs import StepCosts
+
+
+class SimulationError(Exception):
+    """The simulation was asked for something it cannot run; the message is one sentence."""
+
+
+class Sample(NamedTuple):
+    """A replica at one moment."""
+
+    time_s: float
+    blocks_held: int
+    blocks_cached: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+
+
+class Gaps(Histogram):
+    """Every time between two tokens of an answer, exactly, where the daemon counts them in buckets."""
+
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.times: dict[float, int] = {}
+
+    def observe(self, value: float, times: int = 1) -> None:
+        rounded = round(value, 5)
+        self.times[rounded] = self.times.get(rounded, 0) + times
+
+
+Finished = Callable[[TokenEvent], None]
+
+
+class Replica:
+    """submit requests in order of arrival, and advance the clock between them."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        costs: StepCosts,
+        *,
+        depth: int = 0,
+        sample_every_s: float = 0.0,
+        on_finish: Finished = lambda _: None,
+    ) -> None:
+        self.gaps = Gaps()
+        self.stats = Stats(itl_s=self.gaps)
+        self.samples: list[Sample] = []
+        self.num_sequence_steps = 0
+        self.busy_s = 0.0
+        self.now = 0.0
+        self._scheduler = Scheduler(config, self.stats)
+        self._costs, self._depth, self._on_finish = costs, depth, on_finish
+        self._launched: deque[tuple[StepPlan, list[int], float]] = deque()
+        self._device_free_s = 0.0
+        self._num_ended = 0
+        self._sample_every_s, self._next_sample_s = sample_every_s, 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """How many it has and has not answered."""
+        stats = self.stats
+        return stats.num_running + stats.num_waiting + stats.num_preempted
+
+    def submit(self, request: Request) -> None:
+        """Take a request that arrives now, which must not be before what was simulated. Raises a ClientError."""
+        if not self._scheduler.has_work:
+            self.now = max(self.now, request.arrival_s)
+        self._scheduler.add(request)
+
+    def advance(self, until_s: float) -> None:
+        """Simulate all turns that begin before a moment."""
+        scheduler = self._scheduler
+        while self.now < until_s and scheduler.has_work:
+            self._turn()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if anything leaked."""
+        self._scheduler.check_integrity()
+
+    def _turn(self) -> None:
+        """As the engine's: launch a step, commit the oldest."""
+        plan = self._scheduler.plan(self.now)
+        if plan is not None:
+            self._launch(plan)
+        elif not self._launched:
+            raise SimulationError("requests wait, nothing runs, and the scheduler plans nothing.")
+        if plan is None or len(self._launched) > self._depth:
+            self._commit()
+
+    def _launch(self, plan: StepPlan) -> None:
+        slices = plan.slices
+        num_seqs = len(slices)
+        self.num_sequence_steps += num_seqs
+        if plan.num_tokens == num_seqs == plan.num_samples:
+            drawn = [piece[3] for piece in slices]  # `start`: looking a field up by name costs twice as much
+            seconds = self._costs.decode_step(num_seqs, sum(drawn) + num_seqs)
+        else:
+            drawn = [piece.start + piece.num_tokens - 1 for piece in slices if piece.samples]
+            seconds = self._costs.step(plan)
+        self.busy_s += seconds
+        self._device_free_s = max(self.now, self._device_free_s) + seconds
+        self._launched.append((plan, drawn, self._device_free_s))
+
+    def _commit(self) -> None:
+        plan, drawn, done_s = self._launched.popleft()
+        self.now = max(self.now, done_s)
+        events = self._scheduler.commit(plan, StepResult(drawn), self.now)
+        num_ended = sum(self.stats.finished.values())
+        if num_ended != self._num_ended:
+            self._num_ended = num_ended
+            for event in events:
+                if event.finish_reason is not None:
+                    self._on_finish(event)
+        if self.now >= self._next_sample_s:
+            self._next_sample_s = self.now + self._sample_every_s
+            self.samples.append(self._sample())
+
+    def _sample(self) -> Sample:
+        stats = self.stats
+        queues = stats.num_running, stats.num_waiting, stats.num_preempted
+        return Sample(self.now, stats.blocks_held, stats.blocks_cached, *queues)

@@ -1,0 +1,109 @@
+"""Figures on paper: tables of variants, tenants and fleets, and the document that holds everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.simulation.figures import Figures, Targets
+
+
+class Row(NamedTuple):
+    """One replay: of which workload, under which variant, and its figures."""
+
+    workload: str
+    variant: str
+    figures: Figures
+
+
+def _ms(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"
+
+
+def _share(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{ratio:.1%}"
+
+
+def show(rows: Sequence[Row], targets: Targets, console: Console) -> None:
+    """Latencies and goodput, then what it took, then each tenant."""
+    latency = Table(title="Latency, ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("workload", "variant"):
+        latency.add_column(column)
+    for column in ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "e2e p50", "p99", "good", "fair"):
+        latency.add_column(column, justify="right")
+    work = Table(title="Work", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("workload", "variant"):
+        work.add_column(column)
+    for column in ("served", "refused", "s", "out tok/s", "busy", "preempted", "hits", "blocks", "most", "waiting"):
+        work.add_column(column, justify="right")
+    previous = ""
+    for row in rows:
+        each, name = row.figures, "" if row.workload == previous else row.workload
+        previous = row.workload
+        spreads = (each.ttft_s, each.tpot_s, each.itl_s, each.e2e_s)
+        times = [_ms(value) for spread in spreads for value in (spread.p50, spread.p99)]
+        fair = "-" if math.isnan(each.fairness) else f"{each.fairness:.3f}"
+        latency.add_row(name, row.variant, *times, _share(each.goodput_ratio), fair)
+        work.add_row(
+            name,
+            row.variant,
+            str(each.num_served),
+            str(each.num_refused + each.num_dropped),
+            f"{each.end_s:.0f}",
+            f"{each.output_tokens_per_s:,.0f}",
+            _share(each.busy_ratio),
+            str(each.preemptions),
+            _share(each.prefix_hit_ratio),
+            f"{each.mean_blocks_held:,.0f}",
+            f"{each.most_blocks_held:,}",
+            str(each.most_waiting),
+        )
+    console.print(latency)
+    console.print(
+        f"good: the share of requests with TTFT up to {targets.ttft_s * 1e3:g} ms and TPOT up to "
+        f"{targets.tpot_s * 1e3:g} ms. fair: Jain's index of service among tenants that compete.",
+        style="dim",
+    )
+    console.print(work)
+    _show_tenants(rows, console)
+    steps, cpu_s = sum(row.figures.sequence_steps for row in rows), sum(row.figures.cpu_s for row in rows)
+    console.print(
+        f"{steps:,} sequence-steps in {cpu_s:.2f} s of one core: {steps / cpu_s / 1e6:.2f} million a second.",
+        style="dim",
+    )
+
+
+def _show_tenants(rows: Sequence[Row], console: Console) -> None:
+    """TTFT of each tenant; nothing where no trace names two."""
+    if not any(row.figures.tenants for row in rows):
+        return
+    table = Table(title="Tenants, TTFT and TPOT, ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("workload", "variant", "tenant"):
+        table.add_column(column)
+    for column in ("served", "TTFT p50", "p99", "TPOT p50", "p99", "good"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        for index, (name, each) in enumerate(row.figures.tenants.items()):
+            heads = ("", "") if index else (row.workload, row.variant)
+            times = (each.ttft_s.p50, each.ttft_s.p99, each.tpot_s.p50, each.tpot_s.p99)
+            table.add_row(*heads, name, str(each.num_served), *map(_ms, times), _share(each.goodput_ratio))
+    console.print(table)
+
+
+def show_fleets(found: Mapping[tuple[str, int], float], goal: str, console: Console) -> None:
+    """Requests a second by router and number of replicas."""
+    table = Table(title=f"Requests a second, {goal}", box=box.SIMPLE_HEAD)
+    table.add_column("replicas", justify="right")
+    routers = list(dict.fromkeys(router for router, _ in found))
+    for router in routers:
+        table.add_column(router, justify="right")
+        table.add_column("each", justify="right", style="dim")
+    for num in dict.fromkeys(num for _, num in found):
+        rates = [found[router, num] for router in routers]
+        table.add_row(str(num), *(cell for rate in rates for cell in (f"{rate:.2f}", f"{rate / num:.2f}")))
+    console.print(table)

@@ -1,0 +1,228 @@
+"""Traces: who asked for how much, and when. Reads CSV files; what a simulation replays is a list of TraceRequest.
+
+Besides our own column names, those of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and of
+BurstGPT (Timestamp, Request tokens, Response tokens, Session ID, ...) are understood. Knows lengths only, never text.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+from engine.core.types import Request, SamplingParams
+
+
+class TraceError(ValueError):
+    """A trace cannot be read or replayed; the message names the file, the line and the value."""
+
+
+class TraceRequest(NamedTuple):
+    """One line of a trace. Lengths are tokens; times are seconds from the start of the trace."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int = 0  # what the client allowed; 0: as many as it got
+    prefix_group: str = ""  # requests of one group share ...
+    prefix_tokens: int = 0  # ... this much of the beginning of their prompts
+    tenant: str = ""
+    priority: int = 0
+
+
+class Trace(NamedTuple):
+    """Requests in order of arrival, and how many lines of the file asked for nothing that can be replayed."""
+
+    requests: list[TraceRequest]
+    num_unanswered: int = 0  # failed in the original: their output is empty
+
+
+# Field -> the names of its column, ours first. Compared without case, blanks and underscores.
+_COLUMNS = {
+    "arrival_s": ("arrival_s", "arrival", "timestamp"),
+    "prompt_tokens": ("prompt_tokens", "prompt", "ContextTokens", "Request tokens"),
+    "output_tokens": ("output_tokens", "output", "GeneratedTokens", "Response tokens"),
+    "max_tokens": ("max_tokens",),
+    "prefix_group": ("prefix_group", "Session ID"),
+    "prefix_tokens": ("prefix_tokens",),
+    "tenant": ("tenant", "user"),
+    "priority": ("priority",),
+}
+_REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
+_FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime reads six
+
+# A request's tenant is handed to the scheduler as soon as its requests have one.
+_TENANT_FIELD = next((field.name for field in fields(Request) if field.name in ("tenant", "user")), None)
+
+
+def read_trace(path: Path) -> Trace:
+    """The requests of a CSV file, the first at time 0. Raises TraceError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            return _read(path, csv.reader(lines))
+    except OSError as error:
+        raise TraceError(f"the trace {path} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"the trace {path} is not a CSV file of UTF-8 text: {error}.") from None
+
+
+def _read(path: Path, rows: Iterable[list[str]]) -> Trace:
+    lines = iter(rows)
+    places = _places(path, next(lines, []))
+    requests: list[TraceRequest] = []
+    num_unanswered = 0
+    for number, cells in enumerate(lines, 2):
+        if not cells:
+            continue
+        values = {name: cells[place].strip() if place < len(cells) else "" for name, place in places.items()}
+        request = _request(values, f"line {number} of {path}")
+        if request.output_tokens:
+            requests.append(request)
+        else:
+            num_unanswered += 1
+    if not requests:
+        raise TraceError(f"the trace {path} holds no request.")
+    return Trace(_from_zero(_with_prefixes(requests)), num_unanswered)
+
+
+def _places(path: Path, header: Sequence[str]) -> dict[str, int]:
+    """Where each field's column is."""
+    found = {_plain(name): place for place, name in enumerate(header)}
+    places = {
+        field: found[_plain(name)]
+        for field, names in _COLUMNS.items()
+        for name in reversed(names)  # the first of the names wins
+        if _plain(name) in found
+    }
+    for field in _REQUIRED:
+        if field not in places:
+            names = " or ".join(_COLUMNS[field])
+            raise TraceError(f"the trace {path} has no column {names}; its first line is {','.join(header)!r}.")
+    return places
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_]", "", name).lower()
+
+
+def _request(values: dict[str, str], where: str) -> TraceRequest:
+    def whole(name: str, least: int | None) -> int:
+        text = values.get(name, "")
+        if not text and name not in _REQUIRED:
+            return 0
+        try:
+            number = float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
+        except ValueError:
+            number = math.nan
+        if not number.is_integer() or (least is not None and number < least):
+            bound = "" if least is None else f" from {least}"
+            raise TraceError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
+        return int(number)
+
+    prompt, output = whole("prompt_tokens", 1), whole("output_tokens", 0)
+    max_tokens, prefix = whole("max_tokens", 0), whole("prefix_tokens", 0)
+    if 0 < max_tokens < output:
+        raise TraceError(f"{where}: max_tokens is {max_tokens}, less than the {output} tokens of output.")
+    if prefix > prompt:
+        raise TraceError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
+    group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
+    arrival_s = _seconds(values["arrival_s"], where)
+    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, whole("priority", None))
+
+
+def _seconds(text: str, where: str) -> float:
+    """Seconds as a number, or a date and time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = _timestamp(text)
+    if not math.isfinite(seconds):
+        raise TraceError(
+            f"{where}: the arrival is {text!r}; it must be seconds, or a time such as 2023-11-16 18:15:46."
+        )
+    return seconds
+
+
+def _timestamp(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(_FRACTION.sub(r"\1", text.replace("Z", "+00:00")))
+    except ValueError:
+        return math.nan
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _with_prefixes(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Where a group's shared length is not told, it is as long as the group's shortest prompt lets it be."""
+    shortest: dict[str, int] = {}
+    for request in requests:
+        group = request.prefix_group
+        shortest[group] = min(shortest.get(group, request.prompt_tokens), request.prompt_tokens)
+    return [
+        request._replace(prefix_tokens=request.prefix_tokens or shortest[request.prefix_group] - 1)
+        if request.prefix_group
+        else request
+        for request in requests
+    ]
+
+
+def _from_zero(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    first_s = min(request.arrival_s for request in requests)
+    moved = [request._replace(arrival_s=request.arrival_s - first_s) for request in requests]
+    return sorted(moved, key=lambda request: request.arrival_s)
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """A file that read_trace reads back."""
+    with path.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(TraceRequest._fields)
+        writer.writerows(requests)
+
+
+def at_speed(requests: Iterable[TraceRequest], speed: float) -> list[TraceRequest]:
+    """The same requests, arriving `speed` times as fast."""
+    return [request._replace(arrival_s=request.arrival_s / speed) for request in requests]
+
+
+def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceRequest]:
+    """The same requests, cut to what a model of this length can serve: outputs first, to half of it at least."""
+    cut = []
+    for request in requests:
+        output = min(request.output_tokens, max(max_model_len - request.prompt_tokens, max_model_len // 2))
+        prompt = min(request.prompt_tokens, max_model_len - output)
+        allowed = min(request.max_tokens, max_model_len - prompt)
+        prefix = min(request.prefix_tokens, prompt)
+        cut.append(
+            request._replace(prompt_tokens=prompt, output_tokens=output, max_tokens=allowed, prefix_tokens=prefix)
+        )
+    return cut
+
+
+def to_request(row: TraceRequest, index: int, arrival_s: float) -> Request:
+    """What the scheduler is asked for. Equal beginnings of a group's prompts are equal tokens, all others differ.
+
+    A simulated runner draws each token as its own position (replica.py), so an answer ends where its last position is an
+    ending id, though max_tokens would allow more.
+    """
+    own, shared = (index + 1) << 24, -(crc32(row.prefix_group.encode()) + 1) << 24
+    prefix = range(shared, shared + row.prefix_tokens)
+    params = SamplingParams(
+        max_tokens=max(row.max_tokens, row.output_tokens),
+        temperature=0.0,
+        eos_token_ids=frozenset((row.prompt_tokens + row.output_tokens - 2,)),
+    )
+    tenant = {_TENANT_FIELD: row.tenant} if _TENANT_FIELD and row.tenant else {}
+    return Request(
+        request_id=str(index),
+        prompt=(*prefix, *range(own, own + row.prompt_tokens - row.prefix_tokens)),
+        params=params,
+        arrival_s=arrival_s,
+        priority=row.priority,
+        **tenant,  # type: ignore[arg-type]  # a field's name that is looked up
+    )

@@ -1,0 +1,71 @@
+"""What a simulation compares: schedulers that differ in their policy and in other fields of SchedulerConfig.
+
+Fields and policies are taken as the scheduler names them, so a new one needs no line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from itertools import product
+from typing import Any, NamedTuple, get_type_hints
+
+from engine.core.config import SchedulerConfig
+from loadtest.simulation.replica import SimulationError
+
+_FIELDS = {field.name: field for field in fields(SchedulerConfig)}
+_TYPES = get_type_hints(SchedulerConfig)
+_WORDS = {"true": True, "on": True, "false": False, "off": False, "none": None}
+
+
+class Variant(NamedTuple):
+    """A scheduler and what tells it from the others."""
+
+    name: str
+    config: SchedulerConfig
+
+
+def make_variants(
+    measured: Mapping[str, Any], policies: Sequence[str] | None, assignments: Sequence[str]
+) -> list[Variant]:
+    """Every combination of policies and of "field=value[,value...]", over the settings that costs were measured with.
+
+    Raises SimulationError for a field or value that is none, ConfigError for one out of bounds.
+    """
+    axes = {"policy": list(policies)} if policies else {}
+    for assignment in assignments:
+        name, equals, values = assignment.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in _FIELDS or not equals:
+            known = ", ".join(_FIELDS)
+            raise SimulationError(f"--set is {assignment!r}; write it as FIELD=VALUE[,VALUE...], of {known}.")
+        axes[name] = [_value(name, value.strip()) for value in values.split(",")]
+    base = {name: value for name, value in measured.items() if name in _FIELDS}
+    missing = [name for name, field in _FIELDS.items() if name not in base and field.default is MISSING]
+    for name in missing:
+        if name not in axes:
+            raise SimulationError(f"the costs do not say what {name} is; give it as --set {name}=VALUE.")
+    differing = [name for name, values in axes.items() if len(values) > 1]
+    variants = []
+    for combination in product(*axes.values()):
+        chosen = dict(zip(axes, combination, strict=True))
+        names = [str(chosen[name]) if name == "policy" else f"{name} {chosen[name]}" for name in differing]
+        config = SchedulerConfig(**{**base, **chosen})
+        variants.append(Variant(", ".join(names) or config.policy, config))
+    return variants
+
+
+def _value(name: str, text: str) -> Any:
+    """A value of the field's own type."""
+    kind = str(_TYPES[name])
+    if text.lower() in _WORDS and ("bool" in kind or _WORDS[text.lower()] is None):
+        return _WORDS[text.lower()]
+    for wanted in (int, float):
+        if wanted.__name__ in kind:
+            try:
+                return wanted(text)
+            except ValueError:
+                continue
+    if "str" not in kind:
+        raise SimulationError(f"--set {name} is {text!r}; it must be {_TYPES[name].__name__}.")
+    return text

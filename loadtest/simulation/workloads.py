@@ -1,0 +1,114 @@
+"""Synthetic workloads, each from one seed: the four that policies are compared on, and a plain one.
+
+A workload is a function of how many requests, how many a second, and a random generator. Lengths are log-normal, as real
+ones are: most are short, a few very long. Knows nothing of schedulers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from math import log
+from typing import Any, NamedTuple
+
+from loadtest.simulation.trace import TraceRequest, clipped
+
+_MIN_TOKENS = 4
+
+
+class Workload(NamedTuple):
+    """What it is, how to draw it, and a rate that the default costs can serve, but not with ease."""
+
+    summary: str
+    draw: Callable[[int, float, random.Random], list[TraceRequest]]
+    rate: float  # requests a second
+    num: int
+
+
+def generate(name: str, *, num: int | None, rate: float | None, seed: int, max_model_len: int) -> list[TraceRequest]:
+    """The requests of a workload in order of arrival, cut to what the model can serve."""
+    workload = WORKLOADS[name]
+    rows = workload.draw(num or workload.num, rate or workload.rate, random.Random(seed))
+    return clipped(sorted(rows, key=lambda row: row.arrival_s), max_model_len)
+
+
+def _length(rng: random.Random, median: float, spread: float) -> int:
+    """Log-normal: two thirds are between median / e^spread and median * e^spread."""
+    return max(int(rng.lognormvariate(log(median), spread)), _MIN_TOKENS)
+
+
+def _arrivals(rng: random.Random, num: int, rate: float, shape: float = 1.0) -> list[float]:
+    """Gamma-distributed gaps: shape 1 is a Poisson process, less comes in bursts. The first arrives at 0."""
+    times, now = [], 0.0
+    for _ in range(num):
+        times.append(now)
+        now += rng.gammavariate(shape, 1.0 / (rate * shape))
+    return times
+
+
+def _ask(rng: random.Random, arrival_s: float, prompt: int, output: int, **more: Any) -> TraceRequest:
+    """A request whose client allows more than it gets, as clients do: the next power of two, or four times as much."""
+    allowed = (1 << output.bit_length()) * rng.choice((1, 2))
+    return TraceRequest(arrival_s, prompt, output, allowed, **more)
+
+
+def steady(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Poisson arrivals of short questions with answers of about their length."""
+    return [_ask(rng, at, _length(rng, 120, 0.7), _length(rng, 100, 0.6)) for at in _arrivals(rng, num, rate)]
+
+
+def bursty_chat(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Bursts of chats; each of eight tenants puts a system prompt of its own before what its users write."""
+    prefixes = {f"app-{index}": rng.randrange(64, 320, 16) for index in range(8)}
+    rows = []
+    for at in _arrivals(rng, num, rate, shape=0.2):
+        app = rng.choice(list(prefixes))
+        prompt = prefixes[app] + _length(rng, 60, 0.8)
+        shared = prefixes[app]
+        output = _length(rng, 80, 0.7)
+        rows.append(_ask(rng, at, prompt, output, prefix_group=app, prefix_tokens=shared, tenant=app))
+    return rows
+
+
+def long_documents(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """A document of thousands of tokens in every ten requests, among chats that should not feel it."""
+    rows = []
+    for at in _arrivals(rng, num, rate):
+        if rng.random() < 0.1:
+            rows.append(_ask(rng, at, _length(rng, 3000, 0.5), _length(rng, 80, 0.4), tenant="documents"))
+        else:
+            rows.append(_ask(rng, at, _length(rng, 80, 0.6), _length(rng, 80, 0.6), tenant="chat"))
+    return rows
+
+
+def greedy_tenant(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Five tenants ask steadily for a third of it all; a sixth sends the rest in three floods."""
+    num_steady = num // 3
+    times = _arrivals(rng, num_steady, rate / 3)
+    rows = [
+        _ask(rng, at, _length(rng, 100, 0.6), _length(rng, 80, 0.5), tenant=f"tenant-{rng.randint(1, 5)}")
+        for at in times
+    ]
+    for index in range(num - num_steady):
+        flood_s = times[-1] * (0.1 + 0.3 * (index % 3))
+        rows.append(_ask(rng, flood_s, _length(rng, 150, 0.6), _length(rng, 120, 0.5), tenant="greedy"))
+    return rows
+
+
+def batch_and_interactive(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Half arrives at once and has all day (priority 1); the other half are people, who wait for an answer (0)."""
+    batch = [
+        _ask(rng, 0.0, _length(rng, 200, 0.5), _length(rng, 150, 0.4), tenant="batch", priority=1)
+        for _ in range(num // 2)
+    ]
+    times = _arrivals(rng, num - len(batch), rate / 2)
+    return batch + [_ask(rng, at, _length(rng, 80, 0.6), _length(rng, 80, 0.6), tenant="interactive") for at in times]
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "steady": Workload("Poisson arrivals of short questions", steady, 5.0, 600),
+    "bursty-chat": Workload("bursts of chats behind eight system prompts", bursty_chat, 6.0, 600),
+    "long-documents": Workload("one request in ten is a document of thousands of tokens", long_documents, 3.0, 400),
+    "greedy-tenant": Workload("five steady tenants, and one that floods", greedy_tenant, 6.0, 600),
+    "batch-interactive": Workload("a batch of jobs, and people beside it", batch_and_interactive, 5.0, 600),
+}

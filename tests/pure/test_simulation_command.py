@@ -1,0 +1,220 @@
+"""`quire simulate` and the fits behind `quire calibrate`, as far as they need neither engine nor daemon."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import FakeRunner
+from loadtest.__main__ import main
+from loadtest.report import Spread
+from loadtest.simulation.calibrate import fit_front
+from loadtest.simulation.costs import Front, StepCosts, Table
+from loadtest.simulation.fit import fit, non_negative, predict
+from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measure
+from loadtest.simulation.observe import Observed
+from loadtest.simulation.replay import replay
+from loadtest.simulation.replica import SimulationError
+from loadtest.simulation.trace import TraceRequest
+from loadtest.simulation.validate import CASES, compare
+from loadtest.simulation.variants import make_variants
+
+SETTINGS = {
+    "num_blocks": 3000,
+    "block_size": 16,
+    "max_model_len": 4096,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 256,
+}
+CONFIG = SchedulerConfig(**SETTINGS)  # type: ignore[arg-type]
+COSTS = StepCosts(
+    rows=Table((0, 1, 16, 64, 256), (0.001, 0.002, 0.004, 0.014, 0.05)),
+    samples=Table((0, 1, 64), (0.0, 0.001, 0.006)),
+    decode_context_s=7e-7,
+    prefill_pair_s=1e-7,
+    settings=dict(SETTINGS),
+)
+
+
+def seconds(shape: Shape, costs: StepCosts) -> float:
+    """What costs say of the plan itself, not of its features."""
+    return costs.step(shape.plan(CONFIG, 100))
+
+
+def test_non_negative_least_squares_are_the_best_of_all_that_are() -> None:
+    rng = np.random.default_rng(0)
+    design, wanted = rng.random((12, 3)), rng.random(12) - 0.3
+    found = non_negative(design, wanted)
+    assert (found >= 0).all()
+    error = np.linalg.norm(design @ found - wanted)
+    for other in rng.random((2000, 3)):
+        assert np.linalg.norm(design @ other - wanted) >= error - 1e-9
+
+
+def test_a_fit_finds_what_made_the_steps() -> None:
+    shapes, unseen = grid(CONFIG), held_out(CONFIG, 40)
+    found = fit(shapes, [seconds(shape, COSTS) for shape in shapes])
+    errors = [abs(predict(found, shape) / seconds(shape, COSTS) - 1) for shape in unseen]
+    assert max(errors) < 0.03
+    assert found.decode_context_s == pytest.approx(7e-7, rel=0.05)
+    assert found.prefill_pair_s == pytest.approx(1e-7, rel=0.05)
+
+
+def test_a_prediction_is_what_the_simulator_takes_a_step_for() -> None:
+    for shape in held_out(CONFIG, 20, seed=3):
+        assert predict(COSTS, shape) == pytest.approx(seconds(shape, COSTS))
+
+
+def test_measured_steps_fit_the_scheduler_and_the_runner() -> None:
+    shapes = [*grid(CONFIG), *held_out(CONFIG, 5)]
+    assert all(shape.num_tokens <= 256 for shape in shapes)
+    runner, counted = FakeRunner(CONFIG), []
+    fill_pool(runner, CONFIG, shapes[:4], 100)
+    taken = measure(runner, CONFIG, shapes[:4], vocab_size=100, rounds=3, on_step=lambda: counted.append(1))
+    assert len(taken) == 4
+    assert min(taken) > 0
+    assert len(counted) == 12
+
+
+def seen(rows: list[TraceRequest], costs: StepCosts) -> list[Observed]:
+    """What clients would see if the costs were the truth."""
+    return [
+        Observed(each.row, each.ttft_s, each.tpot_s if each.num_tokens > 1 else math.nan)
+        for each in replay(rows, CONFIG, costs).served
+    ]
+
+
+def test_a_front_is_found_from_what_clients_see() -> None:
+    truth = replace(COSTS, front=Front(intake_s=0.002, intake_token_s=2e-5, step_s=0.0005, token_s=5e-5))
+    waves = [seen([TraceRequest(0.0, 64, 32)] * num, truth) for num in (1, 4, 16, 48)]
+    waves += [seen([TraceRequest(0.0, prompt, 4)], truth) for prompt in (16, 100, 200)]
+    found = fit_front(COSTS, waves).front
+    assert found.step_s == pytest.approx(0.0005, rel=0.1)
+    assert found.token_s == pytest.approx(5e-5, rel=0.1)
+    assert found.intake_s == pytest.approx(0.002, rel=0.1)
+    assert found.intake_token_s == pytest.approx(2e-5, rel=0.1)
+
+
+def test_a_validation_of_a_simulation_by_itself_is_exact() -> None:
+    rng = Random(1)
+    rows = [TraceRequest(index * 0.1, rng.randint(8, 90), rng.randint(2, 40)) for index in range(30)]
+    for seen_s, predicted_s in compare(CASES[0], seen(rows, COSTS), COSTS).figures().values():
+        assert predicted_s == pytest.approx(seen_s)
+
+
+def test_the_cases_of_a_validation_are_what_they_say() -> None:
+    for case in CASES:
+        rows = case.rows(200.0, 0)
+        assert len(rows) == pytest.approx(200 * case.rate, rel=0.35)
+        lengths = Spread.of(float(row.prompt_tokens) for row in rows)
+        assert case.prompt[0] + case.prefix <= lengths.p50 <= case.prompt[1] + case.prefix
+
+
+def test_variants_are_every_combination() -> None:
+    found = make_variants(SETTINGS, ["fcfs", "sjf"], ["max-num-seqs=8,16", "enable_prefix_caching=off"])
+    assert [variant.name for variant in found] == [
+        "fcfs, max_num_seqs 8",
+        "fcfs, max_num_seqs 16",
+        "sjf, max_num_seqs 8",
+        "sjf, max_num_seqs 16",
+    ]
+    assert [variant.config.max_num_seqs for variant in found] == [8, 16, 8, 16]
+    assert not any(variant.config.enable_prefix_caching for variant in found)
+    (alone,) = make_variants({**SETTINGS, "not_a_field_any_more": 1}, None, [])
+    assert alone.config == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("assignment", "sentence"),
+    [
+        ("max_num_seqs", "write it as FIELD=VALUE"),
+        ("num_seqs=3", "--set is 'num_seqs=3'"),
+        ("max_num_seqs=many", "--set max_num_seqs is 'many'; it must be int"),
+        ("enable_prefix_caching=perhaps", "it must be bool"),
+    ],
+)
+def test_a_wrong_setting_is_told(assignment: str, sentence: str) -> None:
+    with pytest.raises(SimulationError) as caught:
+        make_variants(SETTINGS, None, [assignment])
+    assert sentence in str(caught.value)
+
+
+def test_replay_compares_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, trace = tmp_path / "figures.json", tmp_path / "trace.csv"
+    COSTS.save(tmp_path / "costs.json")
+    costs = ["--costs", str(tmp_path / "costs.json")]
+    options = ["--num", "60", "--policy", "fcfs", "sjf", "--json", str(report), "--save-trace", str(trace)]
+    assert main(["simulate", "replay", "greedy-tenant", *options, *costs]) == 0
+    printed = capsys.readouterr().out
+    for word in ("fcfs", "sjf", "greedy", "tenant-1", "TTFT p50", "sequence-steps"):
+        assert word in printed
+    document = json.loads(report.read_text())
+    assert [replayed["variant"] for replayed in document["replays"]] == ["fcfs", "sjf"]
+    assert [replayed["num_served"] for replayed in document["replays"]] == [60, 60]
+    again = tmp_path / "again.json"
+    assert main(["simulate", "replay", str(trace), "--policy", "fcfs", "--json", str(again), *costs]) == 0
+    first, second = document["replays"][0], json.loads(again.read_text())["replays"][0]
+    assert first["ttft_s"] == second["ttft_s"]
+    assert first["tenants"] == second["tenants"]
+
+
+def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "fleet.json"
+    options = [
+        "--num",
+        "40",
+        "--replicas",
+        "1",
+        "2",
+        "--router",
+        "least-loaded",
+        "--share",
+        "0.9",
+        "--json",
+        str(report),
+    ]
+    assert main(["simulate", "fleet", "steady", *options]) == 0
+    assert "least-loaded" in capsys.readouterr().out
+    one, two = (fleet["requests_per_s"] for fleet in json.loads(report.read_text())["fleets"])
+    assert two > 1.4 * one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["replay", "/no/trace.csv"], "the trace /no/trace.csv cannot be read"),
+        (["replay", "steady", "--costs", "/no/costs.json"], "the costs /no/costs.json cannot be read"),
+        (["replay", "steady", "--set", "block_size=0"], "--block-size is 0"),
+        (["replay", "steady", "bursty-chat", "--save-trace", "x.csv"], "--save-trace writes one workload"),
+        (["fleet", "steady", "bursty-chat"], "a fleet is sized for one trace"),
+        (["fleet", "steady", "--set", "max_num_seqs=4,8"], "a fleet is sized for one setting"),
+        (["fleet", "steady", "--num", "1"], "all arrive at once"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    from loadtest.simulation.plots import draw_costs, draw_validation
+
+    replays, fleets = tmp_path / "replays.png", tmp_path / "fleets.png"
+    workloads = ["greedy-tenant", "steady"]
+    assert main(["simulate", "replay", *workloads, "--num", "20", "--plot", str(replays)]) == 0
+    few = ["--num", "10", "--replicas", "1", "--share", "0.5"]
+    assert main(["simulate", "fleet", "steady", *few, "--plot", str(fleets)]) == 0
+    shapes = grid(CONFIG)
+    draw_costs(tmp_path / "costs.png", COSTS, shapes, [seconds(shape, COSTS) for shape in shapes])
+    draw_validation(tmp_path / "validation.png", [("case", [(0.1, 0.01)] * 3, [(0.2, 0.02)] * 3)])
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("*.png"))
+    assert len(list(tmp_path.glob("*.png"))) == 4
