@@ -90,7 +90,10 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         context.client.start()
         if service is not None:
             service.start(
-                Dispatcher(_background_app(context)), BATCH_ENDPOINTS, lambda: engine.health().error is not None
+                Dispatcher(_line_app(replace(context, is_background=True))),
+                Dispatcher(_line_app(context)),
+                BATCH_ENDPOINTS,
+                lambda: engine.health().error is not None,
             )
         yield
         if service is not None:
@@ -129,10 +132,10 @@ def _batches(engine: Engine, config: AppConfig) -> BatchService | None:
     return BatchService(config.data_dir, max_running=max_running, max_line_bytes=config.max_body_bytes)
 
 
-def _background_app(context: Context) -> FastAPI:
-    """What lines of batches are sent to: their endpoints, on an engine that serves everybody else first."""
+def _line_app(context: Context) -> FastAPI:
+    """What lines of batches are sent to: their endpoints and nothing else."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.context = replace(context, is_background=True)
+    app.state.context = context
     errors.install(app)
     for module in BATCH_ENDPOINTS.values():
         app.include_router(module.router)

@@ -40,10 +40,16 @@ class BatchService:
         self._worker = BatchWorker(self._store, self._folder, max_running=max_running, max_line_bytes=max_line_bytes)
         self._endpoints: Collection[str] = ()
 
-    def start(self, dispatcher: Dispatcher, endpoints: Collection[str], is_dead: Callable[[], bool]) -> None:
+    def start(
+        self,
+        background: Dispatcher,
+        foreground: Dispatcher,
+        endpoints: Collection[str],
+        is_dead: Callable[[], bool],
+    ) -> None:
         """From now on batches run, for these endpoints."""
         self._endpoints = endpoints
-        self._worker.start(dispatcher, is_dead)
+        self._worker.start(background, foreground, is_dead)
 
     async def stop(self) -> None:
         """Lines that run are given up, for the next daemon to run; files can still be read. Idempotent."""

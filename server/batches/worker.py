@@ -3,6 +3,9 @@
 One task of the event loop, in turns: each does whatever the database says there is to do, so a daemon that starts again
 goes on where the last one was, and a line with an outcome never runs twice. A line that is running when the daemon is
 killed runs again, at most MAX_ATTEMPTS times, lest one that takes the daemon with it does so for ever.
+
+Lines run in the background, in steps that nobody else needs. On a server that always has something else to do they would
+stand still: when none has ended for PATIENCE_S, one at a time runs as a client's request does, until others end again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
@@ -28,7 +32,17 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5
 RETRY_S = 1.0  # after the engine had no room, or the disk failed
 MAX_REST_S = 60.0  # between two turns, whatever happens
+PATIENCE_S = 60.0  # with lines in the background none of which ends
 NOT_NOW = (429, 503)  # statuses that say nothing of the line
+
+Key = tuple[str, int]  # a batch, and the number of a line
+
+
+class Running(NamedTuple):
+    """A line that has been begun, until its outcome is recorded."""
+
+    line: PendingLine
+    task: asyncio.Task[None]
 
 
 class BatchWorker:
@@ -39,15 +53,18 @@ class BatchWorker:
         self._folder = folder
         self._max_running = max_running
         self._max_line_bytes = max_line_bytes
-        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}  # until their outcomes are recorded
+        self._running: dict[Key, Running] = {}  # the oldest first
+        self._hurried: Key | None = None  # the line that runs as a client's request does, or did last
+        self._moved_s = 0.0  # when a line ended in the background, or none was there
         self._outcomes: list[Outcome] = []  # not recorded yet
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def start(self, dispatcher: Dispatcher, is_dead: Callable[[], bool]) -> None:
+    def start(self, background: Dispatcher, foreground: Dispatcher, is_dead: Callable[[], bool]) -> None:
         """`is_dead` tells an engine that will answer nothing any more."""
-        self._dispatcher = dispatcher
+        self._background = background
+        self._foreground = foreground
         self._is_dead = is_dead
         self._task = asyncio.create_task(self._main())
 
@@ -94,28 +111,51 @@ class BatchWorker:
             else:
                 next_s = min(next_s, batch.expires_at - now)
         room = self._max_running - len(self._running)
+        if not self._running:
+            self._moved_s = time.monotonic()
         if room > 0 and not self._is_dead():
             running = set(self._running)
             for line in await self._store(lambda store: store.take_lines(running, room)):
-                task = asyncio.create_task(self._run(line))
-                self._running[line.batch_id, line.number] = task
-        return max(next_s, 0.01)
+                self._begin(line, self._background)
+        return max(min(next_s, await self._hurry()), 0.01)
+
+    async def _hurry(self) -> float:
+        """If lines stand still, take the oldest out of the background; returns when that may be due again."""
+        if not self._running or self._hurried in self._running:
+            return MAX_REST_S
+        rest_s = self._moved_s + PATIENCE_S - time.monotonic()
+        if rest_s > 0:
+            return rest_s
+        key, (line, task) = next(iter(self._running.items()))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled():  # it has not ended meanwhile
+            del self._running[key]
+            self._hurried = key
+            self._begin(line, self._foreground)
+        return MAX_REST_S
+
+    def _begin(self, line: PendingLine, dispatcher: Dispatcher) -> None:
+        task = asyncio.create_task(self._run(line, dispatcher))
+        self._running[line.batch_id, line.number] = Running(line, task)
 
     # -- a line ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, line: PendingLine) -> None:
+    async def _run(self, line: PendingLine, dispatcher: Dispatcher) -> None:
         outcome: Outcome | None = None
         try:
-            outcome = await self._ask(line)
+            outcome = await self._ask(line, dispatcher)
         except Exception:  # it counts as an attempt
             logger.exception("line %d of batch %s could not be run", line.number, line.batch_id)
+        if dispatcher is self._background:
+            self._moved_s = time.monotonic()
         if outcome is not None:
             self._outcomes.append(outcome)
         else:
             self._running.pop((line.batch_id, line.number), None)
         self.wake()
 
-    async def _ask(self, line: PendingLine) -> Outcome | None:
+    async def _ask(self, line: PendingLine, dispatcher: Dispatcher) -> Outcome | None:
         """What became of a line; None if the engine died over it, or over another."""
         if line.attempts > MAX_ATTEMPTS:
             message = f"The server ended {MAX_ATTEMPTS} times while this request ran; it is not tried again."
@@ -125,10 +165,10 @@ class BatchWorker:
         except (OSError, ValueError) as error:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", "The input file cannot be read any more; upload it again.")
-        reply = await self._dispatcher.ask(line.endpoint, document)
+        reply = await dispatcher.ask(line.endpoint, document)
         while reply.status in NOT_NOW:
             await asyncio.sleep(RETRY_S)
-            reply = await self._dispatcher.ask(line.endpoint, document)
+            reply = await dispatcher.ask(line.endpoint, document)
         return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
 
     async def _record(self) -> None:
@@ -139,8 +179,8 @@ class BatchWorker:
             for outcome in outcomes:
                 self._running.pop((outcome.line.batch_id, outcome.line.number), None)
 
-    async def _cancel(self, keys: list[tuple[str, int]]) -> None:
-        tasks = [task for key in keys if (task := self._running.pop(key, None)) is not None]
+    async def _cancel(self, keys: list[Key]) -> None:
+        tasks = [running.task for key in keys if (running := self._running.pop(key, None)) is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

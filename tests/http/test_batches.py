@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,36 @@ def test_whoever_waits_goes_first(serve: Serve, tmp_path: Path) -> None:
         assert live.engine.stats.ttft_s.count == 1, "the batch's own waits are in no latency"
         assert client.batches.cancel(batch.id).status == "cancelling"
         ended(client, batch)
+
+
+def test_a_server_that_is_never_idle_runs_one_line_at_a_time(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients whose requests have no end leave no step to the background."""
+    monkeypatch.setattr("server.batches.worker.PATIENCE_S", 0.2)
+    live = serve(data_dir=tmp_path, step_s=0.002, config=replace(CONFIG, max_model_len=100_000, num_blocks=8000))
+    taken = 0
+
+    def watch(*requests: Any) -> None:
+        nonlocal taken
+        foreground = sum(not request.is_background for request in requests)
+        taken += foreground
+        assert live.engine.stats.num_running - live.engine.stats.num_background_running + foreground <= 3
+        submit(*requests)
+
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        endless = {"model": "parrot", "prompt": "endless", "stream": True, "max_tokens": 90_000}
+        with client.completions.create(**endless) as one, client.completions.create(**endless) as other:
+            next(iter(one))
+            next(iter(other))
+            submit, live.engine.submit = live.engine.submit, watch
+            batch = create(client, [completion(str(i)) for i in range(20)])
+            eventually(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5)
+            assert taken >= 5
+        batch = ended(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 20)
+        assert taken < 20, "with the clients gone the rest runs in the background again"
+    live.check_idle()
 
 
 def test_a_full_queue_is_waited_for(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
