@@ -108,6 +108,10 @@ def _preempted(stats: Stats) -> Mapping[str, float]:
     return {kind.value: stats.preempted[kind] for kind in PreemptionKind}
 
 
+def _accepted(stats: Stats) -> Mapping[str, float]:
+    return {str(position): num for position, num in enumerate(stats.spec_accepted_at)}
+
+
 def _swapped(stats: Stats) -> Mapping[str, float]:
     return {direction.value: stats.swapped_blocks[direction] for direction in SwapDirection}
 
@@ -163,6 +167,21 @@ METRICS = (
         _preempted,
         "kind",
     ),
+    _counter(
+        "quire_spec_decode_num_drafts_total", "Times that tokens were drafted for a sequence.", lambda s: s.spec_drafts
+    ),
+    _counter("quire_spec_decode_num_draft_tokens_total", "Tokens drafted.", lambda s: s.spec_draft_tokens),
+    _counter(
+        "quire_spec_decode_num_accepted_tokens_total",
+        "Drafted tokens that were drawn.",
+        lambda s: s.spec_accepted_tokens,
+    ),
+    _counter(
+        "quire_spec_decode_num_accepted_tokens_per_pos_total",
+        "Drafted tokens that were drawn, by their place in the draft, from 0.",
+        _accepted,
+        "position",
+    ),
     _counter("quire_swapped_blocks_total", "KV blocks copied out to host memory, and in again.", _swapped, "direction"),
     _counter(
         "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
@@ -214,6 +233,13 @@ def _vllm() -> Iterator[Metric]:
         ("quire_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
         ("quire_request_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
         ("quire_request_decode_time_seconds", "vllm:request_decode_time_seconds"),
+        ("quire_spec_decode_num_drafts_total", "vllm:spec_decode_num_drafts_total"),
+        ("quire_spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total"),
+        ("quire_spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+        (
+            "quire_spec_decode_num_accepted_tokens_per_pos_total",
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        ),
         ("quire_step_tokens", "vllm:iteration_tokens_total"),
         ("quire_request_prompt_tokens", "vllm:request_prompt_tokens"),
         ("quire_request_generation_tokens", "vllm:request_generation_tokens"),

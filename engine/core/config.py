@@ -6,12 +6,16 @@ Both are frozen and validated at birth. Where a value depends on the device or t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
+from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
 from engine.core.eviction import EVICTION_POLICIES
 from engine.core.policies import POLICIES
+from engine.core.speculative_config import SpeculativeConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -54,6 +58,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     cpu_kernels: str = "auto"
     async_scheduling: bool | None = None
+    speculative_config: str | Mapping[str, Any] | None = None  # as SpeculativeConfig reads it
     enforce_eager: bool = False
     num_threads: int | None = None
     max_num_queued_reqs: int | None = None
@@ -84,6 +89,13 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
+        if self.speculative_config is not None:
+            SpeculativeConfig.read(self.speculative_config)
+            _require(
+                not self.async_scheduling,
+                "--async-scheduling plans a step before the tokens of the last one are known, and --speculative-config "
+                "begins with them; leave one of the two out.",
+            )
         threads = self.num_threads
         _require(
             threads is None or threads <= MAX_NUM_THREADS,
@@ -118,6 +130,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
     min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there
+    num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
+    draft_costs: DraftCosts = FREE
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -125,6 +139,7 @@ class SchedulerConfig:
             _require(value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
         _require(self.num_host_blocks >= 0, f"--num-host-blocks is {self.num_host_blocks}; it must be at least 0.")
         assert self.min_swap_tokens >= 1
+        assert self.num_speculative_tokens >= 0
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "

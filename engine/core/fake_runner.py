@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Fault, SequenceSlice, StepPlan, StepResult
+from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -45,7 +45,8 @@ class CostModel:
     def seconds(self, plan: StepPlan) -> float:
         """The simulated duration of a step."""
         context = sum(piece.start + piece.num_tokens for piece in plan.slices) if self.context_s else 0
-        return self.step_s + self.token_s * plan.num_tokens + self.context_s * context
+        num_tokens = plan.num_tokens + sum(plan.num_drafts.values())
+        return self.step_s + self.token_s * num_tokens + self.context_s * context
 
 
 # (all tokens read back, up to and including the drawn position's predecessor; seed) -> next token
@@ -72,7 +73,8 @@ class FakeRunner:
     """Answers plans for a vocabulary of `vocab_size` tokens.
 
     `choose` replaces the hash (it implies memory). `sleep` is called with each step's cost in seconds, if a cost
-    model is given. `fail` maps a slice to a sentence for requests that shall fail, or returns None.
+    model is given. `fail` maps a slice to a sentence for requests that shall fail, or returns None. Where a plan has room
+    for drafts it drafts what it is going to draw, and of these tokens a share of `acceptance` are right.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class FakeRunner:
         cost: CostModel | None = None,
         sleep: Callable[[float], None] | None = None,
         fail: Callable[[SequenceSlice], str | None] | None = None,
+        acceptance: float = 0.8,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_steps = 0
@@ -97,6 +100,7 @@ class FakeRunner:
         self._cost = cost
         self._sleep = sleep
         self._fail = fail
+        self._acceptance = acceptance
 
     def run(self, plan: StepPlan) -> FakeStep:
         """Compute a step; nothing of the plan is kept."""
@@ -106,6 +110,7 @@ class FakeRunner:
         logprobs: dict[int, TokenLogprob] = {}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         pooled: dict[int, Sequence[int]] = {}
+        drafted: dict[int, Drafted] = {}
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
         for index, piece in enumerate(plan.slices):
@@ -113,6 +118,8 @@ class FakeRunner:
             message = self._fail(piece) if self._fail is not None else None
             if message is not None:
                 errors[index] = Fault(message)
+            elif index in plan.num_drafts:
+                drafted[index] = self._draw_drafted(piece, history, plan.num_drafts[index])
             drawn = [self._draw(piece, history, sample.seed) for sample in piece.samples]
             for sample, token in zip(piece.samples, drawn, strict=True):
                 self._last_ids[sample.seat] = token
@@ -126,7 +133,7 @@ class FakeRunner:
                 states = [hidden_state(history[: piece.start + i + 1]) for i in piece.pooled_positions]
                 pooled[index] = [sum(column) for column in zip(*states, strict=True)]
         result.errors, result.logprobs = errors, logprobs
-        result.prompt_logprobs, result.pooled = prompt_logprobs, pooled
+        result.prompt_logprobs, result.pooled, result.drafted = prompt_logprobs, pooled, drafted
         return FakeStep(result, self._timer(plan))
 
     def use_idle_moment(self) -> bool:
@@ -171,6 +178,25 @@ class FakeRunner:
             self._pages[piece.block_table[position // size]][position % size] = token
         blocks = piece.block_table[: -(-stop // size)]
         return [token for block in blocks for token in self._pages[block]][:stop]
+
+    def _draw_drafted(self, piece: SequenceSlice, history: list[int], num_drafts: int) -> Drafted:
+        """Draft, write what was drafted behind the slice, and draw from what is read back at every position."""
+        seed, start, future = piece.samples[0].seed, piece.start, list(history)
+        drafts: list[int] = []
+        for ahead in range(num_drafts):
+            token = self._draw(piece._replace(start=start + ahead), future, seed)
+            is_right = mix(seed, start, ahead) % 1000 < 1000 * self._acceptance
+            drafts.append(token if is_right else (token + 1) % self.vocab_size)
+            future.append(drafts[-1])
+        rows = [piece._replace(start=start + ahead) for ahead in range(num_drafts + 1)]
+        read = self._write(piece._replace(tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
+        drawn = [self._draw(row, read[: row.start + 1], seed) for row in rows]
+        failed = (ahead for ahead, row in enumerate(rows) if self._fail is not None and self._fail(row) is not None)
+        drawn = drawn[: next(failed, len(rows))]  # whoever fails does so when it comes first in a step
+        token_ids = drawn[: count_agreeing(drawn, drafts)]
+        num_top = piece.params.logprobs
+        logprobs = None if num_top is None else tuple([self._logprob(token, num_top) for token in token_ids])
+        return Drafted(token_ids, num_drafts, logprobs)
 
     def _draw(self, piece: SequenceSlice, history: list[int], seed: int) -> int:
         if self._choose is not None:

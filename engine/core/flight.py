@@ -21,6 +21,7 @@ class Flight:
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
     arrivals: dict[Sequence, int] = field(default_factory=dict)  # who is swapped in, and the positions it had before
     host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
     step_id: int = -1

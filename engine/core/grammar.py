@@ -17,6 +17,14 @@ class Matcher(Protocol):
         """Take in a drawn token. Never raises: one that does not fit shows in `error()`, from then on."""
         ...
 
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of some tokens it would take in one after the other; it stays where it is."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Be where it was before the last `count` tokens, all of which it could take in."""
+        ...
+
     def is_complete(self) -> bool:
         """True once nothing but the end of the answer can follow."""
         ...

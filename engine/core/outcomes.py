@@ -6,14 +6,15 @@ Owned by the scheduler, engine thread.
 from __future__ import annotations
 
 from engine.core.departures import Departures
+from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight
 from engine.core.memory import Memory
-from engine.core.plan import Fault, StepResult
+from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
 from engine.core.sequence import NEVER, Sequence, Status
 from engine.core.stats import Stats
-from engine.core.types import FinishReason, TokenEvent, TokenLogprob
+from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 
 _DONE = Status.DONE  # looking a member up on its Enum costs 70 ns (Python 3.11), for every sequence at every step
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
@@ -23,16 +24,19 @@ _make = tuple.__new__
 class Outcomes:
     """Takes in the results of steps."""
 
-    __slots__ = ("_departures", "_memory", "_recorder", "_stats")
+    __slots__ = ("_departures", "_drafts", "_memory", "_recorder", "_stats")
 
-    def __init__(self, memory: Memory, departures: Departures, recorder: Recorder, stats: Stats) -> None:
+    def __init__(
+        self, memory: Memory, departures: Departures, recorder: Recorder, stats: Stats, drafts: DraftPlanner | None
+    ) -> None:
         self._memory, self._departures, self._recorder, self._stats = memory, departures, recorder, stats
+        self._drafts = drafts
 
     def take_in(self, flight: Flight, result: StepResult, now: float) -> list[TokenEvent]:
         """Every slice's outcome, in plan order."""
         events: list[TokenEvent] = []
         ids, logprobs, ended, cursor = result.token_ids, result.logprobs, result.ended, 0
-        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled}
+        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled, *result.drafted}
         for index, (piece, seq) in enumerate(zip(flight.slices, flight.owners, strict=True)):
             seq.num_in_flight -= 1
             seq.num_computed = piece.start + piece.num_tokens
@@ -50,7 +54,7 @@ class Outcomes:
     def _commit_special(
         self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
     ) -> None:
-        """A slice that failed, that forked, or that brings log probabilities or hidden states of its prompt."""
+        """A slice that failed, forked or had drafts, or that brings log probabilities or hidden states of its prompt."""
         seq = flight.owners[index]
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
         if index in result.pooled:
@@ -62,6 +66,8 @@ class Outcomes:
         if index in result.errors:
             for failed in drawing:
                 self._fail(failed, result.errors[index], now, events)
+        elif index in result.drafted:
+            self._accept_drafted(seq, flight.slices[index].start, result.drafted[index], now, events)
         elif flight.slices[index].samples:
             for place, drawer in enumerate(drawing, start=cursor):
                 is_end = place in result.ended
@@ -99,13 +105,57 @@ class Outcomes:
             if seq.num_computed >= seq.next_register or seq.is_leaving:
                 self._departures.settle(seq)
             return
+        self._finish(seq, (token,), logprobs, is_end, prompt, now, events)
+
+    def _accept_drafted(
+        self, seq: Sequence, start: int, drafted: Drafted, now: float, events: list[TokenEvent]
+    ) -> None:
+        """Append several tokens drawn in one step, up to one that ends the sequence. No plan in flight is behind it."""
+        if seq.status is _DONE:
+            self._departures.settle(seq)
+            return
+        assert self._drafts is not None
+        self._drafts.learn(seq, drafted)
+        drawn = drafted.token_ids
+        if not drawn:
+            seq.num_computed = seq.num_planned = start
+            return
+        num = next((count for count, token in enumerate(drawn, start=1) if token in seq.ending_ids), len(drawn))
+        token_ids = tuple(drawn[:num])
+        logprobs = None if drafted.logprobs is None else drafted.logprobs[:num]
+        seq.tokens += token_ids
+        seq.num_computed = seq.num_planned = start + num
+        gaps = self._recorder.gaps
+        gaps[seq.last_token_s] = gaps.get(seq.last_token_s, 0) + 1
+        if num > 1:
+            gaps[now] = gaps.get(now, 0) + num - 1  # they come together, as a client sees them come
+        seq.last_token_s = now
+        is_end = drafted.is_end and num == len(drawn)
+        if token_ids[-1] in seq.ending_ids or len(seq.tokens) == seq.max_total or is_end:
+            self._finish(seq, token_ids, logprobs, is_end, None, now, events)
+            return
+        events.append(TokenEvent(seq.request_id, seq.choice, token_ids, logprobs))
+        self._departures.settle(seq)
+
+    def _finish(
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] | None,
+        is_end: bool,
+        prompt: PromptInfo | None,
+        now: float,
+        events: list[TokenEvent],
+    ) -> None:
+        """The last of these tokens was the sequence's last."""
+        last = token_ids[-1]
         reason, stop_reason = FinishReason.LENGTH, None
-        if token in seq.ending_ids or is_end:
+        if last in seq.ending_ids or is_end:
             reason = FinishReason.STOP
-            stop_reason = token if token in seq.params.stop_token_ids - seq.params.eos_token_ids else None
+            stop_reason = last if last in seq.params.stop_token_ids - seq.params.eos_token_ids else None
         if seq.num_computed >= seq.next_register:
             self._memory.register(seq)
-        events += self._departures.end(seq, reason, now, (token,), logprobs, stop_reason, prompt)
+        events += self._departures.end(seq, reason, now, token_ids, logprobs, stop_reason, prompt)
         self._departures.settle(seq)
 
     def _accept_chunk(self, seq: Sequence, now: float, events: list[TokenEvent]) -> None:

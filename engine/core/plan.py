@@ -48,6 +48,7 @@ class SequenceSlice(NamedTuple):
     params: SamplingParams
     prompt_logprobs: int
     seq_id: int  # unique for the engine's life: tells a runner when a seat has changed hands
+    drafts: Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
 
     @property
     def pooled_positions(self) -> range:
@@ -64,6 +65,9 @@ class StepPlan(NamedTuple):
 
     Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
     then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.
+
+    `num_drafts`, by slice index, is how many positions behind the slice the runner may draft and compute as well: its
+    block table covers them. Whatever is written there and not confirmed by a draw is written again by a later step.
     """
 
     step_id: int
@@ -73,6 +77,7 @@ class StepPlan(NamedTuple):
     num_samples: int
     swap_out: Sequence[tuple[int, int]] = ()  # (physical block, host block)
     swap_in: Sequence[tuple[int, int]] = ()  # (host block, physical block)
+    num_drafts: Mapping[int, int] = {}
 
 
 class Fault(NamedTuple):
@@ -80,6 +85,26 @@ class Fault(NamedTuple):
 
     message: str
     cause: FailureCause = FailureCause.NOT_FINITE
+
+
+class Drafted(NamedTuple):
+    """What came of a slice's drafts: what would have been drawn one step after the other without them.
+
+    A draw is made behind every draft; they stand up to and with the first that differs from the draft in its place.
+    """
+
+    token_ids: Sequence[int]  # none if even the first draw failed: then the drafts may be why, and it is tried without
+    num_drafts: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    is_end: bool = False  # with the last of the tokens the sequence's grammar is complete
+
+
+def count_agreeing(drawn: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many draws, one before and one behind each draft, stand."""
+    for count, (token, draft) in enumerate(zip(drawn, drafts, strict=False), start=1):
+        if token != draft:
+            return count
+    return len(drawn)
 
 
 @dataclass(slots=True)
@@ -94,6 +119,8 @@ class StepResult:
         Whole numbers add up to the same whatever chunks a prompt was computed in.
     errors: by slice index: that sequence alone has failed and its sampled ids are void.
     ended: indices into token_ids: with this token the sequence's grammar is complete.
+    drafted: by slice index, of slices that had drafts: all that is to be known of their draws, the first of which is in
+        token_ids as well.
     """
 
     token_ids: list[int]
@@ -102,6 +129,7 @@ class StepResult:
     pooled: Mapping[int, Sequence[int]] = field(default_factory=dict)
     errors: Mapping[int, Fault] = field(default_factory=dict)
     ended: Collection[int] = ()
+    drafted: Mapping[int, Drafted] = field(default_factory=dict)
 
 
 class PendingStep(Protocol):

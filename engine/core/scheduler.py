@@ -16,6 +16,7 @@ from itertools import islice
 from engine.core.admission import check_request
 from engine.core.config import SchedulerConfig
 from engine.core.departures import Departures
+from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
 from engine.core.memory import Memory
@@ -53,7 +54,8 @@ class Scheduler:
         self._prompts = PromptPlanner(self._memory, self._roster)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
-        self._outcomes = Outcomes(self._memory, self._departures, self._recorder, self.stats)
+        self._drafts = DraftPlanner(config, self._memory, self.stats) if config.num_speculative_tokens else None
+        self._outcomes = Outcomes(self._memory, self._departures, self._recorder, self.stats, self._drafts)
         self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._next_step_id = 0
 
@@ -101,12 +103,15 @@ class Scheduler:
         if self._roster.is_fair:
             self._admit_first(now, flight)
         catching_up = self._plan_decodes(flight, limit)
-        budget = limit - len(flight.slices)
+        num_decodes = len(flight.slices)
+        budget = limit - num_decodes
         for seq in catching_up:
             budget -= self._prompts.plan_chunk(seq, budget, flight)
         budget = self._admit(budget, now, flight)
         if not flight.slices:
             return None
+        if self._drafts is not None:
+            self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
         flight.swap_out = self._swap.take_due()
         flight.step_id = self._next_step_id
         self._next_step_id += 1
@@ -115,7 +120,7 @@ class Scheduler:
         num_tokens = limit - budget
         num_samples = sum([len(piece.samples) for piece in flight.slices])
         moves = flight.copies, num_tokens, num_samples, flight.swap_out, flight.swap_in
-        return StepPlan(flight.step_id, flight.slices, *moves)
+        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
 
     def _plan_decodes(self, flight: Flight, limit: int) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
@@ -145,6 +150,7 @@ class Scheduler:
                 seq.params,
                 -1,
                 seq.seq_id,
+                (),
             )
             slices.append(_make(SequenceSlice, fields))
             owners.append(seq)

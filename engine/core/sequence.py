@@ -34,6 +34,7 @@ from engine.core.plan import POOLED_UNIT, Sample
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 
 NEVER = sys.maxsize
+FIRST_CHANCE = 0.6  # that a drafted token is right, of a sequence about which nothing is known
 
 
 class Status(Enum):
@@ -67,6 +68,7 @@ class Sequence:
         "account",
         "chain",
         "choice",
+        "draft_chance",
         "ending_ids",
         "first_scheduled_s",
         "first_token_s",
@@ -74,11 +76,14 @@ class Sequence:
         "is_forked",
         "is_leaving",
         "last_token_s",
+        "max_drafts",
         "max_total",
         "next_register",
+        "num_accepted",
         "num_cached",
         "num_charged",
         "num_computed",
+        "num_drafted",
         "num_in_flight",
         "num_planned",
         "num_preemptions",
@@ -147,6 +152,9 @@ class Sequence:
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         self.num_cached = 0
         self.num_preemptions = 0
+        self.draft_chance = FIRST_CHANCE  # that one more drafted token is right, as far as is known
+        self.max_drafts = NEVER  # no limit of its own
+        self.num_drafted = self.num_accepted = 0  # tokens
         self.first_scheduled_s = -1.0
         self.first_token_s = -1.0
         self.last_token_s = -1.0

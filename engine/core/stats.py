@@ -108,6 +108,10 @@ class Stats:
     out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
     yielded: int = 0  # preemptions for the sake of a tenant that held far less; counted in `preempted` too
     rejected: int = 0  # refused at the door, the queue being full
+    spec_drafts: int = 0  # times that tokens were drafted for a sequence
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0  # of these, those that were drawn
+    spec_accepted_at: list[int] = field(default_factory=lambda: [0])  # the same by their place in a draft
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
     failed: dict[FailureCause, int] = field(default_factory=lambda: dict.fromkeys(FailureCause, 0))
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))

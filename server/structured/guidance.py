@@ -28,6 +28,14 @@ class GuidanceMatcher:
         """Take in a drawn token; one that does not fit is in `error`."""
         self.inner.consume_token(token_id)
 
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these could follow."""
+        return 0 if self.inner.is_stopped() else self.inner.validate_tokens(list(token_ids))
+
+    def rollback(self, count: int) -> None:
+        """Undo the last tokens."""
+        self.inner.rollback(count)
+
     def is_complete(self) -> bool:
         """Whether only the end can follow."""
         return self.inner.is_stopped() and not self.inner.is_error()

@@ -33,6 +33,18 @@ class StepMatcher:
         if self.grammar.fails_at == len(self.tokens):
             self._error = "it broke"
 
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        trial = StepMatcher(self.grammar)
+        trial.tokens = list(self.tokens)
+        for count, token_id in enumerate(token_ids):
+            if trial.is_complete() or token_id not in trial.allowed() or self.grammar.fails_at == len(trial.tokens) + 1:
+                return count
+            trial.accept(token_id)
+        return len(token_ids)
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
     def is_complete(self) -> bool:
         return len(self.tokens) == self.grammar.length or END in self.tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from prometheus_client import Metric
@@ -21,9 +21,11 @@ from server.metrics import MAX_IGNORED_FIELDS, METRICS, VLLM_METRICS, Metrics
 NUM_REQUESTS = 5
 
 
+CONFIG = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+
+
 def started_engine() -> Engine:
-    config = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
-    return Engine(Scheduler(config), FakeRunner(config), vocab_size=512)
+    return Engine(Scheduler(CONFIG), FakeRunner(CONFIG), vocab_size=512)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,9 @@ SHOWN = {
     "quire_integrity_failures_total": "integrity_failures",
     "quire_out_of_memory_steps_total": "out_of_memory_steps",
     "quire_requests_rejected_total": "rejected",
+    "quire_spec_decode_num_drafts_total": "spec_drafts",
+    "quire_spec_decode_num_draft_tokens_total": "spec_draft_tokens",
+    "quire_spec_decode_num_accepted_tokens_total": "spec_accepted_tokens",
     "quire_time_to_first_token_seconds": "ttft_s",
     "quire_time_per_output_token_seconds": "tpot_s",
     "quire_inter_token_latency_seconds": "itl_s",
@@ -116,7 +121,7 @@ SHOWN = {
 LABELLED = {"finished", "failed", "aborted", "preempted", "swapped_blocks"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_held"}
-ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s"}
+ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
 
 
 def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
@@ -231,3 +236,22 @@ def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) ->
     assert requests == {"200": 1, "429": 1}
     seconds = {sample.name: sample.value for sample in families["quire_http_request_duration_seconds"].samples}
     assert seconds["quire_http_request_duration_seconds_sum"] == pytest.approx(0.201)
+
+
+def test_drafts_are_counted_by_their_place() -> None:
+    config = replace(CONFIG, num_speculative_tokens=3)
+    engine = Engine(Scheduler(config), FakeRunner(config, acceptance=1.0), vocab_size=512)
+    ended = threading.Event()
+    engine.start(lambda events: ended.set() if events[-1].finish_reason else None)
+    params = SamplingParams(max_tokens=9, temperature=0.0)  # one behind the prompt, and twice four
+    engine.submit(Request(request_id="r", prompt=(1, 2), params=params, arrival_s=engine.clock()))
+    assert ended.wait(10)
+    engine.stop(0.0)
+    families = scrape(Metrics(engine, "m", compat_vllm=True))
+    for prefix in ("quire_", "vllm:"):
+        found = [
+            value(families[f"{prefix}spec_decode_num_{name}"]) for name in ("drafts", "draft_tokens", "accepted_tokens")
+        ]
+        assert found == [2, 6, 6]
+        by_place = families[f"{prefix}spec_decode_num_accepted_tokens_per_pos"]
+        assert [value(by_place, position=str(place)) for place in range(3)] == [2, 2, 2]

@@ -138,7 +138,8 @@ class Driver:
     def check_plan(self, plan: StepPlan) -> None:
         """Budgets hold, and every position of a slice has a block."""
         settings = self.scheduler.config
-        assert 0 < plan.num_tokens == sum(piece.num_tokens for piece in plan.slices) <= settings.max_num_batched_tokens
+        assert 0 < plan.num_tokens == sum(piece.num_tokens for piece in plan.slices)
+        assert plan.num_tokens + sum(plan.num_drafts.values()) <= settings.max_num_batched_tokens
         assert plan.num_samples == sum(len(piece.samples) for piece in plan.slices)
         moved = [block for block, _ in plan.swap_out], [host for host, _ in plan.swap_in]
         assert all(
@@ -151,11 +152,13 @@ class Driver:
         assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
         kinds = {seq.is_background for seq in self.scheduler._flights[-1].owners}
         assert len(kinds) == 1, "a step is of the background or of all others"
-        for piece in plan.slices:
+        assert all(0 < num <= settings.num_speculative_tokens for num in plan.num_drafts.values())
+        for index, piece in enumerate(plan.slices):
             assert piece.num_tokens > 0
+            num_tokens = piece.num_tokens + plan.num_drafts.get(index, 0)
             peak = piece.num_prompt + max(piece.params.max_tokens - 1, 0)
-            assert piece.start + piece.num_tokens <= peak, "the last token is never fed back"
-            assert piece.start + piece.num_tokens <= len(piece.block_table) * settings.block_size
+            assert piece.start + num_tokens <= peak, "the last token is never fed back"
+            assert piece.start + num_tokens <= len(piece.block_table) * settings.block_size
             assert len(piece.tokens) >= piece.start + piece.num_tokens - 1
 
     def check_streams(self, aborted: set[str] = frozenset()) -> None:  # type: ignore[assignment]

@@ -29,8 +29,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         min_swap_tokens=st.sampled_from([1, 1, 9]),
+        num_speculative_tokens=st.sampled_from([0, 1, 4]),
     )
-    def start(self, depth: int, budget: int, caching: bool, **changes: int | str) -> None:
+    def start(self, depth: int, budget: int, caching: bool, num_speculative_tokens: int, **changes: int | str) -> None:
+        changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
         self.driver = Driver(
             config(max_num_batched_tokens=budget, enable_prefix_caching=caching, max_model_len=40, **changes),
             depth,

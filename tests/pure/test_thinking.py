@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import takewhile
 
 import pytest
 
@@ -21,6 +22,7 @@ class Spell:
 
     def __init__(self, *tokens: int) -> None:
         self.left = list(tokens)
+        self.taken: list[int] = []
         self.wrong: str | None = None
 
     def start(self) -> Matcher:
@@ -28,9 +30,17 @@ class Spell:
 
     def accept(self, token_id: int) -> None:
         if token_id == self.left[0]:
-            self.left.pop(0)
+            self.taken.append(self.left.pop(0))
         else:
             self.wrong = "no such word"
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        agreeing = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, self.left, strict=False))
+        return sum(1 for _ in agreeing)
+
+    def rollback(self, count: int) -> None:
+        self.left = self.taken[-count:] + self.left
+        del self.taken[-count:]
 
     def is_complete(self) -> bool:
         return not self.left
@@ -102,3 +112,23 @@ def test_matchers_of_different_grammars_share_a_batch() -> None:
     matchers = [made.start() for made in (first, second, third)]
     matchers[1].accept(CLOSE)
     assert allowed(first, *matchers) == [{CLOSE}, {3}, {4, OPEN}]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_tokens_are_foreseen_and_given_back(within: bool) -> None:
+    """However long a run is taken in at once, every matcher afterwards is where one is that never took it in."""
+    made = grammar(2, 3, 4, 5, within=within)
+    run = [*([] if within else [OPEN]), 1, 1, CLOSE, 3, 4, 5]
+    assert made.start().count_allowed([*run[:-1], 6]) == len(run) - 1
+    assert made.start().count_allowed([*run[: run.index(CLOSE)], 1]) == run.index(CLOSE)  # the budget is spent
+    for begin in range(len(run)):
+        for end in range(begin + 1, len(run) + 1):
+            matcher = made.start()
+            for token in run[:begin]:
+                matcher.accept(token)
+            assert matcher.count_allowed(run[begin:end]) == end - begin
+            for token in run[begin:end]:
+                matcher.accept(token)
+            matcher.rollback(end - begin)
+            assert allowed(made, matcher) == [walk(made, *run[:begin])[-1]]
+            assert matcher.count_allowed(run[begin:]) == len(run) - begin

@@ -114,7 +114,7 @@ class DecodeInputs:
     def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
         """What is sent of a slice. Its table counts as known only now: a step that found no memory to send what had grown
         is taken back and comes again."""
-        seat, tokens, _, position, _, table, samples, params, _, _ = piece
+        seat, tokens, _, position, _, table, samples, params, _, _, _ = piece
         at, offset = divmod(position, self._block_size)
         self._known[seat], self._lengths[seat] = table, at + 1
         return (

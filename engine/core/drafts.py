@@ -1,0 +1,71 @@
+"""Speculation as the scheduler sees it: how many positions beyond its next each sequence may have drafted in a step.
+
+The runner drafts the tokens and computes them in the same step, so that a plan has counts and no values here either.
+Drafts take what all others leave: of the token budget, and of the blocks, for which nobody is preempted. A sequence's
+acceptance is remembered, and fades while it drafts nothing, so that it tries again. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from engine.core.config import SchedulerConfig
+from engine.core.draft_costs import choose_lengths
+from engine.core.flight import Flight
+from engine.core.memory import Memory
+from engine.core.plan import Drafted
+from engine.core.sequence import FIRST_CHANCE, Sequence
+from engine.core.stats import Stats
+
+_MEMORY = 0.8  # weight of the past at each draft that was checked ...
+_FADING = 0.995  # ... and at each step without any
+
+
+class DraftPlanner:
+    """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
+
+    __slots__ = ("_config", "_costs", "_max_drafts", "_memory", "_stats")
+
+    def __init__(self, config: SchedulerConfig, memory: Memory, stats: Stats) -> None:
+        self._memory, self._stats = memory, stats
+        self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
+        stats.spec_accepted_at = [0] * self._max_drafts
+
+    def plan(self, flight: Flight, num_decodes: int, num_tokens: int, budget: int, num_reserved: int) -> None:
+        """Room for drafts in the first `num_decodes` slices of a step of `num_tokens`, of `budget` in all.
+
+        `num_reserved` blocks stay available for sequences that are about to grow.
+        """
+        owners = flight.owners[:num_decodes]
+        most = min(self._max_drafts, budget)
+        rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in owners]
+        lengths = choose_lengths([seq.draft_chance for seq in owners], rooms, num_tokens, self._costs)
+        for index, (seq, length) in enumerate(zip(owners, lengths, strict=True)):
+            num_drafts = min(length, budget)
+            while seq.writable_until < seq.num_planned + num_drafts:
+                if self._memory.pool.num_available <= num_reserved or not self._memory.make_writable(
+                    seq, flight.copies
+                ):
+                    num_drafts = seq.writable_until - seq.num_planned
+            if num_drafts > 0:
+                flight.num_drafts[index] = num_drafts
+                budget -= num_drafts
+            else:
+                seq.draft_chance = FIRST_CHANCE + (seq.draft_chance - FIRST_CHANCE) * _FADING
+
+    def learn(self, seq: Sequence, drafted: Drafted) -> None:
+        """Count what came of a sequence's drafts. Where nothing came at all, it goes on without."""
+        if not drafted.token_ids:
+            seq.max_drafts = 0
+            return
+        num_accepted, stats = len(drafted.token_ids) - 1, self._stats
+        stats.spec_drafts += 1
+        stats.spec_draft_tokens += drafted.num_drafts
+        stats.spec_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            stats.spec_accepted_at[position] += 1
+        seq.num_drafted += drafted.num_drafts
+        seq.num_accepted += num_accepted
+        num_checked = min(
+            num_accepted + 1, drafted.num_drafts
+        )  # nothing was learnt of those behind the first wrong one
+        weight = _MEMORY**num_checked
+        seq.draft_chance = weight * seq.draft_chance + (1 - weight) * num_accepted / num_checked
