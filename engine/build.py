@@ -15,6 +15,7 @@ import torch
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
+from engine.core.speculative_config import SpeculativeConfig
 from engine.core.swap_costs import min_swap_tokens
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
@@ -45,6 +46,8 @@ from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.speculation.costs import measure_draft_costs
+from engine.runtime.speculation.ngram import NgramDrafter
 from engine.runtime.swap import count_host_blocks, measure_costs
 
 Report = Callable[[Progress], None]
@@ -77,6 +80,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     model = load_model(config, device, dtype, report)
     _check_model_len(config, model)
     _share_threads(config.num_threads, model)
+    asked = config.speculative_config
+    speculative = None if asked is None else SpeculativeConfig.read(asked)
 
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
     bytes_per_block = block_bytes(model.attention_specs, config.block_size, kv_dtype)
@@ -108,11 +113,13 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cpu(runner, settings)
     if config.swap_space:
         settings = _open_swap_space(runner, config.swap_space, settings, bytes_per_block, device, report)
+    if speculative is not None:
+        settings = _speculate(runner, speculative, settings, captures, report)
     return Engine(
         Scheduler(settings),
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
-        depth=int(device.type == "cuda" if config.async_scheduling is None else config.async_scheduling),
+        depth=0 if speculative else _depth(config.async_scheduling, device),
         limits=QueueLimits(
             config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
             config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * config.block_size,
@@ -214,6 +221,24 @@ def _open_swap_space(
         return settings
     report(Progress("swap_space", f"{num_blocks} blocks, for sequences from {least} tokens: {rates}"))
     return replace(settings, num_host_blocks=num_blocks, min_swap_tokens=least)
+
+
+def _depth(asked: bool | None, device: torch.device) -> int:
+    """Steps that are launched before the last one's tokens are there."""
+    return int(device.type == "cuda" if asked is None else asked)
+
+
+def _speculate(
+    runner: ModelRunner, speculative: SpeculativeConfig, settings: SchedulerConfig, captures: bool, report: Report
+) -> SchedulerConfig:
+    """Have the runner draft, once it is known what that costs."""
+    drafter = NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+    num_drafts = speculative.num_speculative_tokens
+    costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
+    runner.speculate(drafter)
+    told = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in (costs.plain[0], costs.checking[-1]))
+    report(Progress("speculation", f"{speculative.method}, up to {num_drafts} tokens at once; a step takes {told}"))
+    return replace(settings, num_speculative_tokens=num_drafts, draft_costs=costs)
 
 
 def _make_runner(

@@ -65,6 +65,7 @@ def _none_if_auto(value: object) -> object:
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
+Json = Annotated[str | dict[str, Any] | None, NoDecode]  # the engine reads it
 Length = Annotated[int | None, BeforeValidator(_none_if_auto)]
 
 
@@ -183,6 +184,12 @@ class SchedulingSettings(BaseModel):
     )
     async_scheduling: bool | None = _setting(
         _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"
+    )
+    speculative_config: Json = _setting(
+        _ENGINE.speculative_config,
+        "JSON",
+        'draft tokens ahead, as {"method": "ngram"} from the text so far, or {"model": PATH} by a smaller model',
+        unset="off",
     )
     enforce_eager: bool = _setting(
         _ENGINE.enforce_eager, "", "on CUDA, launch decode steps kernel by kernel, without graphs"

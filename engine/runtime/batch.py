@@ -81,7 +81,7 @@ class BatchBuilder:
         widest = -(-config.max_model_len // config.block_size)
         self._block_size = config.block_size
         self._tables = _BlockTables(seqs, widest)
-        num_longs, num_ints = 3 * tokens + 3 * seqs, 2 * seqs + 1 + seqs * widest
+        num_longs, num_ints = 4 * tokens + 3 * seqs, 2 * seqs + 1 + seqs * widest  # with drafts, every token may draw
         pair = [(_Buffer(num_longs, torch.int64, device), _Buffer(num_ints, torch.int32, device)) for _ in range(2)]
         self._turns = cycle(pair)
 
@@ -125,10 +125,13 @@ class BatchBuilder:
         ids, positions, slots, sample_rows, carry_rows, carry_seats, starts, contexts = lists
         end, size = 0, self._block_size
         for piece in slices:
-            seat, tokens, _, start, num_tokens, table, samples, _, _, _ = piece
+            seat, tokens, _, start, num_tokens, table, samples, _, _, _, drafts = piece
             stop, end = start + num_tokens, end + num_tokens
             ids += tokens[start:stop]
-            if len(tokens) < stop:
+            if drafts:
+                ids += drafts
+                sample_rows += range(end - len(drafts) - 1, end - 1)  # and, as of any slice, from the last
+            elif len(tokens) < stop:
                 ids.append(0)
                 carry_rows.append(end - 1)
                 carry_seats.append(seat)

@@ -26,6 +26,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
+from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
 from engine.runtime.swap import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
@@ -56,7 +57,12 @@ class ModelStep:
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
     ) -> None:
-        self._owners = [index for index, piece in enumerate(plan.slices) for _ in piece.samples]
+        self._shapes = [Shape.of(piece) for piece in plan.slices] if plan.num_drafts else ()
+        self._owners = [
+            index
+            for index, piece in enumerate(plan.slices)
+            for _ in (range(len(piece.samples) + len(piece.drafts)) if piece.drafts else piece.samples)
+        ]
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
@@ -75,18 +81,19 @@ class ModelStep:
         if self._event is not None:
             self._event.synchronize()
         result = StepResult(token_ids=[])
-        errors: dict[int, Fault] = {}
+        faults: dict[int, Fault] = {}  # by row
         if self._sampled is not None:
             result.token_ids = self._sampled.ids.tolist()
             is_finite = self._sampled.is_finite.tolist()
             if self._sampled.constrained is not None:
                 outcome = self._sampled.constrained.settle()
                 result.ended = outcome.ended
-                errors = {self._owners[row]: _grammar_fault(error) for row, error in outcome.errors.items()}
-            errors |= {self._owners[row]: _NOT_FINITE for row, good in enumerate(is_finite) if not good}
+                faults = {row: _grammar_fault(error) for row, error in outcome.errors.items()}
+            faults |= {row: _NOT_FINITE for row, good in enumerate(is_finite) if not good}
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
+        errors = {} if self._shapes else {self._owners[row]: fault for row, fault in faults.items()}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         for scores in self._scores:
             entries = [
@@ -99,7 +106,7 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        return result
+        return fold(result, faults, self._shapes) if self._shapes else result
 
 
 class ModelRunner:
@@ -120,6 +127,7 @@ class ModelRunner:
         self._config = config
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
+        self._drafter: Drafter | None = None
 
     @torch.inference_mode()
     def capture(self, report: Callable[[Progress], None]) -> None:
@@ -129,6 +137,10 @@ class ModelRunner:
         graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
         graphs.capture(report)
         self._graphs = graphs
+
+    def speculate(self, drafter: Drafter) -> None:
+        """Draft where plans have room for it, from now on; steps are then to be taken one at a time."""
+        self._drafter = drafter
 
     def open_host_pool(self, num_blocks: int) -> HostPool:
         """Have blocks in main memory for what plans swap. Raises MemoryBudgetError."""
@@ -155,6 +167,8 @@ class ModelRunner:
             self._kv_cache.copy_blocks(plan.copies)
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
+        if self._drafter is not None:
+            plan = self._draft(self._drafter, plan)
         if self._graphs is not None and self._graphs.takes(plan):
             return self._send(plan, self._replay(self._graphs, plan), [], None)
         batch = self._batches.build(plan, self._last_ids)
@@ -177,6 +191,14 @@ class ModelRunner:
             sampled = self._sampler.sample(plan, logits, self._last_ids)
         return self._send(plan, sampled, scores, pooled)
 
+    def _draft(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
+        """The plan with what is drafted for it, up to the first token that a grammar forbids."""
+        found = drafter.draft(plan)
+        kept = {
+            index: drafts[: self._sampler.count_allowed(plan.slices[index], drafts)] for index, drafts in found.items()
+        }
+        return with_drafts(plan, {index: drafts for index, drafts in kept.items() if drafts})
+
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
         outputs = graphs.launch(plan)
@@ -193,6 +215,8 @@ class ModelRunner:
         """Let go of weights, pool and graphs."""
         self._graphs = None
         self.close_host_pool()
+        if self._drafter is not None:
+            self._drafter.close()
         del self._model, self._backend, self._kv_cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -207,3 +207,31 @@ def test_the_engine_answers_on_its_own_thread(folder: str, async_scheduling: boo
     assert num_tokens == {f"r{i}": 7 + i for i in range(6)}
     assert set(ends.values()) == {FinishReason.LENGTH}
     assert engine.health().error is None
+
+
+def answer(engine: Engine, request: Request) -> list[int]:
+    events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    engine.start(events.put)
+    engine.submit(request)
+    token_ids: list[int] = []
+    while True:
+        for event in events.get(timeout=60):
+            token_ids += event.token_ids
+            if event.finish_reason is not None:
+                engine.stop(0.0)
+                return token_ids
+
+
+def test_drafts_from_the_text_change_no_answer(folder: str) -> None:
+    report: list[Progress] = []
+    drafting = build(folder, report, speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    assert any(progress.stage == "speculation" and "ngram, up to 4 tokens" in progress.detail for progress in report)
+    assert drafting.config.num_speculative_tokens == 4
+    assert len(drafting.config.draft_costs.plain) >= 2
+    request = Request(
+        request_id="r", prompt=(1, 2, 3) * 5, params=SamplingParams(max_tokens=40, temperature=0.0), arrival_s=0.0
+    )
+    plain = build(folder)
+    assert drafting._depth == plain._depth == 0
+    assert answer(drafting, request) == answer(plain, request)
+    assert drafting.stats.spec_accepted_tokens > 0

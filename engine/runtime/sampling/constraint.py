@@ -5,7 +5,8 @@
 
 So masks are filled while the device computes, and only a batch that has constrained rows waits for the tokens of the
 step before, which by then are there or nearly so. A matcher is a function of its sequence's tokens: one that is lost (a
-preemption, a choice that forks off, a step that is taken back) is made again from them. Engine thread.
+preemption, a choice that forks off, a step that is taken back) is made again from them. A sequence with drafts has a
+row behind each: its matcher takes them in one by one for their masks, and gives them back. Engine thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ class Constrained(NamedTuple):
     seat: int
     piece: SequenceSlice
     grammar: Grammar
-    banned: frozenset[int]  # tokens not wanted, unless the grammar has nothing else
+    banned: frozenset[int] = frozenset()  # tokens not wanted, unless the grammar has nothing else
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer, before this row's."""
+        return self.piece.start + self.piece.num_tokens - self.piece.num_prompt
+
+    @property
+    def known(self) -> Sequence[int]:
+        """These tokens, but for the last where that is still being drawn."""
+        first = self.piece.num_prompt
+        return self.piece.tokens[first : first + self.num_tokens]
 
 
 @dataclass(slots=True)
@@ -50,6 +62,12 @@ class _Seat:
         self.matcher.accept(token_id)
         self.num_tokens += 1
         self.last = token_id
+
+    def give_back(self, count: int, last: int) -> None:
+        """Be where it was `count` tokens ago, when `last` was the last."""
+        self.matcher.rollback(count)
+        self.num_tokens -= count
+        self.last = last
 
 
 @dataclass(slots=True)
@@ -80,6 +98,8 @@ class ConstrainedStep:
     def _advance(self, ids: Sequence[int]) -> Outcome:
         outcome = Outcome(errors=dict(self._failed))
         for each, seat in self._rows:
+            if seat.num_tokens != each.num_tokens or not _agrees(seat, each.known, each.num_tokens):
+                continue  # it stands behind a draft that was wrong
             token_id = self.drawn[each.seat] = ids[each.row]
             if seat.matcher.error() is not None or seat.matcher.is_complete():
                 continue  # the token is void: its sequence has ended, or ends on the error
@@ -105,20 +125,30 @@ class Constraints:
             self._last.settle()
         step = None
         if rows:
-            seats = [self._catch_up(each) for each in rows]
-            masks = self._masks(rows, seats, logits.shape[1])
-            apply_masks(logits, [each.row for each in rows], masks)
-            step = ConstrainedStep(list(zip(rows, seats, strict=True)))
+            seats: dict[int, _Seat] = {}
+            for turn in _turns(rows):
+                seats.update((each.row, self._catch_up(each)) for each in turn)
+                masks = self._masks(turn, [seats[each.row] for each in turn], logits.shape[1])
+                apply_masks(logits, [each.row for each in turn], masks)
+            step = ConstrainedStep([(each, seats[each.row]) for each in rows])
+            for each in rows:
+                seat = seats[each.row]
+                if seat.num_tokens > each.num_tokens:  # by drafts, and this is the row before them
+                    seat.give_back(seat.num_tokens - each.num_tokens, each.known[-1] if each.num_tokens else -1)
         self._last = step
         return step
 
+    def count_allowed(self, each: Constrained, drafts: Sequence[int]) -> int:
+        """How many of the tokens that may follow a row's the grammar could take in one after the other."""
+        if self._last is not None:
+            self._last.settle()
+        return self._catch_up(each).matcher.count_allowed(drafts)
+
     def _catch_up(self, each: Constrained) -> _Seat:
         """The seat's matcher, with all tokens of the answer so far taken in."""
-        piece, seat = each.piece, self._seats.get(each.seat)
-        num_tokens = piece.start + piece.num_tokens - piece.num_prompt
-        known = piece.tokens[piece.num_prompt : piece.num_prompt + num_tokens]
-        if seat is None or seat.seq_id != piece.seq_id or not _agrees(seat, known, num_tokens):
-            seat = self._seats[each.seat] = _Seat(piece.seq_id, each.grammar.start())
+        seat, known, num_tokens = self._seats.get(each.seat), each.known, each.num_tokens
+        if seat is None or seat.seq_id != each.piece.seq_id or not _agrees(seat, known, num_tokens):
+            seat = self._seats[each.seat] = _Seat(each.piece.seq_id, each.grammar.start())
         for token_id in known[seat.num_tokens :]:
             seat.accept(token_id)
         if seat.num_tokens < num_tokens:  # drawn by the step before, and not yet committed
@@ -139,6 +169,19 @@ class Constraints:
             elif each.banned:
                 _forbid(mask, each.banned)
         return masks
+
+
+def _turns(rows: Sequence[Constrained]) -> list[list[Constrained]]:
+    """The first rows of all seats, then the second ones, behind their first drafts, and so on."""
+    turns: list[list[Constrained]] = []
+    num_before: dict[int, int] = {}
+    for each in rows:
+        turn = num_before.get(each.seat, 0)
+        num_before[each.seat] = turn + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(each)
+    return turns
 
 
 def _agrees(seat: _Seat, known: Sequence[int], num_tokens: int) -> bool:

@@ -45,6 +45,7 @@ class History:
         if stop > seat.ids.shape[0]:
             seat.ids = torch.cat([seat.ids, seat.ids.new_empty(stop)])  # at least doubles
         known = min(len(piece.tokens), stop)
+        seat.length = min(seat.length, piece.start)  # what was written from here on may have been drafts
         if seat.length < known:
             new = torch.tensor(piece.tokens[seat.length : known])
             seat.ids[seat.length : known].copy_(new, non_blocking=True)

@@ -23,6 +23,7 @@ from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Con
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
+from engine.runtime.speculation.base import one_by_one
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
@@ -57,7 +58,7 @@ class Sampler:
         self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
-        """Draw a token for every sample of the plan, in its order; logits [R, V] float32 are consumed.
+        """Draw a token for every sample and behind every draft, in plan order; logits [R, V] float32 are consumed.
 
         `last_ids` [seats] int64 is read for ids not yet known to the host, then holds the new ones.
         """
@@ -67,7 +68,7 @@ class Sampler:
 
         edited = [row for row in rows if _is_edited(row.piece)]
         penalties = None
-        if edited and uses_triton(logits):
+        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text a seat
             penalties = self._edit_in_triton(logits, edited, last_ids)
         elif edited:
             self._edit(logits, edited, last_ids)
@@ -81,6 +82,13 @@ class Sampler:
         most = max(row.params.logprobs or 0 for row in asking)
         logprobs = gather_logprobs(raw, ids[self._long(indices)], most)
         return Sampled(ids, is_finite, logprobs, indices, constrained)
+
+    def count_allowed(self, piece: SequenceSlice, drafts: Sequence[int]) -> int:
+        """How many of a slice's drafts its grammar, if it has one, could take in; all tokens before them are known."""
+        grammar = piece.params.grammar
+        if grammar is None:
+            return len(drafts)
+        return self._constraints.count_allowed(Constrained(0, piece.samples[0].seat, piece, grammar), drafts)
 
     def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
         """What changes the logits of single tokens, in place."""
@@ -128,7 +136,8 @@ class Sampler:
 
 
 def _rows(plan: StepPlan) -> list[_Row]:
-    pairs = [(piece, sample) for piece in plan.slices for sample in piece.samples]
+    slices = one_by_one(plan.slices) if plan.num_drafts else plan.slices
+    pairs = [(piece, sample) for piece in slices for sample in piece.samples]
     return [
         _Row(at, piece, sample, piece.params, piece.start + piece.num_tokens)
         for at, (piece, sample) in enumerate(pairs)

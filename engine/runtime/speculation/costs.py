@@ -1,0 +1,102 @@
+"""What drafts cost on this machine, timed at start over the pool that will serve. Whoever builds the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from engine.core.config import SchedulerConfig
+from engine.core.draft_costs import DraftCosts, lower_hull
+from engine.core.page_table import blocks_for
+from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.types import SamplingParams
+from engine.runtime.runner import ModelRunner
+from engine.runtime.speculation.base import Drafter, with_drafts
+
+_MIN_TIMES, _MAX_TIMES, _LONG_S = 3, 10, 0.05
+_ENOUGH = 4.0  # times the first: from there on it goes up in a straight line
+_MAX_ROWS = 256
+
+
+def measure_draft_costs(
+    runner: ModelRunner, drafter: Drafter, config: SchedulerConfig, num_drafts: int, *, captures: bool
+) -> DraftCosts:
+    """Time steps with and without drafts, of more and more rows, and the drafter. The runner must not speculate yet.
+
+    A row costs the same in both, unless a step without drafts `captures` becomes one graph.
+    """
+
+    def run(plan: StepPlan) -> None:
+        runner.run(plan).wait()
+
+    plain = list(_points(config, 0, run))
+    checking = list(_points(config, num_drafts, lambda plan: run(_drafted(plan))))
+    if not captures:
+        plain = checking = plain + checking
+    return DraftCosts(lower_hull(plain), lower_hull(checking or plain), tuple(_drafting(drafter, config, num_drafts)))
+
+
+def _points(config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None]) -> Iterator[tuple[int, float]]:
+    """(rows, seconds), until it is long enough."""
+    first = 0.0
+    for num_seqs in _numbers(config, num_drafts):
+        plan = _plan(config, num_seqs, num_drafts)
+        cost = _time(lambda plan=plan: run(plan))  # type: ignore[misc]
+        yield num_seqs * (1 + num_drafts), cost
+        first = first or cost
+        if cost > _ENOUGH * first:
+            break
+
+
+def _drafting(drafter: Drafter, config: SchedulerConfig, num_drafts: int) -> Iterator[tuple[int, float]]:
+    for num_seqs in _numbers(config, num_drafts):
+        plan = _plan(config, num_seqs, num_drafts)
+        yield num_seqs, _time(lambda plan=plan: drafter.draft(plan)) / num_drafts  # type: ignore[misc]
+
+
+def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
+    """Of sequences: 1, 2, 4 and so on, as far as a step and the pool have room for them."""
+    num_seqs, rows = 1, 1 + num_drafts
+    blocks = blocks_for(rows, config.block_size)
+    most_rows = min(_MAX_ROWS, config.max_num_batched_tokens)
+    while num_seqs <= min(config.max_num_seqs, config.num_blocks // blocks) and num_seqs * rows <= most_rows:
+        yield num_seqs
+        num_seqs *= 2
+
+
+def _plan(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
+    """Sequences of one token, with room for drafts."""
+    params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
+    blocks = blocks_for(1 + num_drafts, config.block_size)
+    slices = [
+        SequenceSlice(
+            seat=seat,
+            tokens=[0],
+            num_prompt=1,
+            start=0,
+            num_tokens=1,
+            block_table=list(range(seat * blocks, (seat + 1) * blocks)),
+            samples=(Sample(seat, 0),),
+            params=params,
+            prompt_logprobs=-1,
+            seq_id=-1 - seat,
+        )
+        for seat in range(num_seqs)
+    ]
+    room = dict.fromkeys(range(num_seqs), num_drafts) if num_drafts else {}
+    return StepPlan(0, slices, [], num_seqs, num_seqs, num_drafts=room)
+
+
+def _drafted(plan: StepPlan) -> StepPlan:
+    return with_drafts(plan, {index: [0] * num for index, num in plan.num_drafts.items()})
+
+
+def _time(compute: Callable[[], object]) -> float:
+    """The least of a few, after one that does not count; of more, where that takes no time."""
+    compute()
+    times: list[float] = []
+    while len(times) < _MIN_TIMES or (sum(times) < _LONG_S and len(times) < _MAX_TIMES):
+        begun = time.perf_counter()
+        compute()
+        times.append(time.perf_counter() - begun)
+    return min(times)
