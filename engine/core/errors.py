@@ -3,6 +3,9 @@
     QuireError
     ├── ClientError               the caller can mend it
     │   ├── InvalidRequestError   a value is out of range or contradicts another
+    │   │   └── AdapterLoadError  an adapter is damaged, of a kind that is not supported, or another model's
+    │   ├── AdapterNotFoundError  there is no such adapter
+    │   ├── AdapterConflictError  an adapter's name is taken, or there is no room for one more
     │   ├── ContextLengthError    prompt (+ max_tokens) does not fit the model's context
     │   └── NeverFitsError        the request can never fit this pool or this batch
     ├── OverloadedError           try again later: the queue is full; carries the wait in seconds
@@ -48,6 +51,18 @@ class ContextLengthError(ClientError):
 
 class NeverFitsError(ClientError):
     """The request needs more blocks or seats than the whole engine has, so waiting cannot help."""
+
+
+class AdapterLoadError(InvalidRequestError):
+    """An adapter is damaged, of a kind that is not supported, or another model's."""
+
+
+class AdapterNotFoundError(ClientError):
+    """There is no such adapter: no folder, or none of that name is loaded."""
+
+
+class AdapterConflictError(ClientError):
+    """The name is taken, or as many adapters are held as may be."""
 
 
 class OverloadedError(QuireError):

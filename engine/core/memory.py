@@ -29,7 +29,10 @@ class Memory:
 
     def chain_root(self, request: Request) -> bytes:
         """Where the request's digest chain starts; empty if nothing of it is to be cached."""
-        return chain_root(request.cache_salt) if self._caching else b""
+        if not self._caching:
+            return b""
+        adapter = request.params.adapter
+        return chain_root(request.cache_salt, b"" if adapter is None else adapter.digest)
 
     def claim(self, seq: Sequence, num_reserved: int) -> bool:
         """Take seats and every block that the known tokens need, cached ones first, leaving `num_reserved` available.

@@ -1,7 +1,7 @@
 """Finds KV blocks that already hold the beginning of a prompt.
 
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
-salt. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
+salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
 digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and by content
 because names must outlive the process once blocks move to slower tiers. Eviction is least recently used: the pool
 keeps unheld blocks in the order they were let go, tails before heads. Owned by the scheduler, engine thread.
@@ -16,9 +16,10 @@ from hashlib import blake2b
 from engine.core.block_pool import BlockPool
 
 
-def chain_root(salt: str) -> bytes:
-    """The digest that stands before a prompt's first block."""
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"quire.prefix").digest()
+def chain_root(salt: str, adapter: bytes = b"") -> bytes:
+    """The digest that stands before a prompt's first block; `adapter` is the digest of one that changes all K/V."""
+    text = salt.encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter).digest()
 
 
 def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from engine.core.adapter import Adapter
 from engine.core.errors import QuireError
 from engine.core.grammar import Grammar
 
@@ -48,7 +49,7 @@ class SamplingParams:
     `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
     `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` only what it
     allows is drawn, the rest of this within that; the sequence stops where the grammar is complete, eos_token_ids and
-    min_tokens or not.
+    min_tokens or not. An `adapter` changes the model itself, prompt included.
     """
 
     max_tokens: int
@@ -69,6 +70,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
     grammar: Grammar | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,10 @@ from engine.core.config import SchedulerConfig
 from engine.core.plan import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.stats import FailureCause
 from engine.core.types import Progress, SamplingParams, TokenLogprob
-from engine.runtime.attention.base import AttentionBackend, Batch, CausalLM
+from engine.runtime.attention.base import AdaptableLM, AttentionBackend, Batch, CausalLM
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.lora.adapter import group_rows
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
@@ -177,7 +178,7 @@ class ModelRunner:
         self._backend.prepare(batch)
         needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
         rows = None if needs_all else batch.sample_rows
-        hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
+        hidden = self._forward(plan, batch, rows)
         first_rows = _first_rows(batch)
         scores = [
             self._score(index, piece, first_row, hidden)
@@ -198,6 +199,13 @@ class ModelRunner:
             index: drafts[: self._sampler.count_allowed(plan.slices[index], drafts)] for index, drafts in found.items()
         }
         return with_drafts(plan, {index: drafts for index, drafts in kept.items() if drafts})
+
+    def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None) -> Tensor:
+        if all(piece.params.adapter is None for piece in plan.slices):
+            return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
+        assert isinstance(self._model, AdaptableLM), "no adapter is loaded for a model that takes none"
+        groups = group_rows(plan.slices, self._device)
+        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""

@@ -6,13 +6,14 @@ backend build its metadata once for all layers; the metadata is the backend's ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.native.decoder import PagedStep
 
 
@@ -158,4 +159,24 @@ class CausalLM(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+        ...
+
+
+@runtime_checkable
+class AdaptableLM(CausalLM, Protocol):
+    """One whose matrices adapters can change."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: LayerAttention,
+        rows: Tensor | None = None,
+        adapters: Sequence[AdapterRows] = (),
+    ) -> Tensor:
+        """The same, with what each adapter adds in its rows of the T; the bits of all others are as without."""
+        ...
+
+    def adapter_targets(self) -> Mapping[str, Target]:
+        """The matrices that can be changed, by the names that checkpoints have for them."""
         ...

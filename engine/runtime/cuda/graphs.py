@@ -77,9 +77,13 @@ class DecodeGraphs:
         report(Progress("cuda_graphs", "", len(self._sizes), len(self._sizes), "graphs"))
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether every sequence of the step has one token, from which one is drawn."""
+        """Whether every sequence of the step has one token, from which one is drawn, and no adapter."""
         return all(
-            piece.num_tokens == 1 and len(piece.samples) == 1 and piece.prompt_logprobs < 0 for piece in plan.slices
+            piece.num_tokens == 1
+            and len(piece.samples) == 1
+            and piece.prompt_logprobs < 0
+            and piece.params.adapter is None
+            for piece in plan.slices
         )
 
     def launch(self, plan: StepPlan) -> Outputs:

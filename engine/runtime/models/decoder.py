@@ -14,8 +14,9 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
+from engine.runtime.lora.adapter import AdapterRows, Place, Target, added
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
-from engine.runtime.models.layers import MLP, Angles, Attention, Maker, Named, NoNorm, RMSNorm
+from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm
 from engine.runtime.models.linear import Linear, Quantization
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import LayerParts, NativeDecoder
@@ -67,12 +68,19 @@ class DecoderLayer:
         places = [norm or NoNorm() for norm in norms]
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
 
-    def __call__(self, x: Tensor, delta: Tensor | None, angles: Angles | None, attention: LayerAttention) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        angles: Angles | None,
+        attention: LayerAttention,
+        adapters: LayerAdapters | None,
+    ) -> Tensor:
         """Add what the layer before has left, `delta`, to the residual stream x [T, hidden], in place, and go on from
         there; returns what this one leaves. A sum and the norm of it are one pass over memory where they can be."""
         normed = self._before_attention.add(x, delta, self._scale)
-        attended = self._after_attention(self._attention(normed, angles, attention))
-        return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale)))
+        attended = self._after_attention(self._attention(normed, angles, attention, adapters))
+        return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale), adapters))
 
     def tensors(self) -> Named:
         for name, norm in self._norms.items():
@@ -83,9 +91,18 @@ class DecoderLayer:
             yield f"mlp.{name}", tensor
 
     def keepers(self) -> Iterator[tuple[str, Keep]]:
-        for part, matrices in (("self_attn", self._attention.matrices()), ("mlp", self._mlp.matrices())):
-            for matrix in matrices:
-                yield from ((f"{part}.{name}", keep) for name, keep in matrix.keepers())
+        for part, matrix in self._matrices():
+            yield from ((f"{part}.{name}", keep) for name, keep in matrix.keepers())
+
+    def adapter_targets(self, index: int) -> Iterator[tuple[str, Target]]:
+        for place, (part, matrix) in zip(Place, self._matrices(), strict=True):
+            for name, first_row, num_rows in matrix.parts():
+                yield f"{part}.{name}", Target(index, place, first_row, num_rows, matrix.linear.shape)
+
+    def _matrices(self) -> Iterator[tuple[str, Matrix]]:
+        """All of them, in the order of Place."""
+        yield from (("self_attn", matrix) for matrix in self._attention.matrices())
+        yield from (("mlp", matrix) for matrix in self._mlp.matrices())
 
     def finish(self) -> None:
         self._attention.finish()
@@ -156,17 +173,25 @@ class Decoder:
         """Whether the native library does the products."""
         return self._head.is_native
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: LayerAttention,
+        rows: Tensor | None = None,
+        adapters: Sequence[AdapterRows] = (),
+    ) -> Tensor:
         """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
         if self._native is not None and attention.paged_step is not None:
-            return self._native.forward(ids, positions, attention.paged_step, rows)
+            return self._native.forward(ids, positions, attention.paged_step, rows, adapters)
         x = self._embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         delta: Tensor | None = None
-        for layer, rope in zip(self._layers, self._rope_of, strict=True):
-            delta = layer(x, delta, angles[rope], attention)
+        for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
+            own = partial(added, adapters, index) if adapters else None
+            delta = layer(x, delta, angles[rope], attention, own)
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
         return self._norm.add(x, delta, self._config.residual_multiplier)
@@ -197,6 +222,11 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             named.update((f"model.layers.{index}.{name}", keep) for name, keep in layer.keepers())
         return named
+
+    def adapter_targets(self) -> dict[str, Target]:
+        """What adapters can change, under checkpoint names."""
+        layers = enumerate(self._layers)
+        return {f"model.layers.{i}.{name}": target for i, layer in layers for name, target in layer.adapter_targets(i)}
 
     def finish(self) -> None:
         """Fold and pack what was loaded; views from `tensors` are dead afterwards.

@@ -17,14 +17,18 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.base import LayerAttention, Rotation
+from engine.runtime.lora.adapter import Place
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
 from engine.runtime.models.linear import FP8_MULTIPLE, Linear, Quantization
 from engine.runtime.models.ops import add_rms_norm
 from engine.runtime.models.rope import rotate
+from engine.runtime.native.ops import Added
 from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]
 Angles = tuple[Tensor, Tensor]
+# What a step's adapters add to the product of x with a matrix of one layer.
+LayerAdapters = Callable[[Place, Tensor], Added | None]
 
 
 class Maker(NamedTuple):
@@ -54,18 +58,19 @@ class Matrix(NamedTuple):
 
     def tensors(self) -> Named:
         """The parts, as views to be filled."""
-        for name, first_row, num_rows in self._parts():
+        for name, first_row, num_rows in self.parts():
             yield f"{name}.weight", self.linear.weight.narrow(0, first_row, num_rows)
             if self.linear.bias is not None:
                 yield f"{name}.bias", self.linear.bias.narrow(0, first_row, num_rows)
 
     def keepers(self) -> Iterator[tuple[str, Keep]]:
         """Where the parts go that stay as their file has them."""
-        for name, first_row, _ in self._parts():
+        for name, first_row, _ in self.parts():
             yield f"{name}.weight", partial(self.linear.keep, first_row)
 
-    def _parts(self) -> Iterator[tuple[str, int, int]]:
-        rows = self.rows if len(self.names) > 1 else [len(self.linear.weight)]
+    def parts(self) -> Iterator[tuple[str, int, int]]:
+        """Name, first row and number of rows of each."""
+        rows = self.rows if len(self.names) > 1 else self.linear.shape[:1]
         yield from zip(self.names, accumulate(rows, initial=0), rows, strict=False)
 
 
@@ -152,6 +157,10 @@ class FullNorm:
         return torch.cat((self.q(flat[:, :split]), self.k(flat[:, split:])), 1).view(qk.shape)
 
 
+def _added(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Added | None:
+    return None if adapters is None else adapters(place, x)
+
+
 _QK_NORMS: Mapping[QKNorm, Callable[[ModelConfig, Maker], HeadNorm | FullNorm]] = {
     QKNorm.HEAD: HeadNorm,
     QKNorm.FULL: FullNorm,
@@ -175,22 +184,27 @@ class Attention:
         self.o = make.linear(width, config.hidden_size, bias=config.o_bias)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
 
-    def __call__(self, x: Tensor, angles: Angles | None, attention: LayerAttention) -> Tensor:
+    def __call__(
+        self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
+    ) -> Tensor:
         """x [T, hidden]; `angles` from Rotary, None for a layer without positions.
 
         What `attention` gets are views into wider rows: a token's heads lie together, tokens do not.
         """
-        qkv = self.qkv(x).view(self._shape)
+        qkv = self.qkv(x, _added(adapters, Place.QKV, x)).view(self._shape)
         if attention.from_projected is not None:
             out = attention.from_projected(self._index, self._norm_whole(qkv), self._rotation(angles))
-            return self.o(out.flatten(1))
+            return self._project(out.flatten(1), adapters)
         qk = qkv[:, : self._heads]
         if self._norm is not None:
             qk = self._norm(qk)
         if angles is not None:
             qk = rotate(qk, *angles)
         out = attention(self._index, qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :])
-        return self.o(out.flatten(1))
+        return self._project(out.flatten(1), adapters)
+
+    def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
+        return self.o(x, _added(adapters, Place.O, x))
 
     def _norm_whole(self, qkv: Tensor) -> Tensor:
         """Norms that a Rotation does not know, in place."""
@@ -242,8 +256,9 @@ class MLP:
         )
         self.down = make.linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
+        inner = self.gate_up(x, _added(adapters, Place.GATE_UP, x))
+        return self.down(inner, _added(adapters, Place.DOWN, inner))
 
     def tensors(self) -> Named:
         for matrix in self.matrices():

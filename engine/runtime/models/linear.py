@@ -27,8 +27,9 @@ from torch import Tensor
 
 from engine.runtime.models.config import Activation
 from engine.runtime.models.ops import act_mul
+from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import PackedLinear
+from engine.runtime.native.ops import Added, PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
 from engine.runtime.weights.checkpoint import StoredTensor
 
@@ -59,7 +60,7 @@ class Linear:
     With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
     """
 
-    __slots__ = ("_activation", "_fp8", "_kept", "_kernel", "_quantization", "bias", "weight")
+    __slots__ = ("_activation", "_fp8", "_kept", "_kernel", "_quantization", "bias", "shape", "weight")
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Linear:
     ) -> None:
         self.weight = weight
         self.bias = bias
+        self.shape = (weight.shape[0], weight.shape[1])  # which is known of a packed weight too
         self._quantization = quantization
         self._activation = activation
         self._kept: dict[int, StoredTensor] = {}
@@ -79,12 +81,17 @@ class Linear:
         if weight.dtype == torch.float8_e4m3fn:
             from engine.runtime.cuda.fp8_linear import Fp8Linear  # imports Triton, which CPUs go without
 
-            fp8 = self._fp8 = Fp8Linear(weight, bias)
-            self._kernel = lambda x: self._activated(fp8(x))
+            self._kernel = self._fp8 = Fp8Linear(weight, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs], half as many with an activation."""
-        return self._kernel(x)
+    def __call__(self, x: Tensor, added: Added | None = None) -> Tensor:
+        """x [T, inputs] -> [T, outputs], half as many with an activation; what is `added` joins before that."""
+        if isinstance(self._kernel, _NATIVE):
+            return self._kernel(x, added=added)
+        y = self._kernel(x)
+        if added is not None:
+            rows, values = added
+            y.index_copy_(0, rows, (y.index_select(0, rows).float() + values).to(y.dtype))
+        return y if self._activation is None else act_mul(y, self._activation)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The product in float32; where the native library makes it, its sums have not been rounded in between."""
@@ -104,8 +111,11 @@ class Linear:
         else:
             self._kept[first_row] = stored
 
-    def pack(self) -> None:
-        """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did."""
+    def pack(self, arena: Arena | None = None) -> None:
+        """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did.
+
+        One of its own type goes to `arena`, if one is given.
+        """
         if self.weight.device.type != "cpu" or self._fp8 is not None:
             return
         library, code = native(), _CODES[self._activation]
@@ -117,10 +127,10 @@ class Linear:
         elif library and self._quantization is Quantization.INT8:
             self._kernel = QuantisedLinear.int8(library, self.weight, self.bias, code)
         elif library and PackedLinear.fits(self.weight):
-            self._kernel = PackedLinear(library, self.weight, self.bias, code)
+            self._kernel = PackedLinear(library, self.weight, self.bias, code, arena)
         elif _prepacking_works(self.weight.dtype):
             packed, bias = torch.ops.mkldnn._reorder_linear_weight(self.weight, None), self.bias  # noqa: SLF001 - probed
-            self._kernel = lambda x: self._activated(_prepacked_linear(x, packed, bias))
+            self._kernel = lambda x: _prepacked_linear(x, packed, bias)
         else:
             return
         self.weight = self.weight.new_empty(0)
@@ -145,10 +155,7 @@ class Linear:
         return []
 
     def _plain(self, x: Tensor) -> Tensor:
-        return self._activated(F.linear(x, self.weight, self.bias))
-
-    def _activated(self, y: Tensor) -> Tensor:
-        return y if self._activation is None else act_mul(y, self._activation)
+        return F.linear(x, self.weight, self.bias)
 
 
 def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Memory for packed weights: large chunks on huge pages, which the machine then reads as one stream.
 
 Matrices lie one behind the other in the order they are packed, which is the order a step reads them in. A chunk lives as
-long as a tensor in it. Start-up thread.
+long as a tensor in it. Start-up thread; an adapter that is loaded later has an arena of its own, and its loader's thread.
 """
 
 from __future__ import annotations

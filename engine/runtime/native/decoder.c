@@ -13,6 +13,8 @@ struct workspace {
     float *cos, *sin;                             /* [rotaries][T, dim], the sign of the negated half inside sin */
     float *kept_stream;                           /* [num_rows, hidden], of the last layer */
     char *kept_attended;                          /* likewise */
+    struct adapter_rows adapters;                 /* without adapters these are not there, ... */
+    char *normed;                                 /* ... and what a norm gives for qkv and gate_up is packed at once */
 };
 
 static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
@@ -38,6 +40,19 @@ static size_t packed_bytes(const struct decoder *d, int64_t rows) {
     return most;
 }
 
+/* Inputs or outputs, of the matrix that has most. */
+static int64_t widest(const struct decoder *d) {
+    int64_t most = d->hidden;
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        const struct linear *all[] = {&d->layers[i].qkv, &d->layers[i].o, &d->layers[i].gate_up, &d->layers[i].down};
+        for (int j = 0; j < 4; j++) {
+            if (all[j]->n > most) most = all[j]->n;
+            if (all[j]->k > most) most = all[j]->k;
+        }
+    }
+    return most;
+}
+
 static size_t lay_out(const struct forward_args *f, char *base, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t tokens = f->num_tokens > f->num_rows ? f->num_tokens : f->num_rows, angles = 0;
@@ -53,6 +68,12 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->sin = carve(base, &used, tokens * angles, sizeof(float));
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
     w->kept_attended = carve(base, &used, f->num_rows * d->num_heads * d->head_dim, size);
+    w->normed = NULL;
+    if (f->adapters.num) {
+        w->normed = carve(base, &used, tokens * d->hidden, size);
+        used += adapter_rows_lay_out(&w->adapters, &f->adapters, d->num_layers, tokens, widest(d), size,
+                                     base ? base + used : NULL);
+    }
     return used;
 }
 
@@ -72,10 +93,17 @@ static void fill_angles(const struct forward_args *f, struct workspace *w) {
     }
 }
 
-/* y = x . weight; without x, of the rows that are packed already. */
-static int32_t linear(const struct linear *weight, const void *x, struct workspace *w, void *y, int64_t rows,
-                      int32_t y_dtype) {
-    struct gemm_args args = {*weight, x, w->rows, y, rows, weight->k, num_columns_of(weight), y_dtype};
+/* y = x . weight, which is matrix `place` of layer `layer`; without x, of the rows that are packed already. */
+static int32_t linear(const struct forward_args *f, int64_t layer, enum place place, const void *x,
+                      struct workspace *w, void *y, int64_t rows, int32_t y_dtype) {
+    const struct layer *at = &f->decoder->layers[layer];
+    const struct linear *all[NUM_PLACES] = {&at->qkv, &at->o, &at->gate_up, &at->down}, *weight = all[place];
+    struct gemm_args args = {*weight, x, w->rows, y, rows, weight->k, num_columns_of(weight), y_dtype, NULL};
+    if (f->adapters.num) {
+        int32_t status = adapter_rows_multiply(&w->adapters, layer, place, x, weight->n, f->decoder->dtype);
+        if (status) return status;
+        args.addends = w->adapters.addends;
+    }
     return quire_gemm(&args);
 }
 
@@ -122,14 +150,15 @@ static void rotate(const struct forward_args *f, const struct layer *layer, stru
     quire_rope(&args);
 }
 
-/* Queries, keys and values of the packed rows; keys and values into the pool; the heads' results into w->attended. */
-static int32_t attention(const struct forward_args *f, const struct layer *layer, struct workspace *w) {
+/* Queries, keys and values of the normed rows; keys and values into the pool; the heads' results into w->attended. */
+static int32_t attention(const struct forward_args *f, int64_t index, struct workspace *w) {
     const struct decoder *d = f->decoder;
+    const struct layer *layer = &d->layers[index];
     size_t size = size_of(d->dtype);
     int64_t q_width = d->num_heads * d->head_dim, kv_width = d->num_kv_heads * d->head_dim;
     int64_t stride = q_width + 2 * kv_width;
     char *k = w->qkv + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
-    int32_t status = linear(&layer->qkv, NULL, w, w->qkv, f->num_tokens, d->dtype);
+    int32_t status = linear(f, index, PLACE_QKV, w->normed, w, w->qkv, f->num_tokens, d->dtype);
     if (status) return status;
     if (d->qk_norm == QK_NORM_FULL) {
         norm_whole(d, layer->q, w->qkv, q_width, stride, f->num_tokens);
@@ -157,10 +186,11 @@ static void keep_rows(const struct forward_args *f, struct workspace *w) {
         memcpy(w->kept_attended + i * attended, w->attended + row * attended, attended);
     }
     w->stream = w->kept_stream, w->attended = w->kept_attended;
+    if (f->adapters.num) adapter_rows_sort(&w->adapters, f->rows, f->num_rows);
 }
 
 /* What a part of the layer has put into w->delta joins the stream (normed first, where the family does), and what comes
- * next is made, the norm `before` it of the stream: rows packed for the matrix `next`, or the result of all in `out`. */
+ * next is made, the norm `before` it of the stream: in `out`, or without that as rows packed for the matrix `next`. */
 static void join(const struct decoder *d, struct norm after, struct norm before, struct workspace *w,
                  const struct linear *next, void *out, int64_t rows) {
     if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, w);
@@ -170,23 +200,24 @@ static void join(const struct decoder *d, struct norm after, struct norm before,
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
-    add_norm(d, d->layers[0].before_attention, w->stream, NULL, NULL, d->dtype, rows, &d->layers[0].qkv, w);
+    if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, rows);
+    add_norm(d, d->layers[0].before_attention, w->stream, NULL, w->normed, d->dtype, rows, &d->layers[0].qkv, w);
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         int is_last = i + 1 == d->num_layers;
-        int32_t status = attention(f, layer, w);
+        int32_t status = attention(f, i, w);
         if (status) return status;
         if (is_last && f->num_rows == 0) return QUIRE_OK; /* a prompt's chunk: keys and values were all it was for */
         if (is_last && f->rows) {
             keep_rows(f, w);
             rows = f->num_rows;
         }
-        if ((status = linear(&layer->o, w->attended, w, w->delta, rows, DT_F32))) return status;
-        join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, NULL, rows);
-        if ((status = linear(&layer->gate_up, NULL, w, w->mlp, rows, d->dtype))) return status;
-        if ((status = linear(&layer->down, w->mlp, w, w->delta, rows, DT_F32))) return status;
+        if ((status = linear(f, i, PLACE_O, w->attended, w, w->delta, rows, DT_F32))) return status;
+        join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, w->normed, rows);
+        if ((status = linear(f, i, PLACE_GATE_UP, w->normed, w, w->mlp, rows, d->dtype))) return status;
+        if ((status = linear(f, i, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32))) return status;
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
-             is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : NULL, rows);
+             is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }
     return QUIRE_OK;
 }

@@ -3,7 +3,7 @@
 #ifndef QUIRE_DECODER_H
 #define QUIRE_DECODER_H
 
-#include "quire_cpu.h"
+#include "lora.h"
 
 enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 };
 
@@ -47,6 +47,7 @@ struct forward_args {
     const int64_t *rows;              /* [num_rows]; NULL: all */
     void *hidden;                     /* [num_rows, hidden] */
     int64_t num_tokens, num_rows;
+    struct adapters adapters; /* of the tokens */
 };
 
 #endif

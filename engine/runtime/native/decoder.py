@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.runtime.lora.adapter import AdapterRows, NativeAdapters
 from engine.runtime.native.library import (
     DTYPES,
     AttendArgs,
@@ -80,7 +81,9 @@ class NativeDecoder:
         description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
         description.is_embedding_packed, description.norm = is_packed, _norm(norm)
 
-    def forward(self, ids: Tensor, positions: Tensor, step: PagedStep, rows: Tensor | None) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, step: PagedStep, rows: Tensor | None, adapters: Sequence[AdapterRows]
+    ) -> Tensor:
         """ids, positions [T] int64 -> normed hidden states of `rows` [R] int64, or of all, [R, hidden]."""
         if self._bound is not step:
             self._bind(step)
@@ -90,6 +93,9 @@ class NativeDecoder:
             addressof(self._decoder), addressof(step.store), addressof(step.attend), ids.data_ptr(),
             positions.data_ptr(), None if rows is None else rows.data_ptr(), hidden.data_ptr(), len(ids), num_rows,
         )  # fmt: skip
+        if adapters:
+            described = NativeAdapters(adapters, len(ids))
+            args.adapters = described.args
         self._library.forward(args)
         return hidden
 

@@ -121,7 +121,7 @@ INLINE vf activate(vf x, enum activation activation) {
     return 0.5f * x * (1.f + erf_lanes(x * 0.707106781f));
 }
 
-/* Sums of some rows and one panel, plus bias, perhaps activated, rounded into y. */
+/* Sums of some rows and one panel, plus bias and addends, perhaps activated, rounded into y. */
 INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
                            int64_t panel, enum dtype y_dtype) {
     int64_t most = panel_columns_of(&a->w), first = panel * most, rest = num_columns_of(&a->w) - first;
@@ -130,13 +130,18 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
     up_bias.at += (size_t)(a->w.n / 2);
     for (int64_t r = 0; r < num_rows; r++) {
         const float *from = sums + r * PANEL;
+        const float *addend = a->addends ? a->addends[first_row + r] : NULL;
         struct view y = {gemm_target(a, first_row + r, panel), 0, y_dtype};
+        struct view more = {(void *)addend, (size_t)first, DT_F32}, up_more = more;
+        up_more.at += (size_t)(a->w.n / 2);
         for (int64_t i = 0; i < num_columns; i += W) {
             vf sum = load_f(from + i);
             if (a->w.bias) sum += get(bias, i, num_columns);
+            if (addend) sum += get(more, i, num_columns);
             if (a->w.activation) {
                 vf up = load_f(from + PANEL / 2 + i);
                 if (a->w.bias) up += get(up_bias, i, num_columns);
+                if (addend) up += get(up_more, i, num_columns);
                 sum = activate(sum, (enum activation)a->w.activation) * up;
             }
             put(y, i, num_columns, sum);

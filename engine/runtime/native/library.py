@@ -109,7 +109,10 @@ class QuantSource(Structure):
 class GemmArgs(Structure):
     """y = x w^T + bias."""
 
-    _fields_ = [("w", LinearArgs), *_fields(x__rows__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32)]
+    _fields_ = [
+        ("w", LinearArgs),
+        *_fields(x__rows__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32, addends=c_void_p),
+    ]
 
 
 class NormArgs(Structure):
@@ -174,10 +177,32 @@ class DecoderArgs(Structure):
     ]
 
 
+class LowRankArgs(Structure):
+    """Two thin matrices, one after the other; without a first one, nothing."""
+
+    _fields_ = _fields(down__up=LinearArgs)
+
+
+class AdapterLayerArgs(Structure):
+    """What an adapter adds to a layer's products."""
+
+    _fields_ = _fields(qkv__o__gate_up__down=LowRankArgs)
+
+
+class AdaptersArgs(Structure):
+    """The adapters of a step, and which of them each row has."""
+
+    _fields_ = _fields(layers__of_rows=c_void_p, num=c_int64)
+
+
 class ForwardArgs(Structure):
     """A step of a decoder."""
 
-    _fields_ = _fields(decoder__store__attend__ids__positions__rows__hidden=c_void_p, num_tokens__num_rows=c_int64)
+    _fields_ = _fields(
+        decoder__store__attend__ids__positions__rows__hidden=c_void_p,
+        num_tokens__num_rows=c_int64,
+        adapters=AdaptersArgs,
+    )
 
 
 # How one row is drawn: top_p, temperature, lowest_score, top_k, seed, position. Packed, not a Structure: there is one for

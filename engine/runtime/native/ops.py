@@ -6,10 +6,13 @@ type the library does not know, go through torch. Engine thread.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import (
     DTYPES,
     EmbedArgs,
@@ -93,8 +96,15 @@ class PackedLinear:
 
     __slots__ = ("_bias", "_library", "_packed", "args")
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, activation: int = 0) -> None:
-        """`weight` [outputs, inputs], one that `fits`; it is copied and can be let go.
+    def __init__(
+        self,
+        library: Library,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: int = 0,
+        arena: Arena | None = None,
+    ) -> None:
+        """`weight` [outputs, inputs], one that `fits`; it is copied, to `arena` or where all weights are, and can be let go.
 
         With an activation (a code of quire_cpu.h) it is gates and then ups, and y = activation(gates) * ups.
         """
@@ -102,7 +112,8 @@ class PackedLinear:
         assert self.fits(weight)
         assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
         self._library, self._bias, kind = library, bias, _FORMATS[weight.dtype]
-        self._packed = library.weights.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
+        memory = library.weights if arena is None else arena
+        self._packed = memory.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
         bias_at, dtype = None if bias is None else bias.data_ptr(), DTYPES[weight.dtype]
         self.args = LinearArgs(self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, kind, dtype, activation)
         library.gemm_pack(weight.data_ptr(), self.args)
@@ -120,19 +131,38 @@ class PackedLinear:
         self._library.embed(args)
         return out.to(self._packed.dtype)
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, added: Added | None = None) -> Tensor:
         """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""
         assert x.dtype is self._packed.dtype
-        return multiply(self._library, self.args, x, dtype)
+        return multiply(self._library, self.args, x, dtype, added)
 
 
-def multiply(library: Library, linear: LinearArgs, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+class Added(NamedTuple):
+    """What joins the sums of some rows of a product, before its activation: float32 values [R, outputs], rows [R] int64."""
+
+    rows: Tensor
+    values: Tensor
+
+
+def multiply(
+    library: Library, linear: LinearArgs, x: Tensor, dtype: torch.dtype | None = None, added: Added | None = None
+) -> Tensor:
     """x [T, inputs], contiguous and of the linear's type -> [T, columns] in `dtype`, that type or float32."""
     assert x.is_contiguous()
     assert x.shape[1] == linear.k
     y = torch.empty(x.shape[0], linear.num_columns, dtype=dtype or x.dtype)
     args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
     args.y_dtype = DTYPES[y.dtype]
+    if added is None:
+        library.gemm(args)
+        return y
+    rows, values = added
+    assert values.dtype is torch.float32
+    assert values.is_contiguous()
+    assert values.shape == (len(rows), linear.n)
+    addends = torch.zeros(len(x), dtype=torch.int64)  # an address for each row
+    addends[rows] = values.data_ptr() + torch.arange(len(rows)) * (values.stride(0) * values.itemsize)
+    args.addends = addends.data_ptr()
     library.gemm(args)
     return y
 

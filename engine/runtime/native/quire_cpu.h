@@ -138,6 +138,7 @@ struct gemm_args {
     void *rows, *y;
     int64_t m, x_stride, y_stride;
     int32_t y_dtype;
+    const float *const *addends; /* NULL; or for each row NULL, or [w.n] that join its sums as the bias does */
 };
 
 /* What one thread takes of a product: some panels, for some groups of rows. */

@@ -1,0 +1,72 @@
+"""The adapters that requests may name: loaded, found, unloaded. Any thread; knows no tensors, the reader is handed in.
+
+An adapter is memory, so `max_loras` bounds how many are held: those that are loaded, and those that were unloaded while
+requests still use them. `load` reads files and takes a while; it stops nobody who only wants to `find` one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.adapter import Adapter
+from engine.core.errors import AdapterConflictError, AdapterNotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter, and where it came from."""
+
+    adapter: Adapter
+    path: str
+
+
+class Adapters:
+    """What is loaded, by name."""
+
+    def __init__(self, read: Callable[[str, str], Adapter], max_loras: int) -> None:
+        """`read` makes an adapter of a name and a path; it raises AdapterNotFoundError or AdapterLoadError."""
+        self._read, self._max_loras = read, max_loras
+        self._loaded: dict[str, LoadedAdapter] = {}  # replaced as a whole, so that readers need no lock
+        self._held: weakref.WeakSet[Adapter] = weakref.WeakSet()
+        self._lock = threading.Lock()  # one load or unload at a time
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        """The one of that name."""
+        return self._loaded.get(name)
+
+    def all(self) -> list[LoadedAdapter]:
+        """In the order they were loaded."""
+        return list(self._loaded.values())
+
+    def load(self, name: str, path: str) -> LoadedAdapter:
+        """Read an adapter; from now on requests may name it. Blocks.
+
+        Raises AdapterConflictError if the name is taken or there is no room, and what reading raises.
+        """
+        with self._lock:
+            if name in self._loaded:
+                raise AdapterConflictError(
+                    f"An adapter {name!r} is loaded already; unload it first, or choose another name.",
+                    param="lora_name",
+                )
+            num_held = len(self._held)
+            if num_held >= self._max_loras:
+                num_leaving = num_held - len(self._loaded)
+                leaving = f", {num_leaving} of them unloaded but still used by requests" if num_leaving else ""
+                raise AdapterConflictError(
+                    f"{num_held} adapters are held{leaving}, and --max-loras is {self._max_loras}; unload one first."
+                )
+            entry = LoadedAdapter(self._read(name, path), path)
+            self._held.add(entry.adapter)
+            self._loaded = {**self._loaded, name: entry}
+            return entry
+
+    def unload(self, name: str) -> None:
+        """No request may name it any more; those that run go on with it. Raises AdapterNotFoundError."""
+        with self._lock:
+            if name not in self._loaded:
+                raise AdapterNotFoundError(f"No adapter {name!r} is loaded.", param="lora_name")
+            self._loaded = {other: entry for other, entry in self._loaded.items() if other != name}

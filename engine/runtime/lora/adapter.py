@@ -1,0 +1,120 @@
+"""An adapter in memory: two thin matrices for each matrix of the model that it changes, and the rows of a step it is for.
+
+Made by loader.py on the thread that loads; read by the engine thread. Nothing here changes once it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, addressof, c_void_p
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.plan import SequenceSlice
+from engine.runtime.models.linear import Linear
+from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
+from engine.runtime.native.ops import Added
+
+
+class Place(IntEnum):
+    """The matrices of a layer, as lora.h has them."""
+
+    QKV = 0
+    O = 1  # noqa: E741 - its name in every checkpoint
+    GATE_UP = 2
+    DOWN = 3
+
+
+class Target(NamedTuple):
+    """Where one of a checkpoint's matrices lies in the model: rows of a matrix that may be merged of several."""
+
+    layer: int
+    place: Place
+    first_row: int
+    num_rows: int
+    shape: tuple[int, int]  # of the whole: outputs, inputs
+
+
+class LowRank(NamedTuple):
+    """What joins a product x W^T: (x down^T) up^T, the adapter's scale inside `up`. Of merged parts, all in one."""
+
+    down: Linear  # [rank, inputs]
+    up: Linear  # [outputs, rank]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [R, inputs] -> [R, outputs] float32."""
+        return self.up.in_float32(self.down(x))
+
+
+class LoraAdapter:
+    """The engine's handle, and what is in it."""
+
+    __slots__ = ("__weakref__", "digest", "layers", "name", "native")
+
+    def __init__(self, name: str, digest: bytes, layers: Sequence[Sequence[LowRank | None]]) -> None:
+        """`layers` has an entry a layer, and in that one a Place."""
+        self.name, self.digest, self.layers = name, digest, layers
+        self.native = _describe(layers)
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a step that have one adapter."""
+
+    adapter: LoraAdapter
+    rows: Tensor  # [R] int64, on the model's device
+
+
+def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[AdapterRows]:
+    """The step's tokens, adapter by adapter; those without one are in no group."""
+    found: dict[LoraAdapter, list[int]] = {}
+    end = 0
+    for piece in slices:
+        begin, end = end, end + piece.num_tokens
+        adapter = piece.params.adapter
+        if adapter is not None:
+            assert isinstance(adapter, LoraAdapter)
+            found.setdefault(adapter, []).extend(range(begin, end))
+    return [AdapterRows(adapter, torch.tensor(rows, device=device)) for adapter, rows in found.items()]
+
+
+def added(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) -> Added | None:
+    """What the adapters add to the product of x [T, inputs] with one of the model's matrices."""
+    parts = [
+        Added(group.rows, low_rank(x.index_select(0, group.rows)))
+        for group in groups
+        if (low_rank := group.adapter.layers[layer][place]) is not None
+    ]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return Added(torch.cat([part.rows for part in parts]), torch.cat([part.values for part in parts]))
+
+
+class NativeAdapters:
+    """A step's groups as the native library reads them; `args` is good as long as this lives."""
+
+    __slots__ = ("_layers", "_of_rows", "args")
+
+    def __init__(self, groups: Sequence[AdapterRows], num_rows: int) -> None:
+        self._of_rows = torch.full((num_rows,), -1, dtype=torch.int32)
+        self._layers = (c_void_p * len(groups))()
+        for index, (adapter, rows) in enumerate(groups):
+            assert adapter.native is not None
+            self._of_rows[rows] = index
+            self._layers[index] = addressof(adapter.native)
+        self.args = AdaptersArgs(addressof(self._layers), self._of_rows.data_ptr(), len(groups))
+
+
+def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[AdapterLayerArgs] | None:
+    """For the native library, or None if it does not hold every matrix."""
+    described = (AdapterLayerArgs * len(layers))()
+    for layer, places in zip(described, layers, strict=True):
+        for (name, _), low_rank in zip(AdapterLayerArgs._fields_, places, strict=True):
+            if low_rank is not None:
+                down, up = low_rank.down.args, low_rank.up.args
+                if down is None or up is None:
+                    return None
+                setattr(layer, name, LowRankArgs(down, up))
+    return described

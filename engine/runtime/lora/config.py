@@ -1,0 +1,119 @@
+"""An adapter_config.json, as PEFT writes it: which ranks and scales its matrices have. The thread that loads.
+
+What would change the answer and is not understood is refused by its key; what only matters in training is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import AdapterLoadError
+
+# Kinds of LoRA that compute something else. Off is what is false, empty or absent.
+_MUST_BE_OFF = (
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+)
+# Beginnings of init_lora_weights with which training has changed the base model's own weights.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Ranks and scales by module; a pattern names modules by the end of their names."""
+
+    rank: int
+    alpha: float
+    rank_stabilised: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        return _matching(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of the two matrices is multiplied by."""
+        rank = self.rank_of(module)
+        return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """Raises AdapterLoadError, with the key that is wrong or not supported."""
+    path = folder / "adapter_config.json"
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise AdapterLoadError(f"{folder} has no adapter_config.json; name a folder that PEFT has saved.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterLoadError(f"{path} cannot be read as JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise AdapterLoadError(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
+    _refuse(path, values)
+    return LoraConfig(
+        rank=int(_positive(path, values, "r", 8)),
+        alpha=_positive(path, values, "lora_alpha", 8),
+        rank_stabilised=bool(values.get("use_rslora")),
+        rank_pattern={name: int(value) for name, value in _pattern(path, values, "rank_pattern").items()},
+        alpha_pattern=_pattern(path, values, "alpha_pattern"),
+    )
+
+
+def _refuse(path: Path, values: Mapping[str, Any]) -> None:
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise AdapterLoadError(f"{path}: peft_type is {kind!r}; only LORA is supported.")
+    bias = values.get("bias", "none")
+    if bias != "none":
+        raise AdapterLoadError(f"{path}: bias is {bias!r}, and adapters with biases are not supported; only 'none' is.")
+    for key in _MUST_BE_OFF:
+        if values.get(key):
+            raise AdapterLoadError(
+                f"{path}: {key} is {values[key]!r}, which is not supported; leave it off in training."
+            )
+    start = values.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
+        raise AdapterLoadError(
+            f"{path}: init_lora_weights is {start!r}, which has changed the base model's weights too; save the adapter with "
+            "path_initial_model_for_weight_conversion, so that it holds all of the difference."
+        )
+
+
+def _positive(path: Path, values: Mapping[str, Any], key: str, default: int) -> float:
+    value = values.get(key, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    if not is_number or (key in ("r", "rank_pattern") and value != int(value)):
+        raise AdapterLoadError(f"{path}: {key} is {value!r}; it must be a number above 0.")
+    return float(value)
+
+
+def _pattern(path: Path, values: Mapping[str, Any], key: str) -> dict[str, float]:
+    pattern = values.get(key) or {}
+    if not isinstance(pattern, dict):
+        raise AdapterLoadError(f"{path}: {key} is {pattern!r}; it must be an object of names and numbers.")
+    for name in pattern:
+        # PEFT takes regular expressions, and some of those take for ever.
+        if not name.replace(".", "").replace("_", "").isalnum():
+            raise AdapterLoadError(f"{path}: {key} has {name!r}; only names of modules, or their ends, are supported.")
+    return {name: _positive(path, {key: value}, key, 0) for name, value in pattern.items()}
+
+
+def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The first entry that is the module's name or its end, from a dot on."""
+    return next((value for name, value in pattern.items() if f".{module}".endswith(f".{name}")), default)

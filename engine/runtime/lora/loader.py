@@ -1,0 +1,157 @@
+"""From a folder that PEFT has saved to an adapter in memory, on any thread while the engine's thread goes on.
+
+Weights are read from adapter_model.safetensors alone: a pickled file runs code that came with it. All is checked against
+the model before anything is read in full.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError
+from engine.runtime.lora.adapter import LoraAdapter, LowRank, Place, Target
+from engine.runtime.lora.config import LoraConfig, read_config
+from engine.runtime.models.linear import Linear
+from engine.runtime.native.arena import Arena
+
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_FLOATS = ("F32", "BF16", "F16", "F64")
+
+
+class _Part(NamedTuple):
+    """The two matrices of one module, still in their file."""
+
+    target: Target
+    rank: int
+    scale: float
+    module: str
+
+
+class LoraLoader:
+    """Reads adapters for one model."""
+
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        *,
+        num_layers: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`targets` are the model's matrices by the names that checkpoints have for them."""
+        self._targets, self._num_layers, self._max_rank = targets, num_layers, max_rank
+        self._dtype, self._device = dtype, device
+
+    @torch.inference_mode()
+    def load(self, name: str, folder: str) -> LoraAdapter:
+        """Read, check and pack. Raises AdapterNotFoundError or AdapterLoadError."""
+        path = Path(folder)
+        if not path.is_dir():
+            raise AdapterNotFoundError(f"There is no adapter at {folder}; name a folder that PEFT has saved.")
+        config = read_config(path)
+        with _open(path) as file:
+            parts = self._check(path, config, file)
+            digest = blake2b(digest_size=32, person=b"quire.adapter")
+            merged: dict[tuple[int, Place], list[tuple[_Part, Tensor, Tensor]]] = {}
+            for part in parts:
+                sides = [file.get_tensor(_tensor_name(part.module, side)) for side in "AB"]
+                digest.update(f"{part.module} {part.scale}".encode())
+                for side in sides:
+                    digest.update(f"{side.dtype}".encode() + side.contiguous().view(torch.uint8).numpy().data)
+                merged.setdefault((part.target.layer, part.target.place), []).append((part, sides[0], sides[1]))
+        arena = Arena()
+        layers: list[list[LowRank | None]] = [[None] * len(Place) for _ in range(self._num_layers)]
+        for (layer, place), matrices in sorted(merged.items(), key=lambda item: item[0]):
+            layers[layer][place] = self._merge(matrices, arena)
+        return LoraAdapter(name, digest.digest(), layers)
+
+    def num_bytes(self) -> int:
+        """What an adapter of the highest rank takes that changes every matrix."""
+        wholes = {(target.layer, target.place): target.shape for target in self._targets.values()}
+        ranks = dict.fromkeys(wholes, 0)
+        for target in self._targets.values():
+            ranks[target.layer, target.place] += self._max_rank
+        return sum(sum(shape) * ranks[key] for key, shape in wholes.items()) * self._dtype.itemsize
+
+    def _check(self, folder: Path, config: LoraConfig, file: Any) -> list[_Part]:
+        """What the file holds, module by module."""
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            found = _NAME.fullmatch(name)
+            if found is None or found["module"] not in self._targets:
+                raise AdapterLoadError(self._unknown(folder, name, found))
+            view = file.get_slice(name)
+            if view.get_dtype() not in _FLOATS:
+                raise AdapterLoadError(f"{folder}: {name} is stored as {view.get_dtype()}; it must be a float.")
+            shapes.setdefault(found["module"], {})[found["side"]] = tuple(view.get_shape())
+        if not shapes:
+            raise AdapterLoadError(f"{folder} holds no LoRA weights.")
+        return [self._part(folder, config, module, sides) for module, sides in sorted(shapes.items())]
+
+    def _part(self, folder: Path, config: LoraConfig, module: str, sides: Mapping[str, tuple[int, ...]]) -> _Part:
+        target, rank = self._targets[module], config.rank_of(module)
+        if rank > self._max_rank:
+            raise AdapterLoadError(
+                f"{folder}: the rank of {module} is {rank}, more than --max-lora-rank {self._max_rank}; raise that."
+            )
+        for side, expected in (("A", (rank, target.shape[1])), ("B", (target.num_rows, rank))):
+            if side not in sides:
+                raise AdapterLoadError(f"{folder} lacks {_tensor_name(module, side)}.")
+            if sides[side] != expected:
+                raise AdapterLoadError(
+                    f"{folder}: {_tensor_name(module, side)} has shape {list(sides[side])}, and a rank of {rank} for this "
+                    f"model asks for {list(expected)}; it may be another model's adapter."
+                )
+        return _Part(target, rank, config.scale_of(module), module)
+
+    def _unknown(self, folder: Path, name: str, found: re.Match[str] | None) -> str:
+        known = sorted({target.rpartition(".")[2] for target in self._targets})
+        if found is None:
+            return f"{folder}: {name!r} is not a LoRA weight as PEFT names them; only those are supported."
+        return (
+            f"{folder}: it changes {found['module']}, which this model cannot have changed; {', '.join(known)} can be."
+        )
+
+    def _merge(self, parts: list[tuple[_Part, Tensor, Tensor]], arena: Arena) -> LowRank:
+        """One pair of matrices for those of a merged one, each part in rows and columns of its own."""
+        num_outputs, num_inputs = parts[0][0].target.shape
+        rank = sum(part.rank for part, _, _ in parts)
+        rank += rank % 2  # the native library multiplies pairs
+        down, up = torch.zeros(rank, num_inputs), torch.zeros(num_outputs, rank)
+        at = 0
+        for (target, own_rank, scale, _), a, b in parts:
+            down[at : at + own_rank] = a
+            up[target.first_row : target.first_row + target.num_rows, at : at + own_rank] = b.float() * scale
+            at += own_rank
+        linears = [Linear(matrix.to(self._device, self._dtype)) for matrix in (down, up)]
+        for linear in linears:
+            linear.pack(arena)
+        return LowRank(*linears)
+
+
+def _open(folder: Path) -> Any:
+    path = folder / "adapter_model.safetensors"
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise AdapterLoadError(
+            f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "
+            "safe_serialization=True."
+        )
+    if not path.exists():
+        raise AdapterLoadError(f"{folder} has no adapter_model.safetensors; name a folder that PEFT has saved.")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise AdapterLoadError(f"{path} is truncated or not a safetensors file ({error}); save it again.") from None
+
+
+def _tensor_name(module: str, side: str) -> str:
+    return f"base_model.model.{module}.lora_{side}.weight"

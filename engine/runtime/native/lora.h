@@ -1,0 +1,49 @@
+/* Low-rank adapters in a forward pass: what they add to the products of those rows that have one. */
+#ifndef QUIRE_LORA_H
+#define QUIRE_LORA_H
+
+#include "quire_cpu.h"
+
+/* The matrices of a layer that adapters may change. */
+enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, NUM_PLACES };
+
+/* y += (x down^T) up^T; down.packed NULL: nothing. */
+struct low_rank {
+    struct linear down, up;
+};
+
+struct adapter_layer {
+    struct low_rank at[NUM_PLACES];
+};
+
+/* The adapters of a step: their layers, and which of them each row has. */
+struct adapters {
+    const struct adapter_layer *const *layers; /* [num] */
+    const int32_t *of_rows;                    /* [rows], -1: none */
+    int64_t num;                               /* 0: the rest has no meaning */
+};
+
+/* Rows sorted by adapter, and room for what is computed of them. */
+struct adapter_rows {
+    const struct adapters *adapters;
+    int64_t *starts;       /* [num + 1], of each adapter's rows in `order` */
+    int64_t *order;        /* [rows] */
+    const float **addends; /* [rows], for gemm_args */
+    char *x, *low;         /* [rows, inputs] and [rows, rank] of one product, of the model's type */
+    float *sums;           /* [rows, outputs] */
+    void *packed;          /* rows of x or of `low`, packed for a product */
+};
+
+/* Point `r` at its parts of `base`, or with NULL count their bytes, which are returned: for at most `num_rows` rows of
+ * `num_layers` layers in products with at most `widest` inputs or outputs. */
+size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_layers,
+                            int64_t num_rows, int64_t widest, size_t value_size, char *base);
+
+/* Sort a step's rows, or those of them that `rows` names. */
+void adapter_rows_sort(struct adapter_rows *r, const int64_t *rows, int64_t num_rows);
+
+/* What is to be added to the product of x with a matrix of `num_outputs`; NULL in `r` without a base. */
+int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x,
+                              int64_t num_outputs, int32_t dtype);
+
+#endif
