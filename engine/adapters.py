@@ -7,9 +7,10 @@ requests still use them. `load` reads files and takes a while; it stops nobody w
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.core.adapter import Adapter
 from engine.core.errors import AdapterConflictError, AdapterNotFoundError
@@ -21,12 +22,13 @@ class LoadedAdapter:
 
     adapter: Adapter
     path: str
+    loaded_s: int = field(default_factory=lambda: int(time.time()))  # Unix time
 
 
 class Adapters:
     """What is loaded, by name."""
 
-    def __init__(self, read: Callable[[str, str], Adapter], max_loras: int) -> None:
+    def __init__(self, read: Callable[[str, str], Adapter] | None = None, max_loras: int = 0) -> None:
         """`read` makes an adapter of a name and a path; it raises AdapterNotFoundError or AdapterLoadError."""
         self._read, self._max_loras = read, max_loras
         self._loaded: dict[str, LoadedAdapter] = {}  # replaced as a whole, so that readers need no lock
@@ -59,6 +61,7 @@ class Adapters:
                 raise AdapterConflictError(
                     f"{num_held} adapters are held{leaving}, and --max-loras is {self._max_loras}; unload one first."
                 )
+            assert self._read is not None, "where none may be held there is none to read"
             entry = LoadedAdapter(self._read(name, path), path)
             self._held.add(entry.adapter)
             self._loaded = {**self._loaded, name: entry}

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from engine.adapters import Adapters
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
@@ -19,7 +21,7 @@ from engine.core.speculative_config import SpeculativeConfig
 from engine.core.swap_costs import min_swap_tokens
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
-from engine.runtime.attention.base import CausalLM
+from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.budget import (
@@ -42,6 +44,7 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
+from engine.runtime.lora.loader import LoraLoader, check_folder, naming
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
@@ -72,6 +75,9 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     else:
         choose_kernels("off")  # which would be compiled for nothing, at the first start on a machine
     load_backend(config.attention_backend, device)  # a wrong name is told before minutes of loading
+    for module in config.lora_modules:
+        with naming(module):
+            check_folder(Path(module.path))
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
         check_card(device, dtype)
@@ -82,6 +88,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     _share_threads(config.num_threads, model)
     asked = config.speculative_config
     speculative = None if asked is None else SpeculativeConfig.read(asked)
+    adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
 
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
     bytes_per_block = block_bytes(model.attention_specs, config.block_size, kv_dtype)
@@ -98,6 +105,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
     captures = _captures(config, model, device)
     budget = _pool_budget(config, settings, model, device, bytes_per_block, make_runner, captures)
+    if device.type == "cuda" and config.kv_cache_memory_bytes is None:
+        budget = budget._replace(num_bytes=budget.num_bytes - adapter_bytes)
     if budget.account:
         report(Progress("memory", budget.account))
     size = fit_pool(
@@ -124,7 +133,37 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
             config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
             config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * config.block_size,
         ),
+        adapters=adapters,
     )
+
+
+def _load_adapters(
+    config: EngineConfig, model: CausalLM, device: torch.device, num_tokens: int, report: Report
+) -> tuple[Adapters, int]:
+    """Those that are there from the start; and bytes that others, and steps of `num_tokens` with adapters, may still take."""
+    if not config.num_loras:
+        return Adapters(), 0
+    assert isinstance(model, AdaptableLM), "load_model has refused any other"
+    loader = LoraLoader(
+        model.adapter_targets(),
+        num_layers=len(model.attention_specs),
+        max_rank=config.max_lora_rank,
+        dtype=model.dtype,
+        device=device,
+    )
+    adapters = Adapters(loader.load, config.num_loras)
+    for module in config.lora_modules:
+        with naming(module):
+            adapters.load(*module)
+    if config.lora_modules:
+        named = ", ".join(module.name for module in config.lora_modules)
+        report(
+            Progress(
+                "adapters", f"{named}; there may be {config.num_loras} at once, of ranks up to {config.max_lora_rank}"
+            )
+        )
+    num_to_come = config.num_loras - len(config.lora_modules)
+    return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 
 def _pool_budget(

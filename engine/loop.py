@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from engine.adapters import Adapters
 from engine.core.admission import check_request
 from engine.core.errors import (
     DeviceLostError,
@@ -72,11 +73,13 @@ class Engine:
         vocab_size: int,
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
         self.stats = scheduler.stats
         self.vocab_size = vocab_size
+        self.adapters = adapters or Adapters()
         self.clock = clock
         self._scheduler = scheduler
         self._runner = runner

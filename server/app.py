@@ -30,6 +30,7 @@ from server.middleware import BodyLimit, HeadAsGet, RequestScope
 from server.protocol.limits import Limits
 from server.response_store import ResponseStore
 from server.routes import (
+    adapters,
     batches,
     chat,
     completions,
@@ -52,7 +53,7 @@ from server.text import Tokenizer
 from server.version import VERSION
 
 # What /openapi.json and docs/reference.md tell of.
-API = (completions, chat, responses, messages, reading, files, batches, models, tokens, requests, operations)
+API = (completions, chat, responses, messages, reading, files, batches, models, adapters, tokens, requests, operations)
 # What lines of a batch may ask for, and who answers it.
 BATCH_ENDPOINTS = {
     "/v1/completions": completions,

@@ -7,6 +7,7 @@ faults. Settings are read once, before anything is loaded, and never change.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from yaml.error import MarkedYAMLError
 
 from engine.core.config import (
     CPU_KERNELS,
+    DEFAULT_MAX_LORAS,
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
@@ -26,6 +29,7 @@ from engine.core.config import (
     MODEL_IMPLS,
     QUANTIZATIONS,
     EngineConfig,
+    LoraModule,
 )
 from engine.core.errors import ConfigError
 from engine.core.eviction import EVICTION_POLICIES
@@ -62,10 +66,37 @@ def _none_if_auto(value: object) -> object:
     return None if value == "auto" else value
 
 
+def _modules(value: object) -> tuple[LoraModule, ...]:
+    """Adapters as name=path, or as objects of `name` and `path` like vLLM's."""
+    try:
+        if isinstance(value, str):
+            value = json.loads(value) if value.lstrip().startswith(("[", "{")) else _split(value)
+        return tuple(_module(item) for item in (value if isinstance(value, list | tuple) else [value]))
+    except ValueError as error:
+        sentence = 'write each adapter as name=path, or as {{"name": ..., "path": ...}}'
+        raise PydanticCustomError("lora_modules", sentence) from error
+
+
+def _module(item: object) -> LoraModule:
+    if isinstance(item, LoraModule):
+        return item
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        item = json.loads(item)
+    elif isinstance(item, str):
+        name, _, path = item.partition("=")
+        item = {"name": name.strip(), "path": path.strip()}
+    if not isinstance(item, dict) or item.keys() != {"name", "path"}:
+        raise ValueError(item)
+    if not all(isinstance(text, str) and text for text in item.values()):
+        raise ValueError(item)
+    return LoraModule(item["name"], item["path"])
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 Json = Annotated[str | dict[str, Any] | None, NoDecode]  # the engine reads it
+LoraModules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(_modules)]
 Length = Annotated[int | None, BeforeValidator(_none_if_auto)]
 
 
@@ -205,6 +236,29 @@ class SchedulingSettings(BaseModel):
     )
 
 
+class AdapterSettings(BaseModel):
+    """LoRA adapters"""
+
+    lora_modules: LoraModules = _setting(
+        _ENGINE.lora_modules,
+        "NAME=PATH",
+        "adapters, folders that PEFT has saved; requests name one as their model",
+        unset="none",
+    )
+    max_loras: int | None = _setting(
+        _ENGINE.max_loras,
+        "N",
+        "most adapters held at once",
+        unset=f"those of --lora-modules; {DEFAULT_MAX_LORAS} if others may be loaded",
+    )
+    max_lora_rank: int = _setting(_ENGINE.max_lora_rank, "N", "highest rank that an adapter may have")
+    allow_runtime_lora_updating: bool = _setting(
+        _ENGINE.allow_runtime_lora_updating,
+        "",
+        "let clients load and unload adapters; they name paths of this machine, so set --api-key too",
+    )
+
+
 class HttpSettings(BaseModel):
     """HTTP"""
 
@@ -266,6 +320,7 @@ class Settings(
     ModelSettings,
     DeviceSettings,
     SchedulingSettings,
+    AdapterSettings,
     HttpSettings,
     BatchSettings,
     SecuritySettings,
@@ -310,6 +365,7 @@ class Settings(
             max_logprobs=self.max_logprobs,
             pooling=self.pooling,
             max_stored_responses=self.max_stored_responses,
+            allow_runtime_lora_updating=self.allow_runtime_lora_updating,
             page=self.page,
             strict_fields=self.strict_fields,
             tool_call_parser=self.tool_call_parser,

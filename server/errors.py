@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from engine.core.errors import (
+    AdapterConflictError,
+    AdapterNotFoundError,
     ClientError,
     ComputeError,
     ContextLengthError,
@@ -41,6 +43,8 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ContextLengthError, 400, _INVALID, "context_length_exceeded"),
     (NeverFitsError, 400, _INVALID, "request_too_large"),
     (InvalidRequestError, 400, _INVALID, "invalid_value"),
+    (AdapterNotFoundError, 404, _INVALID, "adapter_not_found"),
+    (AdapterConflictError, 409, _INVALID, "adapter_conflict"),
     (OverloadedError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (ShuttingDownError, 503, "service_unavailable_error", "shutting_down"),
     (EngineDeadError, 500, _SERVER, "engine_dead"),

@@ -34,6 +34,7 @@ class Entry:
     endpoint: str
     stream: bool
     requests: Sequence[Request]  # emptied at the end: they hold the prompts
+    adapter: str | None
     generation: Generation | None
     ledger: Ledger
     is_background: bool = field(init=False)
@@ -69,6 +70,7 @@ class Entry:
             "object": "request",
             "answer_id": self.answer_id,
             "endpoint": self.endpoint,
+            "adapter": self.adapter,
             "stream": self.stream,
             "created": self.created,
         }

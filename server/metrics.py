@@ -31,7 +31,7 @@ from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
 from server.version import VERSION
 
-MAX_IGNORED_FIELDS = 64  # clients choose these names; beyond this many they share the label "other"
+MAX_NAMES = 64  # that clients choose; beyond this many they share the label "other"
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
@@ -275,6 +275,7 @@ class EngineCollector(Collector):
         for metric in METRICS:
             yield metric.family(stats, self._labels)
         yield from self._health()
+        yield self._adapters()
         yield from self._info()
         if self._compat_vllm:
             labels = {**self._labels, "engine": "0"}
@@ -295,6 +296,13 @@ class EngineCollector(Collector):
             family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), float(value))
             yield family
+
+    def _adapters(self) -> Family:
+        family = GaugeMetricFamily(
+            "quire_lora_adapters", "LoRA adapters that requests may name.", labels=list(self._labels)
+        )
+        family.add_metric(list(self._labels.values()), len(self._engine.adapters.all()))
+        return family
 
     def _info(self) -> Iterator[Family]:
         config = self._engine.config
@@ -360,7 +368,13 @@ class Metrics:
             ("field",),
             registry=self._registry,
         )
-        self._ignored_names: set[str] = set()
+        self._adapter_requests = Counter(
+            "quire_lora_requests_total",
+            "Prompts answered with a LoRA adapter.",
+            ("adapter",),
+            registry=self._registry,
+        )
+        self._names: dict[Counter, set[str]] = {self._ignored: set(), self._adapter_requests: set()}
 
     def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count one answered request. `route` is the route's template, never a raw path."""
@@ -373,9 +387,17 @@ class Metrics:
 
     def ignored_field(self, name: str) -> None:
         """Count one request field that was let through without meaning."""
-        if len(self._ignored_names) < MAX_IGNORED_FIELDS:
-            self._ignored_names.add(name)
-        self._ignored.labels(name if name in self._ignored_names else "other").inc()
+        self._count(self._ignored, name)
+
+    def adapter_request(self, name: str, num_prompts: int) -> None:
+        """Count what an adapter is asked."""
+        self._count(self._adapter_requests, name, num_prompts)
+
+    def _count(self, counter: Counter, name: str, number: int = 1) -> None:
+        known = self._names[counter]
+        if len(known) < MAX_NAMES:
+            known.add(name)
+        counter.labels(name if name in known else "other").inc(number)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition and its content type."""

@@ -97,6 +97,11 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     source = find_model(settings.model)
     engine_config = settings.engine_config(source.path)  # a wrong setting is told before the seconds of importing
     app_config = settings.app_config(source.path, source.name)
+    for module in settings.lora_modules:
+        if module.name in app_config.served_model_names:
+            raise ConfigError(
+                f"--lora-modules has {module.name}={module.path}, but that is what the model itself is called; choose another name."
+            )
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
@@ -24,7 +24,15 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
 MODEL_IMPLS = ("auto", "quire", "transformers")
+DEFAULT_MAX_LORAS = 8  # where they may be loaded while the daemon runs
 MAX_NUM_THREADS = 1024  # thread libraries end the process where the system gives no more
+
+
+class LoraModule(NamedTuple):
+    """An adapter that is there from the start, by the name that requests have for it."""
+
+    name: str
+    path: str
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -63,6 +71,18 @@ class EngineConfig:
     num_threads: int | None = None
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    lora_modules: tuple[LoraModule, ...] = ()
+    max_loras: int | None = None
+    max_lora_rank: int = 64
+    allow_runtime_lora_updating: bool = False
+
+    @property
+    def num_loras(self) -> int:
+        """Adapters that may be held at once; 0 where there will never be any."""
+        if not (self.lora_modules or self.allow_runtime_lora_updating):
+            return 0
+        least = DEFAULT_MAX_LORAS if self.allow_runtime_lora_updating else 0
+        return self.max_loras or max(len(self.lora_modules), least)
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -86,6 +106,8 @@ class EngineConfig:
             "num_threads",
             "max_num_queued_reqs",
             "max_num_queued_tokens",
+            "max_loras",
+            "max_lora_rank",
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
@@ -113,6 +135,13 @@ class EngineConfig:
         _require(
             0.0 <= self.swap_space < inf,
             f"--swap-space is {self.swap_space}; it must be a number of GiB, 0 for none.",
+        )
+        names = [module.name for module in self.lora_modules]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        _require(twice is None, f"--lora-modules names {twice!r} twice; give each adapter a name of its own.")
+        _require(
+            len(names) <= self.num_loras,
+            f"--max-loras is {self.max_loras}, less than the {len(names)} of --lora-modules; raise it.",
         )
 
 

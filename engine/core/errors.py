@@ -56,6 +56,9 @@ class NeverFitsError(ClientError):
 class AdapterLoadError(InvalidRequestError):
     """An adapter is damaged, of a kind that is not supported, or another model's."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="lora_path")
+
 
 class AdapterNotFoundError(ClientError):
     """There is no such adapter: no folder, or none of that name is loaded."""

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
+from engine.core.adapter import Adapter
 from engine.core.admission import check_request
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, LoraModule
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.types import AbortCause, Request, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
@@ -61,12 +62,14 @@ class LLM:
         max_logprobs: int = 20,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
+        lora_modules: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> None:
         _check_choice("tool_call_parser", tool_call_parser, DIALECTS)
         _check_choice("reasoning_parser", reasoning_parser, REASONING_TAGS)
         source = find_model(model)
-        config = _engine_config(source.path, engine)
+        modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
+        config = _engine_config(source.path, {"lora_modules": modules, **engine})
         from engine.build import build_engine  # torch, seconds
 
         with StartupStory() as story:
@@ -106,16 +109,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt, a text or its token ids; results come in the prompts' order.
+        """Continue each prompt, a text or its token ids, with the adapter `lora`; results come in the prompts' order.
 
         Raises ClientError before anything runs, and the error of a request that fails. That, and Ctrl-C, end all that
         was begun; the LLM can be used again.
         """
         listed = _listed(prompts)
         each = _for_each(sampling_params, len(listed))
-        return self._run([partial(self._continuation, *one) for one in zip(listed, each, strict=True)], progress)
+        adapter = self._adapter(lora)
+        makers = [partial(self._continuation, *one, adapter) for one in zip(listed, each, strict=True)]
+        return self._run(makers, progress)
 
     def chat(
         self,
@@ -130,6 +136,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; like `generate` in everything else.
@@ -149,9 +156,9 @@ class LLM:
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
-        each = _for_each(sampling_params, len(conversations))
+        each, adapter = _for_each(sampling_params, len(conversations)), self._adapter(lora)
         makers = [
-            partial(self._reply, {**shared, "messages": list(one)}, own)
+            partial(self._reply, {**shared, "messages": list(one)}, own, adapter)
             for one, own in zip(conversations, each, strict=True)
         ]
         return self._run(makers, progress)
@@ -167,7 +174,14 @@ class LLM:
             self._answer(jobs, show=progress)
         return [job.output() for job in jobs]
 
-    def _continuation(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _adapter(self, name: str | None) -> Adapter | None:
+        loaded = None if name is None else self._engine.adapters.find(name)
+        if name is not None and loaded is None:
+            known = ", ".join(other.adapter.name for other in self._engine.adapters.all()) or "none"
+            raise InvalidRequestError(f"lora is {name!r}; of lora_modules there are: {known}.", param="lora")
+        return None if loaded is None else loaded.adapter
+
+    def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
         """Everything that can be wrong with a prompt is found here. Raises ClientError."""
         limits, body = self._limits, params.to_body()
         text = None
@@ -187,10 +201,10 @@ class LLM:
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        inner = self._grammars.constrain(body.grammar_spec(), inner)
+        inner = replace(self._grammars.constrain(body.grammar_spec(), inner), adapter=adapter)
         return self._job(text, ids, inner, body.text_rules(inner), body.priority)
 
-    def _reply(self, conversation: Mapping[str, Any], params: SamplingParams) -> Job:
+    def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
         """What can be wrong with a conversation is found here. Raises ClientError."""
         limits, body = self._limits, params.to_chat(conversation)
         limits.check_logprobs(params.logprobs, "logprobs")
@@ -198,7 +212,7 @@ class LLM:
             text = body.render(limits)
             ids = body.truncate(self._encode(text, "messages", add_special_tokens=False), limits)
             inner = self._grammars.constrain(body.message_grammar(limits), body.params(limits, len(ids)))
-            inner = body.with_thoughts(inner, limits, text)
+            inner = replace(body.with_thoughts(inner, limits, text), adapter=adapter)
             return self._job(text, ids, inner, body.message_rules(inner, limits, text), body.priority)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:

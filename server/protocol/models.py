@@ -18,7 +18,7 @@ class ModelCard(ResponseBody):
     created: int
     owned_by: str = "quire"
     root: str
-    parent: None = None
+    parent: str | None = None  # of an adapter: the model that it changes
     max_model_len: int
 
     def for_anthropic(self) -> ModelInfo:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from engine.core.adapter import Adapter
 from engine.loop import Engine
 from server.app_config import AppConfig
 from server.batches.service import BatchService
@@ -51,6 +52,7 @@ class Context:
     responses: ResponseStore
     started_s: int  # Unix time
     batches: BatchService | None = None  # without --data-dir there are none
+    adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
     is_background: bool = False  # what is asked here runs when nobody else needs the engine
 
     def batch_service(self) -> BatchService:
@@ -62,9 +64,18 @@ class Context:
 
     def check_model(self, name: str | None) -> str:
         """The name to report. Raises a 404 for a model that is not served here."""
+        self.adapter(name)
+        return self.config.served_model_names[0] if name is None else name
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter of that name, None where it is the model's own. Raises a 404 for a name that nothing has."""
         names = self.config.served_model_names
         if name is None or name in names:
-            return names[0] if name is None else name
+            return None
+        loaded = self.engine.adapters.find(name)
+        if loaded is not None:
+            return loaded.adapter
+        names += tuple(other.adapter.name for other in self.engine.adapters.all())
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
 

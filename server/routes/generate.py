@@ -40,8 +40,12 @@ def engine_requests(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
 ) -> list[Request]:
-    """One engine request a prompt, under ids of our own."""
+    """One engine request a prompt, under ids of our own. Raises a 404 for an adapter that has been unloaded."""
     answer_id = uuid.uuid4().hex
+    adapter = context.adapter(body.model)
+    if adapter is not None:
+        params = [replace(own, adapter=adapter) for own in params]
+        context.metrics.adapter_request(adapter.name, len(prompts))
     return [
         Request(
             request_id=f"{answer_id}-{index}",
@@ -74,12 +78,14 @@ def begin(
     """Submit, and open an entry in the ledger. Raises what the engine refuses with."""
     answer = context.client.submit(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
+    adapter = requests[0].params.adapter
     entry = Entry(
         request_id=getattr(http.state, REQUEST_ID),
         answer_id=answer_id(requests),
         endpoint=http.url.path,
         stream=stream,
         requests=requests,
+        adapter=None if adapter is None else adapter.name,
         generation=generation,
         ledger=context.ledger,
     )

@@ -45,8 +45,8 @@ class LowRank(NamedTuple):
     up: Linear  # [outputs, rank]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [R, inputs] -> [R, outputs] float32."""
-        return self.up.in_float32(self.down(x))
+        """x [R, inputs] -> [R, outputs]: in float32 where the native library makes it, for that adds it unrounded."""
+        return self.up.in_float32(self.down(x)) if self.up.is_native else self.up(self.down(x))
 
 
 class LoraAdapter:

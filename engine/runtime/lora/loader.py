@@ -7,7 +7,8 @@ the model before anything is read in full.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.core.errors import AdapterLoadError, AdapterNotFoundError
+from engine.core.config import LoraModule
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
 from engine.runtime.lora.adapter import LoraAdapter, LowRank, Place, Target
 from engine.runtime.lora.config import LoraConfig, read_config
 from engine.runtime.models.linear import Linear
 from engine.runtime.native.arena import Arena
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_WEIGHTS = "adapter_model.safetensors"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -55,9 +58,7 @@ class LoraLoader:
     def load(self, name: str, folder: str) -> LoraAdapter:
         """Read, check and pack. Raises AdapterNotFoundError or AdapterLoadError."""
         path = Path(folder)
-        if not path.is_dir():
-            raise AdapterNotFoundError(f"There is no adapter at {folder}; name a folder that PEFT has saved.")
-        config = read_config(path)
+        config = check_folder(path)
         with _open(path) as file:
             parts = self._check(path, config, file)
             digest = blake2b(digest_size=32, person=b"quire.adapter")
@@ -74,7 +75,11 @@ class LoraLoader:
             layers[layer][place] = self._merge(matrices, arena)
         return LoraAdapter(name, digest.digest(), layers)
 
-    def num_bytes(self) -> int:
+    def step_bytes(self, num_tokens: int) -> int:
+        """What a step takes in addition if all of its tokens have adapters: what is added, and a copy of what it is made of."""
+        return num_tokens * max(sum(target.shape) for target in self._targets.values()) * self._dtype.itemsize
+
+    def adapter_bytes(self) -> int:
         """What an adapter of the highest rank takes that changes every matrix."""
         wholes = {(target.layer, target.place): target.shape for target in self._targets.values()}
         ranks = dict.fromkeys(wholes, 0)
@@ -138,15 +143,34 @@ class LoraLoader:
         return LowRank(*linears)
 
 
-def _open(folder: Path) -> Any:
-    path = folder / "adapter_model.safetensors"
-    if not path.exists() and (folder / "adapter_model.bin").exists():
+def check_folder(folder: Path) -> LoraConfig:
+    """What can be told before there is a model. Raises AdapterNotFoundError or AdapterLoadError."""
+    if not folder.is_dir():
+        raise AdapterNotFoundError(
+            f"There is no folder {folder}; name one that PEFT has saved an adapter in.", param="lora_path"
+        )
+    config = read_config(folder)
+    if (folder / _WEIGHTS).exists():
+        return config
+    if (folder / "adapter_model.bin").exists():
         raise AdapterLoadError(
             f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "
             "safe_serialization=True."
         )
-    if not path.exists():
-        raise AdapterLoadError(f"{folder} has no adapter_model.safetensors; name a folder that PEFT has saved.")
+    raise AdapterLoadError(f"{folder} has no {_WEIGHTS}; name a folder that PEFT has saved.")
+
+
+@contextmanager
+def naming(module: LoraModule) -> Iterator[None]:
+    """At start-up, a fault of an adapter is one of the setting that names it."""
+    try:
+        yield
+    except ClientError as error:
+        raise ConfigError(f"--lora-modules has {module.name}={module.path}: {error}") from error
+
+
+def _open(folder: Path) -> Any:
+    path = folder / _WEIGHTS
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -89,8 +89,7 @@ class Linear:
             return self._kernel(x, added=added)
         y = self._kernel(x)
         if added is not None:
-            rows, values = added
-            y.index_copy_(0, rows, (y.index_select(0, rows).float() + values).to(y.dtype))
+            y.index_add_(0, added.rows, added.values)
         return y if self._activation is None else act_mul(y, self._activation)
 
     def in_float32(self, x: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
     quantization = _resolve_quantization(config, path, device, use_decoder)
     if quantization is Quantization.FP8:
         _require_fp8(device, dtype)
+    if config.num_loras:
+        _require_adaptable(config, dtype, quantization, use_decoder)
     try:
         if use_decoder:
             return _load_decoder(config, path, device, dtype, quantization, report)
@@ -109,6 +111,19 @@ def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
     else:
         return
     raise ConfigError(f"--quantization is 'fp8', {reason}.")
+
+
+def _require_adaptable(config: EngineConfig, dtype: torch.dtype, quantization: Quantization, use_decoder: bool) -> None:
+    """Raise ConfigError where the model's products cannot have anything added."""
+    flag = "--lora-modules names adapters" if config.lora_modules else "--allow-runtime-lora-updating is on"
+    if not use_decoder:
+        raise ConfigError(
+            f"{flag}, but transformers' code runs this model, to which they cannot be added; leave it out."
+        )
+    if dtype == torch.float16 and quantization in (Quantization.GGUF, Quantization.INT8):
+        raise ConfigError(
+            f"{flag}, which cannot be added to quantised weights in float16; set --dtype to bfloat16 or float32."
+        )
 
 
 def _use_decoder(config: EngineConfig, path: Path) -> bool:

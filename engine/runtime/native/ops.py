@@ -138,7 +138,7 @@ class PackedLinear:
 
 
 class Added(NamedTuple):
-    """What joins the sums of some rows of a product, before its activation: float32 values [R, outputs], rows [R] int64."""
+    """What joins some rows of a product, before its activation: values [R, outputs], rows [R] int64, each at most once."""
 
     rows: Tensor
     values: Tensor
