@@ -9,28 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.runtime.attention.base import AdaptableLM
 from engine.runtime.lora.adapter import LoraAdapter
 from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.models.decoder import Decoder
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 
 
 def save_adapter(
-    model: torch.nn.Module, folder: Path, *, rank: int = 4, seed: int = 1, targets: Sequence[str] = ALL, **config: Any
+    model: torch.nn.Module | Decoder,
+    folder: Path,
+    *,
+    rank: int = 4,
+    seed: int = 1,
+    targets: Sequence[str] = ALL,
+    size: float = 0.3,
+    **config: Any,
 ) -> Path:
-    """An adapter of some of a transformers model's linears."""
+    """An adapter of some of a model's linears, transformers' or ours."""
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     values |= config
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, module in linears(model, targets).items():
+    for name, (outputs, inputs) in _shapes(model, targets).items():
         own = values.get("rank_pattern", {}).get(name.rpartition(".")[2], rank)
-        outputs, inputs = module.weight.shape
         for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):
-            noise = torch.randn(shape, generator=generator) * (0.3 / math.sqrt(own))
+            noise = torch.randn(shape, generator=generator) * (size / math.sqrt(own))
             tensors[f"base_model.model.{name}.lora_{side}.weight"] = noise
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(values))
@@ -40,8 +47,6 @@ def save_adapter(
 
 def merge(model: torch.nn.Module, folder: Path) -> None:
     """W += scale * B A, in place: what PEFT's merge_and_unload does."""
-    from safetensors.torch import load_file
-
     config, tensors = (
         json.loads((folder / "adapter_config.json").read_text()),
         load_file(folder / "adapter_model.safetensors"),
@@ -53,6 +58,13 @@ def merge(model: torch.nn.Module, folder: Path) -> None:
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         with torch.no_grad():
             module.weight += scale * (b.double() @ a.double()).float()
+
+
+def _shapes(model: torch.nn.Module | Decoder, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    if isinstance(model, Decoder):
+        every = {name: (target.num_rows, target.shape[1]) for name, target in model.adapter_targets().items()}
+        return {name: shape for name, shape in every.items() if name.rpartition(".")[2] in names}
+    return {name: tuple(module.weight.shape) for name, module in linears(model, names).items()}
 
 
 def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:

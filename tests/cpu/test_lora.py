@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
+from engine.core.config import EngineConfig
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError
+from engine.core.scheduler import Scheduler
+from engine.core.stats import PreemptionKind
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
 from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
+from engine.runtime.native.library import Library, native
+from server.model_source import find_model
 from tests.cpu import test_models_families as families
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
+from tests.cpu.model_driver import request, serve, settings
 
 CPU = torch.device("cpu")
 NAMES = ("llama", "llama-tied-biased", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "granite")
@@ -87,3 +100,219 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
     with torch.no_grad():
         apart = [each(prompts[0][0][None]).logits for each in (plain, *merged)]
     assert min((apart[i] - apart[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
+
+
+SCALES = [
+    {"lora_alpha": 3},
+    {"use_rslora": True},
+    {"rank_pattern": {"up_proj": 7, "layers.0.self_attn.k_proj": 4}, "alpha_pattern": {"v_proj": 1.5}},
+]
+
+
+@pytest.mark.parametrize("config", SCALES, ids=["alpha", "rslora", "patterns"])
+def test_scales_are_what_the_config_says(config: dict[str, Any], tmp_path: Path) -> None:
+    theirs = families.save_tiny(families.CASES["llama"], tmp_path / "model")
+    folder = save_adapter(theirs, tmp_path / "adapter", **config)
+    model = families.load(tmp_path / "model")
+    [(ids, adapter)] = prompts_of([load_adapter(model, folder)])
+    merge(theirs, folder)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(forward(model, [(ids, adapter)])[0], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")],
+    ids=["float32", "bfloat16", "int8"],
+)
+def test_company_changes_no_bit(library: Library, dtype: torch.dtype, quantization: str, tmp_path: Path) -> None:
+    """Of a row with an adapter, nor of one without: those say what they say where no adapter was ever heard of."""
+    theirs = families.save_tiny(families.CASES["llama-tied-biased"], tmp_path / "model")
+    config = EngineConfig(model=str(tmp_path / "model"), quantization=quantization)
+    model = load_model(config, CPU, dtype, lambda progress: None)
+    assert isinstance(model, Decoder)
+    first, second = (
+        load_adapter(model, save_adapter(theirs, tmp_path / str(rank), rank=rank, seed=rank)) for rank in (3, 8)
+    )
+    prompts = prompts_of([first, None, second, first, None, second, second])
+    alone = [forward(model, [each])[0] for each in prompts]
+    for num_threads in (1, 3):
+        library.use_threads(num_threads)
+        for ours, own in zip(forward(model, prompts), alone, strict=True):
+            assert torch.equal(ours, own)
+    ids, _ = prompts[0]
+    assert not torch.equal(forward(model, [(ids, None)])[0], alone[0])
+
+
+def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = families.save_tiny(families.CASES["qwen2"], tmp_path / "model")
+    folders = [save_adapter(theirs, tmp_path / str(seed), seed=seed, rank=3) for seed in (1, 2)]
+
+    def answers() -> list[torch.Tensor]:
+        model = families.load(tmp_path / "model")
+        first, second = (load_adapter(model, folder) for folder in folders)
+        return forward(model, prompts_of([first, None, second, first]))
+
+    ours = answers()
+    monkeypatch.setattr("engine.runtime.models.linear.native", lambda: None)
+    monkeypatch.setattr("engine.runtime.models.decoder.native", lambda: None)
+    for found, expected in zip(answers(), ours, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_text_is_the_same_alone_busy_chunked_preempted_and_swapped(tmp_path: Path) -> None:
+    """The default model in bfloat16; one prompt for all, so that a block of K/V lent to another's adapter would show."""
+    if native() is None:
+        pytest.skip("no native library and no C compiler")
+    model = load_model(EngineConfig(model=str(find_model(None).path)), CPU, torch.bfloat16, lambda progress: None)
+    assert isinstance(model, Decoder)
+    adapters = [
+        load_adapter(model, save_adapter(model, tmp_path / str(seed), rank=8, seed=seed, size=0.15), f"adapter {seed}")
+        for seed in (1, 2)
+    ]
+    prompt = [504, 3575, 282, 4649, 314, *range(1000, 1020)]
+    asked = [
+        request(f"{i}-{n}", prompt, max_tokens=10, seed=i, temperature=float(i % 2), n=n, adapter=adapter)
+        for i, adapter in enumerate([*adapters, None] * 2)
+        for n in (1, 2)
+    ]
+    uncached = settings(enable_prefix_caching=False)
+    alone = {}
+    for one in asked:
+        alone |= serve(model, uncached, [one]).ids
+    told = {own: alone[f"{i}-1", 0] for i, own in ((0, "first"), (4, "second"), (2, "none"))}
+    assert len({tuple(ids) for ids in told.values()}) == 3
+    regimes = {
+        "busy": settings(max_num_seqs=18),
+        "chunked": settings(max_num_batched_tokens=16),
+        "preempting": settings(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=32),
+        "swapping": settings(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=32, num_host_blocks=80),
+    }
+    for depth, (name, config) in enumerate(regimes.items()):
+        scheduler = Scheduler(config)
+        served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler)
+        assert served.ids == alone, name
+        assert scheduler.stats.prefix_hit_tokens > 0, "requests of one adapter do share"
+        preempted = scheduler.stats.preempted
+        assert (preempted[PreemptionKind.RECOMPUTE] > 0) == (name == "preempting")
+        assert (preempted[PreemptionKind.SWAP] > 0) == (name == "swapping")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("tiny")
+    families.save_tiny(families.CASES["llama"], folder)
+    return families.load(folder)
+
+
+def test_an_adapter_is_gone_with_its_last_holder(tiny: Decoder, tmp_path: Path) -> None:
+    adapter = load_adapter(tiny, save_adapter(tiny, tmp_path))
+    forward(tiny, prompts_of([adapter]))
+    memory = weakref.ref(adapter)
+    del adapter
+    gc.collect()
+    assert memory() is None
+
+
+def test_the_digest_is_of_what_is_in_it(tiny: Decoder, tmp_path: Path) -> None:
+    first = load_adapter(tiny, save_adapter(tiny, tmp_path / "1"), "first")
+    again = load_adapter(tiny, save_adapter(tiny, tmp_path / "2"), "second")
+    scaled = load_adapter(tiny, save_adapter(tiny, tmp_path / "3", lora_alpha=9))
+    other = load_adapter(tiny, save_adapter(tiny, tmp_path / "4", seed=2))
+    assert first.digest == again.digest
+    assert len({first.digest, scaled.digest, other.digest}) == 3
+    assert len(first.digest) == 32
+
+
+REFUSED = [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA is supported"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"use_dora": True}, "use_dora is True, which is not supported"),
+    ({"lora_bias": True}, "lora_bias is True"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which has changed the base"),
+    ({"r": 0}, "r is 0; it must be a number above 0"),
+    ({"r": 2.5}, "r is 2.5"),
+    ({"r": True}, "r is True"),
+    ({"r": "4"}, "r is '4'"),
+    ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+    ({"alpha_pattern": {"(a+)+": 1}}, r"alpha_pattern has '\(a\+\)\+'; only names"),
+    ({"alpha_pattern": [1]}, "alpha_pattern is \\[1\\]; it must be an object"),
+    ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern is 1.5"),
+    ({"r": 5}, r"layers.0.mlp.down_proj.lora_A.weight has shape \[4, 96\], and a rank of 5 .* \[5, 96\]"),
+    ({"r": 65}, "the rank of model.layers.0.mlp.down_proj is 65, more than --max-lora-rank 64"),
+]
+
+
+@pytest.mark.parametrize(("config", "sentence"), REFUSED, ids=[str(config)[:40] for config, _ in REFUSED])
+def test_what_is_not_understood_is_refused_by_its_key(
+    tiny: Decoder, config: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    save_adapter(tiny, tmp_path)
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values | config))
+    with pytest.raises(AdapterLoadError, match=sentence):
+        load_adapter(tiny, tmp_path)
+
+
+def test_other_models_adapters_are_refused(tiny: Decoder, tmp_path: Path) -> None:
+    wide = families.save_tiny(families.CASES["llama-wide-heads"], tmp_path / "wide")
+    with pytest.raises(AdapterLoadError, match="it may be another model's adapter"):
+        load_adapter(tiny, save_adapter(wide, tmp_path / "a"))
+    merged = families.save_tiny(families.CASES["phi3"], tmp_path / "phi3")
+    with pytest.raises(
+        AdapterLoadError, match=r"qkv_proj, which this model cannot have changed; down_proj, gate_proj, "
+    ):
+        load_adapter(tiny, save_adapter(merged, tmp_path / "b", targets=("qkv_proj",)))
+    with pytest.raises(AdapterLoadError, match="it changes lm_head, which"):
+        load_adapter(tiny, save_adapter(wide, tmp_path / "c", targets=("lm_head",)))
+
+
+def test_folders_that_hold_no_adapter_are_refused(tiny: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(AdapterNotFoundError, match="There is no folder"):
+        load_adapter(tiny, tmp_path / "nowhere")
+    with pytest.raises(AdapterLoadError, match=r"has no adapter_config\.json"):
+        load_adapter(tiny, tmp_path)
+    folder = save_adapter(tiny, tmp_path / "adapter")
+    weights = folder / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    for content, sentence in ((whole[:-8], "truncated"), (b"", "truncated"), (b"{" * 100, "not a safetensors file")):
+        weights.write_bytes(content)
+        with pytest.raises(AdapterLoadError, match=sentence):
+            load_adapter(tiny, folder)
+    weights.unlink()
+    with pytest.raises(AdapterLoadError, match=r"has no adapter_model\.safetensors"):
+        load_adapter(tiny, folder)
+    (folder / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(AdapterLoadError, match="holds only pickled weights"):
+        load_adapter(tiny, folder)
+    for config in ("[]", "{", "[" * 100_000):
+        (folder / "adapter_config.json").write_text(config)
+        with pytest.raises(AdapterLoadError, match="adapter_config"):
+            load_adapter(tiny, folder)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({}, "holds no LoRA weights"),
+        ({"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": (4, 64)}, "lacks .*up_proj.lora_B.weight"),
+        ({"base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": (4,)}, "is not a LoRA weight"),
+        (
+            {"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": (4, 64)},
+            "layers.9.mlp.up_proj, which this model",
+        ),
+    ],
+)
+def test_files_that_hold_something_else_are_refused(
+    tiny: Decoder, tensors: dict[str, tuple[int, ...]], sentence: str, tmp_path: Path
+) -> None:
+    save_adapter(tiny, tmp_path)
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(AdapterLoadError, match=sentence):
+        load_adapter(tiny, tmp_path)
