@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.speculative_config import SpeculativeConfig
@@ -141,7 +141,7 @@ def _load_adapters(
     config: EngineConfig, model: CausalLM, device: torch.device, num_tokens: int, report: Report
 ) -> tuple[Adapters, int]:
     """Those that are there from the start; and bytes that others, and steps of `num_tokens` with adapters, may still take."""
-    if not config.num_loras:
+    if not num_loras(config):
         return Adapters(), 0
     assert isinstance(model, AdaptableLM), "load_model has refused any other"
     loader = LoraLoader(
@@ -151,7 +151,7 @@ def _load_adapters(
         dtype=model.dtype,
         device=device,
     )
-    adapters = Adapters(loader.load, config.num_loras)
+    adapters = Adapters(loader.load, num_loras(config))
     for module in config.lora_modules:
         with naming(module):
             adapters.load(*module)
@@ -159,10 +159,10 @@ def _load_adapters(
         named = ", ".join(module.name for module in config.lora_modules)
         report(
             Progress(
-                "adapters", f"{named}; there may be {config.num_loras} at once, of ranks up to {config.max_lora_rank}"
+                "adapters", f"{named}; there may be {num_loras(config)} at once, of ranks up to {config.max_lora_rank}"
             )
         )
-    num_to_come = config.num_loras - len(config.lora_modules)
+    num_to_come = num_loras(config) - len(config.lora_modules)
     return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 

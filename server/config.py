@@ -73,7 +73,7 @@ def _modules(value: object) -> tuple[LoraModule, ...]:
             value = json.loads(value) if value.lstrip().startswith(("[", "{")) else _split(value)
         return tuple(_module(item) for item in (value if isinstance(value, list | tuple) else [value]))
     except ValueError as error:
-        sentence = 'write each adapter as name=path, or as {{"name": ..., "path": ...}}'
+        sentence = 'write each adapter as name=path, or as {"name": ..., "path": ...}'
         raise PydanticCustomError("lora_modules", sentence) from error
 
 

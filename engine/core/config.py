@@ -76,14 +76,6 @@ class EngineConfig:
     max_lora_rank: int = 64
     allow_runtime_lora_updating: bool = False
 
-    @property
-    def num_loras(self) -> int:
-        """Adapters that may be held at once; 0 where there will never be any."""
-        if not (self.lora_modules or self.allow_runtime_lora_updating):
-            return 0
-        least = DEFAULT_MAX_LORAS if self.allow_runtime_lora_updating else 0
-        return self.max_loras or max(len(self.lora_modules), least)
-
     def __post_init__(self) -> None:
         for name, allowed in (
             ("load_format", LOAD_FORMATS),
@@ -140,7 +132,7 @@ class EngineConfig:
         twice = next((name for name in names if names.count(name) > 1), None)
         _require(twice is None, f"--lora-modules names {twice!r} twice; give each adapter a name of its own.")
         _require(
-            len(names) <= self.num_loras,
+            len(names) <= num_loras(self),
             f"--max-loras is {self.max_loras}, less than the {len(names)} of --lora-modules; raise it.",
         )
 
@@ -181,6 +173,14 @@ class SchedulerConfig:
             self.eviction in EVICTION_POLICIES,
             f"--prefix-cache-eviction is {self.eviction!r}; choose one of {', '.join(EVICTION_POLICIES)}.",
         )
+
+
+def num_loras(config: EngineConfig) -> int:
+    """Adapters that may be held at once; 0 where there will never be any."""
+    if not (config.lora_modules or config.allow_runtime_lora_updating):
+        return 0
+    least = DEFAULT_MAX_LORAS if config.allow_runtime_lora_updating else 0
+    return config.max_loras or max(len(config.lora_modules), least)
 
 
 def _flag(name: str) -> str:

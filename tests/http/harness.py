@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.plan import SequenceSlice
@@ -96,13 +97,17 @@ class Live:
         step_s: float = 0.0,
         depth: int = 0,
         template: str = TEMPLATE,
+        runner: type[FakeRunner] = FakeRunner,
+        adapters: Adapters | None = None,
         **app: Any,
     ) -> None:
         self.gate = Gate()
         self.scheduler = Scheduler(config)
         cost = CostModel(step_s=step_s, token_s=0.0)
-        self.runner = FakeRunner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
-        self.engine = Engine(self.scheduler, self.runner, vocab_size=VOCAB_SIZE, depth=depth, limits=limits)
+        self.runner = runner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
+        self.engine = Engine(
+            self.scheduler, self.runner, vocab_size=VOCAB_SIZE, depth=depth, limits=limits, adapters=adapters
+        )
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
         self.context = self.app.state.context
         self.url = ""

@@ -16,7 +16,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
-from server.metrics import MAX_IGNORED_FIELDS, METRICS, VLLM_METRICS, Metrics
+from server.metrics import MAX_NAMES, METRICS, VLLM_METRICS, Metrics
 
 NUM_REQUESTS = 5
 
@@ -218,9 +218,9 @@ def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> No
     metrics.ignored_field("field0")
     family = scrape(metrics)["quire_ignored_fields"]
     counts = {sample.labels["field"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
-    assert len(counts) == MAX_IGNORED_FIELDS + 1
+    assert len(counts) == MAX_NAMES + 1
     assert counts["field0"] == 2
-    assert counts["other"] == 1000 - MAX_IGNORED_FIELDS
+    assert counts["other"] == 1000 - MAX_NAMES
 
 
 def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) -> None:

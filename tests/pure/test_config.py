@@ -8,10 +8,11 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, LoraModule, num_loras
 from engine.core.errors import ConfigError, ModelLoadError
 from server.app_config import AppConfig
 from server.config import LogFormat, Settings
@@ -103,6 +104,20 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(
     assert (settings.port, settings.max_num_seqs, settings.block_size, settings.seed) == (3, 2, 32, 0)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["a=/x, b=/y", '[{"name": "a", "path": "/x"}, {"name": "b", "path": "/y"}]', '["a=/x", "b=/y"]'],
+)
+def test_adapters_are_understood_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    expected = (LoraModule("a", "/x"), LoraModule("b", "/y"))
+    file = tmp_path / "quire.yaml"
+    for content in (f"lora-modules: {text}", "lora-modules:\n- a=/x\n- {name: b, path: /y}"):
+        file.write_text(content)
+        assert load_settings(["--config", str(file)]).engine_config("m").lora_modules == expected
+    monkeypatch.setenv("QUIRE_LORA_MODULES", text)
+    assert load_settings([]).lora_modules == expected
+
+
 def test_a_length_of_auto_is_understood_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quire.yaml"
     file.write_text("max-model-len: auto\n")
@@ -145,6 +160,8 @@ def test_an_empty_variable_and_an_empty_file_say_nothing(tmp_path: Path, monkeyp
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--threads", "3"], "num_threads", 3),
+        (["--lora-modules", "a=/x=y", "b=c/d"], "lora_modules", (("a", "/x=y"), ("b", "c/d"))),
+        (["--lora-modules", '{"name": "a, b", "path": "/x"}', "c=d"], "lora_modules", (("a, b", "/x"), ("c", "d"))),
     ],
 )
 def test_flags_are_understood(argv: list[str], name: str, value: object) -> None:
@@ -159,7 +176,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
-        "--data-dir", "/var/quire", "--max-file-bytes", "2MiB",
+        "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -177,6 +194,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         pooling="mean",
         data_dir=Path("/var/quire"),
         max_file_bytes=2 << 20,
+        allow_runtime_lora_updating=True,
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
@@ -208,6 +226,8 @@ def test_what_is_set_reaches_the_engine() -> None:
         (["--max-body-bytes", "2 apples"], "--max-body-bytes is '2 apples'; it must be a size such as 2GiB, 512MB or 1048576."),
         (["--prot", "1"], "--prot is not an argument of `quire serve`; did you mean --port?"),
         (["--max-model-len", "all"], "--max-model-len is 'all'; it must be a whole number."),
+        (["--lora-modules", "a"], "--lora-modules is ['a']; write each adapter as name=path, or as {\"name\": ..., \"path\": ...}."),
+        (["--lora-modules", '{"name": "a"}'], "--lora-modules is ['{\"name\": \"a\"}']; write each adapter as name=path, or as {\"name\": ..., \"path\": ...}."),
         (["--port"], "--port: expected one argument; see `quire serve --help`."),
         (["a", "b"], "b is not an argument of `quire serve`; see `quire serve --help`."),
         (["--config", "/no/where.yaml"], "--config is '/no/where.yaml', which cannot be read: No such file or directory."),
@@ -215,6 +235,35 @@ def test_what_is_set_reaches_the_engine() -> None:
 )  # fmt: skip
 def test_a_wrong_flag_is_one_sentence(argv: list[str], sentence: str) -> None:
     assert fault(*argv) == sentence
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--lora-modules", "a=b", "a=c"], "--lora-modules names 'a' twice; give each adapter a name of its own."),
+        (["--lora-modules", "a=b", "b=c", "--max-loras", "1"], "--max-loras is 1, less than the 2 of --lora-modules; raise it."),
+        (["--max-lora-rank", "0"], "--max-lora-rank is 0; it must be at least 1."),
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_be_are_refused(argv: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(argv).engine_config("m")
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({}, 0),
+        ({"max_loras": 3}, 0),
+        ({"lora_modules": (LoraModule("a", "b"),)}, 1),
+        ({"lora_modules": (LoraModule("a", "b"),), "max_loras": 3}, 3),
+        ({"allow_runtime_lora_updating": True}, 8),
+        ({"allow_runtime_lora_updating": True, "max_loras": 2}, 2),
+    ],
+)
+def test_how_many_adapters_there_may_be(changes: dict[str, Any], number: int) -> None:
+    assert num_loras(EngineConfig(model="m", **changes)) == number
 
 
 def test_more_threads_than_a_machine_can_give_are_refused() -> None:

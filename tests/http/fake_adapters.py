@@ -1,0 +1,46 @@
+"""Adapters for the fake model: a parrot that shouts, or says everything a few letters further on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from harness import END
+
+from engine.core.adapter import Adapter
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError
+from engine.core.fake_runner import FakeRunner
+from engine.core.plan import SequenceSlice
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """Letters move by `distance`."""
+
+    name: str
+    distance: int
+
+    @property
+    def digest(self) -> bytes:
+        return sha256(str(self.distance).encode()).digest()
+
+
+def read_adapter(name: str, path: str) -> Adapter:
+    """A file that holds a number."""
+    try:
+        return Shift(name, int(Path(path).read_text()))
+    except FileNotFoundError:
+        raise AdapterNotFoundError(f"There is nothing at {path}.", param="lora_path") from None
+    except ValueError:
+        raise AdapterLoadError(f"{path} holds no number.") from None
+
+
+class AdaptableParrot(FakeRunner):
+    """What it draws depends on the adapter of the sequence."""
+
+    def _draw(self, piece: SequenceSlice, history: Sequence[int], seed: int) -> int:
+        token = super()._draw(piece, history, seed)
+        adapter = piece.params.adapter
+        return token + adapter.distance if isinstance(adapter, Shift) and token != END else token
