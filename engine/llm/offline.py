@@ -49,8 +49,8 @@ class LLM:
     """A model and its engine. A context manager; `close` does the same, and so does the end of the program.
 
     `model` is what `quire serve` takes, None for the embedded one; `engine` takes the daemon's flags by their Python
-    names (`dtype="float32"`, `num_threads=2`, ...). Raises what start-up can: ConfigError, ModelLoadError,
-    MemoryBudgetError.
+    names (`dtype="float32"`, `num_threads=2`, ...). `lora_modules` are folders of adapters by the names that `lora` then
+    has for them. Raises what start-up can: ConfigError, ModelLoadError, MemoryBudgetError.
     """
 
     def __init__(
