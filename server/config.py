@@ -7,7 +7,6 @@ faults. Settings are read once, before anything is loaded, and never change.
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
-from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from yaml.error import MarkedYAMLError
 
@@ -35,6 +33,7 @@ from engine.core.errors import ConfigError
 from engine.core.eviction import EVICTION_POLICIES
 from engine.core.policies import POLICIES
 from server.app_config import AppConfig
+from server.lora_modules import read_modules
 
 ENV_PREFIX = "QUIRE_"
 _ENGINE = EngineConfig(model="")  # where the defaults are spelled
@@ -66,37 +65,11 @@ def _none_if_auto(value: object) -> object:
     return None if value == "auto" else value
 
 
-def _modules(value: object) -> tuple[LoraModule, ...]:
-    """Adapters as name=path, or as objects of `name` and `path` like vLLM's."""
-    try:
-        if isinstance(value, str):
-            value = json.loads(value) if value.lstrip().startswith(("[", "{")) else _split(value)
-        return tuple(_module(item) for item in (value if isinstance(value, list | tuple) else [value]))
-    except ValueError as error:
-        sentence = 'write each adapter as name=path, or as {"name": ..., "path": ...}'
-        raise PydanticCustomError("lora_modules", sentence) from error
-
-
-def _module(item: object) -> LoraModule:
-    if isinstance(item, LoraModule):
-        return item
-    if isinstance(item, str) and item.lstrip().startswith("{"):
-        item = json.loads(item)
-    elif isinstance(item, str):
-        name, _, path = item.partition("=")
-        item = {"name": name.strip(), "path": path.strip()}
-    if not isinstance(item, dict) or item.keys() != {"name", "path"}:
-        raise ValueError(item)
-    if not all(isinstance(text, str) and text for text in item.values()):
-        raise ValueError(item)
-    return LoraModule(item["name"], item["path"])
-
-
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 Json = Annotated[str | dict[str, Any] | None, NoDecode]  # the engine reads it
-LoraModules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(_modules)]
+LoraModules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(read_modules)]
 Length = Annotated[int | None, BeforeValidator(_none_if_auto)]
 
 

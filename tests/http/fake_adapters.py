@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -40,7 +39,7 @@ def read_adapter(name: str, path: str) -> Adapter:
 class AdaptableParrot(FakeRunner):
     """What it draws depends on the adapter of the sequence."""
 
-    def _draw(self, piece: SequenceSlice, history: Sequence[int], seed: int) -> int:
+    def _draw(self, piece: SequenceSlice, history: list[int], seed: int) -> int:
         token = super()._draw(piece, history, seed)
         adapter = piece.params.adapter
         return token + adapter.distance if isinstance(adapter, Shift) and token != END else token
