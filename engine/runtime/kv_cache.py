@@ -51,7 +51,7 @@ class KVCache:
         not know the type, MemoryBudgetError if it has not that much memory."""
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
-        self._specs, self._backend = specs, backend
+        self._specs, self._backend, self._device = specs, backend, device
         if isinstance(backend, ParticularBackend):
             for spec in specs:
                 backend.check(spec, dtype, block_size, device)
@@ -105,9 +105,16 @@ class KVCache:
         return self._rotating.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer."""
-        for pool in (*self._keys, *self._values):
-            self._backend.copy_blocks(pool, pairs)
+        """Copy whole blocks (source, destination) in every layer. No source is the destination of one before it."""
+        if self._device.type == "cpu":  # by index, torch takes 0.3 s for a block of SmolLM2's; so, 0.03 ms
+            for view in self.blocks:
+                for source, destination in pairs:
+                    view[destination].copy_(view[source])
+            return
+        listed = torch.tensor(pairs, pin_memory=True).to(self._device, non_blocking=True)
+        sources, destinations = listed.unbind(1)
+        for view in self.blocks:  # all sources are read before any destination is written
+            view.index_copy_(0, destinations, view.index_select(0, sources))
 
 
 def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

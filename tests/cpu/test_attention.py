@@ -208,17 +208,6 @@ def test_the_definition_itself_equals_an_explicit_loop() -> None:
             torch.testing.assert_close(out[i, head], expected)
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_copies_whole_blocks(name: str) -> None:
-    backend, spec = load_backend(name, CPU), SPECS["gqa"]
-    pool = torch.randn(backend.kv_shape(spec, 8, 16))
-    block_axis = list(pool.shape).index(8)
-    before = pool.clone()
-    backend.copy_blocks(pool, [(1, 5), (2, 0)])
-    for source, destination in ((1, 5), (2, 0), (3, 3), (1, 1)):
-        assert torch.equal(pool.select(block_axis, destination), before.select(block_axis, source))
-
-
 def test_layers_with_different_windows_share_a_step() -> None:
     """Prepared once, a backend serves both kinds of layers of a model that alternates them."""
     torch.manual_seed(2)

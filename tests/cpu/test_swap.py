@@ -60,15 +60,16 @@ def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None
         assert torch.equal(view, old)
 
 
-def test_a_block_that_the_pool_calls_so_is_one_to_attention_too() -> None:
-    for backend in ("auto", "cpu", "torch", "reference"):
-        cache, same = filled(backend, torch.float32), filled(backend, torch.float32)
-        for tensor, other in zip((*same._keys, *same._values), (*cache._keys, *cache._values), strict=True):
-            tensor.copy_(other)
-        cache.copy_blocks([(5, 1)])
-        for view in same.blocks:
-            view[1] = view[5]
-        assert all(torch.equal(*views) for views in zip(cache.blocks, same.blocks, strict=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch", "reference"])
+def test_copies_whole_blocks_of_every_layer(backend: str, dtype: torch.dtype) -> None:
+    cache = filled(backend, dtype)
+    pools, before = [*cache._keys, *cache._values], [pool.clone() for pool in (*cache._keys, *cache._values)]
+    cache.copy_blocks([(1, 5), (2, 0)])
+    for pool, old in zip(pools, before, strict=True):
+        axis = list(pool.shape).index(NUM_BLOCKS)
+        for source, destination in ((1, 5), (2, 0), (3, 3), (1, 1)):
+            assert torch.equal(pool.select(axis, destination), old.select(axis, source))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

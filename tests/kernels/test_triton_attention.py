@@ -321,19 +321,6 @@ def test_a_slot_below_zero_stores_nothing() -> None:
         assert pool.isnan().sum() == pool.numel() - rows[1].numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_copies_whole_blocks(dtype: torch.dtype) -> None:
-    backend = TritonPagedAttention()
-    for _ in range(2):  # the second time the pairs are known
-        pool = torch.randn(backend.kv_shape(make_spec(64, 1), 8, 8), device=DEVICE).to(dtype)
-        before = pool.float()
-        backend.copy_blocks(pool, [(1, 5), (2, 0)])
-        for source, destination in ((1, 5), (2, 0), (3, 3), (1, 1)):
-            assert torch.equal(pool[destination].float(), before[source])
-    backend.copy_blocks(pool, [(7, 6)])
-    assert torch.equal(pool[6].float(), before[7])
-
-
 class Replayed:
     """A step of four prepared once, as for a captured graph, and what its tensors are made to say afterwards."""
 

@@ -65,10 +65,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) inside one layer's K or V tensor."""
-        ...
-
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep | None:
         """The pool of all layers and the step's metadata as the native library reads them, if this backend is its own."""
         ...

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import SCALE_BYTES, copy_blocks, head_major_shape
+from engine.runtime.attention.pool import SCALE_BYTES, head_major_shape
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
 
@@ -43,10 +43,6 @@ class CpuNativeAttention:
                 f"--attention-backend 'cpu_native' needs an even head_dim, not {spec.head_dim}; use 'cpu'."
             )
         return head_major_shape(spec, num_blocks, block_size)
-
-    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks at once."""
-        copy_blocks(kv, pairs)
 
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
         """All layers at once, for a forward pass that is one call."""

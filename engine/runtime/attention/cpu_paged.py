@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import copy_blocks, head_major_shape, store
+from engine.runtime.attention.pool import head_major_shape, store
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
 
@@ -43,10 +43,6 @@ class CpuPagedAttention:
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Head-major."""
         return head_major_shape(spec, num_blocks, block_size)
-
-    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks at once."""
-        copy_blocks(kv, pairs)
 
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Not the library's."""

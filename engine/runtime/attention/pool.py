@@ -12,8 +12,6 @@ weights: one product for each of these instead of one for each number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -55,13 +53,6 @@ def from_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
     if rows.dtype not in PEAKS:
         return rows
     return (rows[..., :-SCALE_BYTES].float() * rows[..., -SCALE_BYTES:].view(torch.float32)).to(dtype)
-
-
-def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks (source, destination); all sources are read before any destination is written."""
-    sources, destinations = torch.tensor(pairs, device=pool.device).unbind(1)
-    pool = movable(pool)
-    pool.index_copy_(1, destinations, pool.index_select(1, sources))
 
 
 def movable(rows: Tensor) -> Tensor:

@@ -51,11 +51,6 @@ class ReferenceAttention:
         """Token-major: one slot is one row of all heads."""
         return (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
-    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, one by one."""
-        for source, destination in pairs:
-            kv[destination] = kv[source]
-
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Not the library's."""
 

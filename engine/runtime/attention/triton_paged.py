@@ -22,7 +22,7 @@ from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
 from engine.runtime.cuda.attention_tuning import PromptTile, Tuning, choose_tuning
 from engine.runtime.cuda.rope_store import rotate_and_store
-from engine.runtime.cuda.store import PoolView, block_major_shape, copy_blocks, store_kv, view_pool
+from engine.runtime.cuda.store import PoolView, block_major_shape, store_kv, view_pool
 
 MAX_HEAD_DIM = 256
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -68,7 +68,6 @@ class TritonPagedAttention:
         self._step: _Step | None = None
         self._tuning, self._library = tuning, library
         self._checked: set[tuple[object, ...]] = set()
-        self._copies: tuple[list[tuple[int, int]], Tensor] | None = None  # pairs, and the same on the device
         self._device: _Device | None = None  # until the first step
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
@@ -91,13 +90,6 @@ class TritonPagedAttention:
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Block-major."""
         return block_major_shape(spec, num_blocks, block_size)
-
-    def copy_blocks(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks at once. The pairs travel to the device once for all layers."""
-        if self._copies is None or self._copies[0] != pairs:
-            self._copies = list(pairs), _to_device(pairs, torch.int64, kv.device)
-        sources, destinations = self._copies[1].unbind(1)
-        copy_blocks(kv, sources, destinations)
 
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Not the library's."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, SMALLEST_PEAK, movable
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, SMALLEST_PEAK
 
 
 class PoolView(NamedTuple):
@@ -42,12 +42,6 @@ def view_pool(k: Tensor, v: Tensor) -> PoolView:
     assert v.is_contiguous()
     scales = [x.view(torch.float32) if x.dtype in PEAKS else None for x in (k, v)]
     return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width), block_size)
-
-
-def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copy whole blocks; all sources are read before any destination is written."""
-    pool = movable(pool)
-    pool.index_copy_(0, destinations, pool.index_select(0, sources))
 
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds a small float32 to the nearest integer
