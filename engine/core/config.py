@@ -148,6 +148,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
     eviction: str = "lru"
+    min_copied_tokens: int = 1  # of a cached block that a prompt shares the beginning of, for it to be copied
     policy: str = "fcfs"
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
     min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there

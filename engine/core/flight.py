@@ -22,7 +22,7 @@ class Flight:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
-    arrivals: dict[Sequence, int] = field(default_factory=dict)  # who is swapped in, and the positions it had before
+    arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it fills, and how far they were before
     host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
     step_id: int = -1
 
@@ -40,6 +40,11 @@ class Flight:
     def sequences(self) -> Iterator[Sequence]:
         """Whoever it names."""
         return chain(self.owners, self.arrivals, *self.children.values())
+
+    def bring(self, seq: Sequence, num_found: int) -> None:
+        """Note that it fills blocks of a sequence which has `num_found` positions without that."""
+        self.arrivals[seq] = num_found
+        seq.num_in_flight += 1
 
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Have the step compute `count` of a sequence's known positions, and draw from the last of them."""

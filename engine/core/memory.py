@@ -1,7 +1,7 @@
 """What each sequence holds: its KV blocks and its runner seats. The scheduler decides who; this keeps the books.
 
 Three rules live here. A whole prompt is claimed at once, so a prompt that has started never stalls for memory. A block
-with several holders is copied before it is written. Tails are let go before heads, so the prefix cache evicts them
+with several holders is copied before it is written; so is one that a prompt shares only the beginning of. Tails are let go before heads, so the prefix cache evicts them
 first. Owned by the scheduler, engine thread.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine.core.config import SchedulerConfig
+from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.prefix_cache import PrefixCache, chain_root
 from engine.core.sequence import Sequence
@@ -23,6 +24,7 @@ class Memory:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
+        self._min_copied = config.min_copied_tokens
         self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction)
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self.pool = self._cache.pool
@@ -34,10 +36,10 @@ class Memory:
         adapter = request.params.adapter
         return chain_root(request.cache_salt, b"" if adapter is None else adapter.digest)
 
-    def claim(self, seq: Sequence, num_reserved: int) -> bool:
+    def claim(self, seq: Sequence, num_reserved: int, flight: Flight) -> bool:
         """Take seats and every block that the known tokens need, cached ones first, leaving `num_reserved` available.
 
-        Either all or nothing; False means not now.
+        Either all or nothing; False means not now. Where the tokens share the beginning of a block, `flight` copies it.
         """
         if len(self._seats) < seq.num_seats:
             return False
@@ -53,9 +55,14 @@ class Memory:
             for block in reversed(hits):
                 pool.free(block)
             return False
+        source, num_copied = self._find_start(seq, len(hits), missing + num_reserved)
         pool.found(hits)
         seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
-        seq.num_computed = seq.num_planned = len(hits) * size
+        if num_copied:
+            flight.copies.append((source, seq.page_table.blocks[len(hits)]))
+            flight.bring(seq, len(hits) * size)
+            pool.free(source)
+        seq.num_computed = seq.num_planned = len(hits) * size + num_copied
         seq.num_registered = len(hits)
         seq.writable_until = seq.page_table.capacity
         if self._caching:
@@ -74,6 +81,21 @@ class Memory:
             if num_seats >= seq.num_seats and num_blocks >= needed:
                 return found
         return []
+
+    def _find_start(self, seq: Sequence, num_hits: int, num_needed: int) -> tuple[int, int]:
+        """A block that begins like the sequence's next one, and how many tokens they share; held, so that it stays."""
+        if not self._caching or seq.needs_every_position or seq.host_blocks:
+            return -1, 0
+        begin = num_hits * self._block_size
+        rest = seq.tokens[begin : min(begin + self._block_size, len(seq.tokens) - 1)]
+        source, num_shared = self._cache.match_start(seq.chain[num_hits], rest)
+        if num_shared < self._min_copied:
+            return -1, 0
+        self.pool.fork(source)
+        if self.pool.num_available < num_needed:  # it is one of the blocks that are needed
+            self.pool.free(source)
+            return -1, 0
+        return source, num_shared
 
     def make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block of its own for the next position, noting a copy if that needs one. False: none is left."""

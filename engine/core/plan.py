@@ -72,7 +72,7 @@ class StepPlan(NamedTuple):
 
     step_id: int
     slices: list[SequenceSlice]
-    copies: list[tuple[int, int]]  # (source, destination) physical blocks
+    copies: list[tuple[int, int]]  # (source, destination) physical blocks; no source was a destination before
     num_tokens: int
     num_samples: int
     swap_out: Sequence[tuple[int, int]] = ()  # (physical block, host block)

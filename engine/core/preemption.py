@@ -52,8 +52,7 @@ class SwapSpace:
         if seq.num_saved > num_found:
             first = num_found // self._block_size
             flight.swap_in += zip(seq.host_blocks[first:], seq.page_table.blocks[first:], strict=False)
-            flight.arrivals[seq] = num_found
-            seq.num_in_flight += 1
+            flight.bring(seq, num_found)
             seq.num_computed = seq.num_planned = seq.num_saved
         flight.host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_saved = [], 0

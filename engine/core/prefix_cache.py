@@ -3,15 +3,18 @@
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
 salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
 digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and by content
-because names must outlive the process once blocks move to slower tiers. Eviction is least recently used: the pool
-keeps unheld blocks in the order they were let go, tails before heads. Owned by the scheduler, engine thread.
+because names must outlive the process once blocks move to slower tiers. Where a prompt leaves a known chain inside a
+block, the tokens before are still the prompt's, and the block can be copied. Which block goes when room is needed is
+eviction.py's. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from engine.core.block_pool import BlockPool
 
@@ -24,19 +27,42 @@ def chain_root(salt: str, adapter: bytes = b"") -> bytes:
 
 def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The digest of a full block that follows `parent`."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=32).digest()
+    return blake2b(parent + _pack(tokens), digest_size=32).digest()
+
+
+_TOKEN_BYTES = 8
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Tokens that two packed runs have in common at their beginning."""
+    length = min(len(one), len(other))
+    differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
+    return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES) if differing else length // _TOKEN_BYTES
+
+
+class _Entry(NamedTuple):
+    """What is known of a findable block."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes  # packed
 
 
 class PrefixCache:
-    """An index over the pool's blocks, digest to block and back."""
+    """An index over the pool's blocks: by digest, and by the block before and their tokens."""
 
-    __slots__ = ("_block_of", "_digest_of", "block_size", "pool")
+    __slots__ = ("_block_of", "_entry_of", "_followers", "block_size", "pool")
 
     def __init__(self, num_blocks: int, block_size: int, eviction: str = "lru") -> None:
         self.pool = BlockPool(num_blocks, self._forget, eviction)
         self.block_size = block_size
         self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._entry_of: dict[int, _Entry] = {}
+        self._followers: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block), sorted
 
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
         """The longest run of cached blocks that starts `tokens` and covers at most `max_tokens` of them.
@@ -62,14 +88,38 @@ class PrefixCache:
                 chain.append(chain_next(chain[index], tokens[index * size : (index + 1) * size]))
             digest, block = chain[index + 1], blocks[index]
             # Two sequences may have computed the same block side by side; the first one stays the findable one.
-            if digest not in self._block_of and block not in self._digest_of:
+            if digest not in self._block_of and block not in self._entry_of:
+                content = _pack(tokens[index * size : (index + 1) * size])
                 self._block_of[digest] = block
-                self._digest_of[block] = digest
+                self._entry_of[block] = _Entry(digest, chain[index], content)
+                insort(self._followers.setdefault(chain[index], []), (content, block))
                 self.pool.index(block)
 
+    def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.
+
+        In sorted order what has most in common stands side by side, so two candidates are enough.
+        """
+        followers = self._followers.get(parent)
+        if not followers:
+            return -1, 0
+        wanted = _pack(tokens)
+        at = bisect_left(followers, (wanted, -1))
+        near = followers[max(at - 1, 0) : at + 1]
+        common, block = max([(_num_common(wanted, content), block) for content, block in near])
+        return (block, common) if common else (-1, 0)
+
     def _forget(self, block: int) -> None:
-        del self._block_of[self._digest_of.pop(block)]
+        entry = self._entry_of.pop(block)
+        del self._block_of[entry.digest]
+        followers = self._followers[entry.parent]
+        del followers[bisect_left(followers, (entry.tokens, block))]
+        if not followers:
+            del self._followers[entry.parent]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless both directions of the index agree."""
-        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of
+        """Raise AssertionError unless all directions of the index agree."""
+        assert {digest: block for block, (digest, _, _) in self._entry_of.items()} == self._block_of
+        followers = {(parent, *each) for parent, siblings in self._followers.items() for each in siblings}
+        assert followers == {(parent, content, block) for block, (_, parent, content) in self._entry_of.items()}
+        assert all(siblings and siblings == sorted(siblings) for siblings in self._followers.values())

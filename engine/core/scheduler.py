@@ -172,7 +172,7 @@ class Scheduler:
     def _admit_first(self, now: float, flight: Flight) -> None:
         """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
         seq = self._roster.waiting.first
-        if seq is not None and seq.status is not Status.SWAPPED and not seq.is_background and self._claim(seq):
+        if seq is not None and seq.status is not Status.SWAPPED and not seq.is_background and self._claim(seq, flight):
             self._start(seq, now, flight)
 
     def _admit(self, budget: int, now: float, flight: Flight) -> int:
@@ -182,10 +182,11 @@ class Scheduler:
         next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
         while budget and (seq := self._roster.waiting.first) is not None:
-            if (seq.is_background and self._roster.has_foreground) or not self._claim(seq):
+            if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, flight):
                 break
+            num_moves = len(flight.swap_in)
             self._start(seq, now, flight)
-            if seq not in flight.arrivals or not flight.slices:
+            if len(flight.swap_in) == num_moves or not flight.slices:
                 budget -= self._prompts.plan_chunk(seq, budget, flight)
         return budget
 
@@ -198,13 +199,13 @@ class Scheduler:
         seq.move(Status.PREFILL)
         self._roster.start(seq)
 
-    def _claim(self, seq: Sequence) -> bool:
+    def _claim(self, seq: Sequence, flight: Flight) -> bool:
         """See to seats and blocks for a waiting sequence, taking them from the background if need be.
 
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
         running = self._roster.running
-        while not self._memory.claim(seq, num_reserved=len(running)):
+        while not self._memory.claim(seq, len(running), flight):
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             victims = self._roster.takeable(seq)

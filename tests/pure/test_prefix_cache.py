@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from engine.core.prefix_cache import PrefixCache, chain_root
 
 TOKENS = list(range(10))
@@ -62,3 +65,40 @@ def test_two_sequences_that_computed_the_same_block_leave_one_findable() -> None
     assert cache.match([chain_root("")], TOKENS, 4) == [first]
     assert cache.pool.num_cached == 1
     cache.check_integrity()
+
+
+blocks_of_three = st.lists(st.tuples(*[st.sampled_from([0, 1, 255, 256, 1 << 40])] * 3), max_size=12)
+
+
+@given(
+    known=blocks_of_three,
+    wanted=st.lists(st.sampled_from([0, 1, 255, 256, 1 << 40]), max_size=3),
+    num_evicted=st.integers(0, 12),
+)
+def test_the_longest_beginning_is_found_whatever_else_is_known(
+    known: list[tuple[int, ...]], wanted: list[int], num_evicted: int
+) -> None:
+    """Against a comparison with every block."""
+    cache, root = PrefixCache(12, block_size=3), chain_root("")
+    for tokens in known:
+        block = cache.pool.alloc()
+        cache.register([root], tokens, [block], 0, 1)
+        cache.pool.free(block)
+        cache.check_integrity()
+    for _ in range(max(num_evicted - cache.pool.num_free, 0)):
+        cache.pool.alloc()
+        cache.check_integrity()
+    left = {tokens for tokens in known if cache.match([root], tokens, 3)}
+    most = max(
+        [
+            0,
+            *(
+                sum(all(a == b for a, b in zip(tokens[:n], wanted[:n], strict=True)) for n in range(1, len(wanted) + 1))
+                for tokens in left
+            ),
+        ]
+    )
+    block, common = cache.match_start(root, wanted)
+    assert common == most
+    assert (block in cache.pool.cached_blocks) == (common > 0)
+    assert cache.match_start(chain_root("tenant"), wanted) == (-1, 0)

@@ -30,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         min_swap_tokens=st.sampled_from([1, 1, 9]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
+        min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
     )
     def start(self, depth: int, budget: int, caching: bool, num_speculative_tokens: int, **changes: int | str) -> None:
         changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
