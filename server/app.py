@@ -49,11 +49,19 @@ from server.routes.openapi import openapi_router
 from server.routes.page import load_files, page_router
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
+from server.tenancy import Tenancy
+from server.tenant_file import Tenant, read_tenants
 from server.text import Tokenizer
 from server.version import VERSION
 
 # What /openapi.json and docs/reference.md tell of.
 API = (completions, chat, responses, messages, reading, files, batches, models, adapters, tokens, requests, operations)
+# What scripts of other origins may read.
+EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing"),
+    *(f"x-ratelimit-{kind}-{what}" for kind in ("limit", "remaining") for what in ("requests", "tokens")),
+    "x-ratelimit-reset-tokens",
+)
 # What lines of a batch may ask for, and who answers it.
 BATCH_ENDPOINTS = {
     "/v1/completions": completions,
@@ -74,6 +82,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         config=config,
         limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
         metrics=metrics,
+        tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants),
         live=live_view,
         standing=Standing(live_view),
         ledger=Ledger(),
@@ -117,12 +126,16 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     app.state.context = context
     errors.install(app)
     routers = [module.router for module in API]
-    for router in (*routers, openapi_router(routers, needs_key=bool(config.api_keys))):
+    for router in (*routers, openapi_router(routers, needs_key=context.tenancy.needs_key)):
         app.include_router(router)
     if page:
         app.include_router(live.router)
         app.include_router(page_router(page))
     return app
+
+
+def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
+    return None if config.tenants is None else read_tenants(config.tenants)
 
 
 def _batches(engine: Engine, config: AppConfig) -> BatchService | None:
@@ -154,10 +167,10 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
                 allow_origins=list(config.allowed_origins),
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing"],
+                expose_headers=EXPOSED_HEADERS,
             )
         )
-    if config.api_keys:
-        stack.append(Middleware(KeyGuard, keys=config.api_keys, open_paths=open_paths))
+    if context.tenancy.needs_key:
+        stack.append(Middleware(KeyGuard, tenancy=context.tenancy, open_paths=open_paths))
     stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes, max_file_bytes=config.max_file_bytes))
     return stack

@@ -17,6 +17,7 @@ class AppConfig:
     model: str  # the name or path that was loaded; shown as `root` in /v1/models
     served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    tenants: Path | None = None  # the file of those who may call, each with a key of its own
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     max_body_bytes: int = 32 * 1024 * 1024
     data_dir: Path | None = None  # where files and batches are kept; None: there are none

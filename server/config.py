@@ -278,6 +278,12 @@ class SecuritySettings(BaseModel):
     api_key: Secrets = _setting(
         (), "KEY", "keys that clients must present; set the variable, a flag shows in ps", unset="open to all"
     )
+    tenants: Path | None = _setting(
+        None,
+        "FILE",
+        "YAML file of tenants: their keys, tiers, weights and limits; read again on SIGHUP",
+        unset="all keys are equal",
+    )
     allowed_origins: Names = _setting((), "ORIGIN", "origins that browsers may call from (CORS)", unset="none")
 
 
@@ -331,6 +337,7 @@ class Settings(
             model=model,
             served_model_names=self.served_model_name or (served_name,),
             api_keys=tuple(key.get_secret_value() for key in self.api_key),
+            tenants=self.tenants,
             allowed_origins=self.allowed_origins,
             max_body_bytes=self.max_body_bytes,
             data_dir=self.data_dir,

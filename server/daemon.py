@@ -13,13 +13,16 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from engine.core.errors import ConfigError
 from server.connection import Connection
 from server.routes.context import Context
+from server.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")
 
@@ -60,6 +63,8 @@ class Daemon(uvicorn.Server):
         self._context = context
         self._client = context.client
         self._batches = context.batches
+        self._tenancy = context.tenancy
+        self._tenants = context.config.tenants
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,6 +74,8 @@ class Daemon(uvicorn.Server):
         """Serve until `should_exit`, watching the engine."""
         self._loop = asyncio.get_running_loop()
         self._tasks.append(self._loop.create_task(self._watch()))
+        if self._tenants is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._reread, self._tenants)
         try:
             await super().serve(sockets)
         finally:
@@ -99,6 +106,15 @@ class Daemon(uvicorn.Server):
         else:
             log.error("%s for the third time: leaving at once", name)
             os._exit(1)
+
+    def _reread(self, path: Path) -> None:
+        try:
+            tenants = read_tenants(path)
+        except ConfigError as error:
+            log.error("SIGHUP: tenants stay as they were: %s", error)  # noqa: TRY400 - one sentence for the user
+            return
+        self._tenancy.replace(tenants)
+        log.info("SIGHUP: %d tenants from %s", len(tenants), path)
 
     async def _drain(self, timeout_s: float) -> None:
         if self._batches is not None:

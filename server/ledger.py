@@ -19,6 +19,7 @@ from engine.core.types import Request
 from server.generation import Generation
 from server.protocol.timings import AnswerMetrics
 from server.standing import Place
+from server.tenancy import Account
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
@@ -37,6 +38,7 @@ class Entry:
     adapter: str | None
     generation: Generation | None
     ledger: Ledger
+    account: Account | None = None
     is_background: bool = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     end: dict[str, Any] = field(default_factory=dict)
@@ -50,15 +52,18 @@ class Entry:
         return [request.request_id for request in self.requests]
 
     @property
-    def log_fields(self) -> dict[str, int | float]:
+    def log_fields(self) -> dict[str, int | float | str]:
         """For the log line."""
-        return {} if self.generation is None else self.generation.history
+        named = {} if self.account is None else {"tenant": self.account.tenant.name}
+        return {} if self.generation is None else named | self.generation.history
 
     def close(self, status: int, seconds: float) -> None:
         """The answer is over, whichever way."""
         if self.generation is None:
             return
         self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
+        if self.account is not None:
+            self.account.close(self.generation.usage, self.generation.timeline.spans())
         self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
         self.generation, self.requests = None, ()
         self.ledger.close(self)
@@ -72,6 +77,7 @@ class Entry:
             "endpoint": self.endpoint,
             "adapter": self.adapter,
             "stream": self.stream,
+            "tenant": None if self.account is None else self.account.tenant.name,
             "created": self.created,
         }
         if self.generation is None:

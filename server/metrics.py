@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from engine.core.stats import REQUEST_BUCKETS_S, FailureCause, Histogram, PreemptionKind, Stats, SwapDirection
 from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
+from server.tenant_metrics import TenantMetrics
 from server.version import VERSION
 
 MAX_NAMES = 64  # that clients choose; beyond this many they share the label "other"
@@ -166,6 +167,11 @@ METRICS = (
         "Sequences preempted because the KV pool was exhausted, by how they come by their K/V again.",
         _preempted,
         "kind",
+    ),
+    _counter(
+        "quire_fairness_preemptions_total",
+        "Of these, those that made room for a tenant that held far less.",
+        lambda s: s.yielded,
     ),
     _counter(
         "quire_spec_decode_num_drafts_total", "Times that tokens were drafted for a sequence.", lambda s: s.spec_drafts
@@ -375,6 +381,7 @@ class Metrics:
             registry=self._registry,
         )
         self._names: dict[Counter, set[str]] = {self._ignored: set(), self._adapter_requests: set()}
+        self.tenants = TenantMetrics(self._registry)
 
     def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count one answered request. `route` is the route's template, never a raw path."""

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import ApiError, to_api_error
 from server.ledger import Entry
 from server.metrics import Metrics
+from server.tenancy import TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class RequestScope:
                 headers["x-request-id"] = request_id
                 if IGNORED_FIELDS in state:
                     headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
+                if TENANT in state:
+                    headers.update(state[TENANT].headers())
             await send(message)
 
         try:

@@ -27,6 +27,7 @@ from server.config import Settings
 from server.flags import load_settings, name_origins
 from server.logs import configure_logging
 from server.model_source import find_model
+from server.tenant_file import read_tenants
 
 if TYPE_CHECKING:
     from server.tokenizer import TextTokenizer
@@ -102,6 +103,8 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
             raise ConfigError(
                 f"--lora-modules has {module.name}={module.path}, but that is what the model itself is called; choose another name."
             )
+    if app_config.tenants is not None:
+        read_tenants(app_config.tenants)
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
 
@@ -135,7 +138,7 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - started_s, url, name)
-        log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys)))
+        log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys or app_config.tenants)))
 
     hide_from_collector()
     return run(app, listener, settings.shutdown_timeout, announce)

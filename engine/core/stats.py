@@ -67,6 +67,11 @@ class Histogram:
     def count(self) -> int:
         return sum(self.counts)
 
+    @property
+    def mean(self) -> float:
+        """0 of nothing."""
+        return self.sum / max(self.count, 1)
+
 
 def _token_seconds() -> Histogram:
     return Histogram(TOKEN_BUCKETS_S)

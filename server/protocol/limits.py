@@ -32,7 +32,7 @@ class Limits:
             max_model_len=config.max_model_len,
             pool_tokens=config.num_blocks * config.block_size,
             max_logprobs=app.max_logprobs,
-            has_priorities=config.policy == "priority",
+            has_priorities=config.policy in ("priority", "fair"),
             tokenizer=tokenizer,
             dialogue=Dialogue.of(tokenizer, app),
         )

@@ -103,7 +103,7 @@ class OutputConfig(RequestBody):
 
 
 class Metadata(RequestBody):
-    NO_OPS: ClassVar[frozenset[str]] = frozenset({"user_id"})
+    user_id: str | None = None
 
 
 class CountBody(TranslatedBody):
@@ -130,6 +130,7 @@ class CountBody(TranslatedBody):
         "stop": "send stop_sequences",
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "user": "metadata.user_id",
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking",
         "reasoning_effort": "output_config.effort",
@@ -177,6 +178,8 @@ class CountBody(TranslatedBody):
         if self.tool_choice is not None and self.tools:
             fields["tool_choice"] = self.tool_choice.for_chat()
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.metadata is not None and self.metadata.user_id is not None:
+            fields["user"] = self.metadata.user_id
         for part in (self.thinking, self.output_config):
             fields |= {} if part is None else part.for_chat()
         return self.chat_body({**fields, **self._answer_fields()})

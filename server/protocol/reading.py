@@ -11,7 +11,7 @@ from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
-from server.protocol.sampling import MAX_CACHE_SALT
+from server.protocol.sampling import MAX_CACHE_SALT, MAX_USER
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -19,7 +19,7 @@ MAX_INPUTS = 2048  # of one request, as OpenAI has it
 class ReadingBody(RequestBody):
     """The request, but for what is read."""
 
-    NO_OPS: ClassVar[frozenset[str]] = frozenset({"user", "request_id"})
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"request_id"})
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "stream": (False,),
         "truncate_prompt_tokens": (),
@@ -31,6 +31,12 @@ class ReadingBody(RequestBody):
     include_metrics: bool = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+    user: str = Field("", max_length=MAX_USER)
+
+    @property
+    def tenant(self) -> str:
+        """Whom it says it is from."""
+        return self.user
 
     def reading_params(
         self, limits: Limits, *, pooling: Pooling | None = None, prompt_logprobs: int | None = None
@@ -38,7 +44,8 @@ class ReadingBody(RequestBody):
         """The engine's parameters. Raises InvalidRequestError."""
         if self.priority and not limits.has_priorities:
             raise InvalidRequestError(
-                "priority has no effect here; start the server with --scheduling-policy priority.", param="priority"
+                "priority has no effect here; start the server with --scheduling-policy priority or fair.",
+                param="priority",
             )
         return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
 

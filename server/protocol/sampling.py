@@ -21,6 +21,7 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT = 128
+MAX_USER = 512
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
 
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
@@ -60,8 +61,8 @@ INSTEAD: Mapping[str, str] = {
 
 # Fields that by their meaning leave the answer as it is: bookkeeping and hints.
 NO_OPS = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
-    | {"service_tier", "store", "user", "request_id"}
+    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    | {"service_tier", "store", "request_id"}
 )
 
 
@@ -119,8 +120,15 @@ class SamplingBody(RequestBody):
     include_metrics: bool = False  # tell in the answer, or a stream's last chunk, what its time went into
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+    user: str = Field("", max_length=MAX_USER)  # whom `fair` shares with, where no keys tell
+    safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for it
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whom it says it is from."""
+        return self.user or self.safety_identifier
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
@@ -211,7 +219,9 @@ class SamplingBody(RequestBody):
         if self.min_tokens > max_tokens:
             _refuse("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
         if self.priority and not limits.has_priorities:
-            _refuse("priority", "priority has no effect here; start the server with --scheduling-policy priority.")
+            _refuse(
+                "priority", "priority has no effect here; start the server with --scheduling-policy priority or fair."
+            )
 
     def _logit_bias(self, limits: Limits) -> tuple[tuple[int, float], ...]:
         if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in self.logit_bias):

@@ -30,7 +30,7 @@ PASSED_ON = frozenset(
         "logit_bias",
     }
     | {"min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens"}
-    | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens"}
+    | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "user", "safety_identifier"}
 )
 
 

@@ -25,6 +25,7 @@ from server.protocol.limits import Limits
 from server.response_store import ResponseStore
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
+from server.tenancy import Tenancy
 from server.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Context:
     config: AppConfig
     limits: Limits
     metrics: Metrics
+    tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
     standing: Standing

@@ -30,6 +30,7 @@ from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.routes.context import Context
 from server.sse import EventStream
 from server.structured.spec import GrammarSpec
+from server.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def engine_requests(
             priority=body.priority,
             cache_salt=body.cache_salt,
             is_background=context.is_background,
+            tenant="" if context.tenancy.has_file else body.tenant,
         )
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
     ]
@@ -75,8 +77,14 @@ def answer_id(requests: Sequence[Request]) -> str:
 def begin(
     http: HttpRequest, context: Context, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
 ) -> tuple[Answer, Generation]:
-    """Submit, and open an entry in the ledger. Raises what the engine refuses with."""
+    """Submit, and open an entry in the ledger. Raises what the engine, or the tenant's limits, refuse with."""
+    account: Account | None = getattr(http.state, TENANT, None)
+    if account is not None:
+        account.check(request_s=context.engine.stats.e2e_s.mean)
+        requests = account.sign(requests)
     answer = context.client.submit(requests)
+    if account is not None:
+        account.open(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     adapter = requests[0].params.adapter
     entry = Entry(
@@ -88,6 +96,7 @@ def begin(
         adapter=None if adapter is None else adapter.name,
         generation=generation,
         ledger=context.ledger,
+        account=account,
     )
     setattr(http.state, ENTRY, entry)
     return answer, generation

@@ -177,6 +177,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
+        "--tenants", "/etc/tenants.yaml",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -193,6 +194,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         reasoning_parser="qwen3",
         pooling="mean",
         data_dir=Path("/var/quire"),
+        tenants=Path("/etc/tenants.yaml"),
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
         sse_keep_alive_interval_s=2.5,

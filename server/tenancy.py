@@ -1,0 +1,139 @@
+"""On whose account a request runs, and whether it may: the limits of --tenants, counted. Event loop.
+
+With --tenants the key decides, and what a client says of itself does not matter: nobody gains a share by inventing users.
+Without, all callers are trusted alike, and the field `user` (or `safety_identifier`) tells them apart.
+
+A limit on tokens is a bucket that fills at its rate and holds a minute's worth. A prompt is taken out of it when its
+request comes, the answer when it ends; whoever owes waits until it has filled again. So nothing is refused for what it
+might have generated, and the rate holds in the mean.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+from engine.core.errors import OverloadedError
+from engine.core.types import Request
+from server.protocol.usage import Usage
+from server.tenant_file import DEFAULT, Tenant
+from server.tenant_metrics import TenantMetrics
+from server.timeline import Spans
+
+MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
+TENANT = "tenant"  # the key in a request's state under which the guard leaves the Account
+
+
+class Account:
+    """What a tenant has open, and what it may still spend."""
+
+    def __init__(self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float]) -> None:
+        self.tenant = tenant
+        self.num_open = 0
+        self._metrics = metrics
+        self._clock = clock
+        self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; less than none is a debt
+        self._filled_s = clock()
+
+    def change(self, tenant: Tenant) -> None:
+        """Its terms are others from now on; what it owes stays."""
+        tokens, limit = self._fill(), float(tenant.tokens_per_minute or 0)
+        self._tokens = limit if self.tenant.tokens_per_minute is None else min(tokens, limit)
+        self.tenant = tenant
+
+    def _fill(self) -> float:
+        now, rate = self._clock(), self.tenant.tokens_per_minute or 0
+        self._tokens = min(self._tokens + (now - self._filled_s) * rate / 60, rate)
+        self._filled_s = now
+        return self._tokens
+
+    def check(self, request_s: float) -> None:
+        """Raise OverloadedError if no more requests may be opened now; they take `request_s` in the mean."""
+        tenant, limit = self.tenant, self.tenant.max_concurrent_requests
+        if limit is not None and self.num_open >= limit:
+            self._metrics.refused(tenant.name, "concurrent_requests")
+            raise _refusal(f"Tenant {tenant.name} has {limit} requests open, the most it may have", request_s / limit)
+        rate = tenant.tokens_per_minute
+        if rate is not None and (tokens := self._fill()) <= 0:
+            self._metrics.refused(tenant.name, "tokens_per_minute")
+            raise _refusal(f"Tenant {tenant.name} has used up its {rate} tokens a minute", (1 - tokens) * 60 / rate)
+
+    def sign(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests, on this account."""
+        return [replace(request, tenant=self.tenant.name, weight=self.tenant.weight) for request in requests]
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """They have been submitted, as one request of a client's."""
+        self.num_open += 1
+        self._tokens = self._fill() - sum([len(request.prompt) for request in requests])
+        self._metrics.opened(self.tenant.name)
+
+    def close(self, usage: Usage, spans: Spans | None) -> None:
+        """It has ended, whichever way."""
+        self.num_open -= 1
+        self._tokens = self._fill() - usage.completion_tokens
+        self._metrics.closed(self.tenant.name, usage, spans)
+
+    def headers(self) -> dict[str, str]:
+        """What a client is told of its limits, in OpenAI's words; of requests the limit is on those open at once."""
+        told: dict[str, str] = {}
+        if (most := self.tenant.max_concurrent_requests) is not None:
+            told["x-ratelimit-limit-requests"] = str(most)
+            told["x-ratelimit-remaining-requests"] = str(max(most - self.num_open, 0))
+        if (rate := self.tenant.tokens_per_minute) is not None:
+            tokens = self._fill()
+            told["x-ratelimit-limit-tokens"] = str(rate)
+            told["x-ratelimit-remaining-tokens"] = str(max(int(tokens), 0))
+            told["x-ratelimit-reset-tokens"] = f"{(rate - tokens) * 60 / rate:.3f}s"
+        return told
+
+
+def _refusal(why: str, wait_s: float) -> OverloadedError:
+    wait_s = min(max(wait_s, 1.0), MAX_RETRY_S)
+    return OverloadedError(f"{why}; try again in {wait_s:.0f} s.", retry_after_s=wait_s)
+
+
+class Tenancy:
+    """All accounts, by key and by name."""
+
+    def __init__(
+        self,
+        api_keys: Iterable[str],
+        tenants: Sequence[Tenant] | None,
+        metrics: TenantMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.has_file = tenants is not None
+        self._api_keys = [sha256(key.encode()).digest() for key in api_keys]
+        self._metrics = metrics
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._owners: list[tuple[bytes, Account]] = []  # of keys, by digest
+        self.replace(tenants or ())
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._owners)
+
+    def replace(self, tenants: Iterable[Tenant]) -> None:
+        """Other tenants from now on. Who is still there keeps what it has open and what it owes."""
+        before, self._accounts = self._accounts, {}
+        for tenant in (Tenant(name=DEFAULT), *tenants):
+            account = before.get(tenant.name)
+            if account is None:
+                account = Account(tenant, self._metrics, self._clock)
+            else:
+                account.change(tenant)
+            self._accounts[tenant.name] = account
+        self._owners = [(digest, self._accounts[DEFAULT]) for digest in self._api_keys]
+        for account in self._accounts.values():
+            self._owners += [(digest, account) for digest in account.tenant.digests]
+
+    def find(self, keys: Iterable[str]) -> Account | None:
+        """Whose one of some keys is; in a time that tells nothing of how much of it was right."""
+        shown = [sha256(key.encode("latin-1")).digest() for key in keys]
+        found = [account for digest in shown for known, account in self._owners if hmac.compare_digest(digest, known)]
+        return found[0] if found else None
