@@ -105,6 +105,7 @@ SHOWN = {
     "quire_spec_decode_num_drafts_total": "spec_drafts",
     "quire_spec_decode_num_draft_tokens_total": "spec_draft_tokens",
     "quire_spec_decode_num_accepted_tokens_total": "spec_accepted_tokens",
+    "quire_fairness_preemptions_total": "yielded",
     "quire_time_to_first_token_seconds": "ttft_s",
     "quire_time_per_output_token_seconds": "tpot_s",
     "quire_inter_token_latency_seconds": "itl_s",
