@@ -9,6 +9,9 @@ from itertools import chain
 
 from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
+from engine.core.step_time import Load
+
+_NO_LOAD = Load()
 
 
 @dataclass(slots=True)
@@ -25,6 +28,8 @@ class Flight:
     arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it fills, and how far they were before
     host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
     step_id: int = -1
+    planned_s: float = 0.0
+    load: Load = _NO_LOAD  # told of steps with prompts only
 
     @property
     def num_tokens(self) -> int:

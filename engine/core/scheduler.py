@@ -11,6 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 
 from engine.core.admission import check_request
@@ -21,6 +22,7 @@ from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
+from engine.core.pacing import Pacing
 from engine.core.plan import SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
@@ -30,6 +32,7 @@ from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
+from engine.core.step_time import decode_load
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 
 _RUNNING = Status.RUNNING  # looking a member up on its Enum costs 70 ns (Python 3.11), for every sequence at every step
@@ -51,13 +54,15 @@ class Scheduler:
         self._recorder = Recorder(self.stats, self._memory.pool, self._swap.pool)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
-        self._prompts = PromptPlanner(self._memory, self._roster)
+        self._pacing = Pacing()
+        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         self._drafts = DraftPlanner(config, self._memory, self.stats) if config.num_speculative_tokens else None
         self._outcomes = Outcomes(self._memory, self._departures, self._recorder, self.stats, self._drafts)
         self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._next_step_id = 0
+        self._committed_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -96,7 +101,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
-        flight = Flight()
+        flight = Flight(planned_s=now)
         if self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
@@ -105,9 +110,10 @@ class Scheduler:
         catching_up = self._plan_decodes(flight, limit)
         num_decodes = len(flight.slices)
         budget = limit - num_decodes
-        for seq in catching_up:
-            budget -= self._prompts.plan_chunk(seq, budget, flight)
-        budget = self._admit(budget, now, flight)
+        if catching_up or self._roster.waiting.first is not None:
+            # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
+            shares = self._step_limit == self.config.max_num_batched_tokens
+            budget = self._prompts.plan(catching_up, self._admit(now, flight), budget, flight, shares=shares)
         if not flight.slices:
             return None
         if self._drafts is not None:
@@ -175,20 +181,16 @@ class Scheduler:
         if seq is not None and seq.status is not Status.SWAPPED and not seq.is_background and self._claim(seq, flight):
             self._start(seq, now, flight)
 
-    def _admit(self, budget: int, now: float, flight: Flight) -> int:
-        """Start waiting sequences, strictly in order, while seats, blocks and budget last; returns what is left.
+    def _admit(self, now: float, flight: Flight) -> Iterator[Sequence]:
+        """Start waiting sequences, strictly in order, as long as another is asked for, while seats and blocks last.
 
-        One block stays back for each running sequence, which may be about to grow. What is swapped in computes in the
-        next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
+        One block stays back for each running sequence, which may be about to grow.
         """
-        while budget and (seq := self._roster.waiting.first) is not None:
+        while (seq := self._roster.waiting.first) is not None:
             if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, flight):
-                break
-            num_moves = len(flight.swap_in)
+                return
             self._start(seq, now, flight)
-            if len(flight.swap_in) == num_moves or not flight.slices:
-                budget -= self._prompts.plan_chunk(seq, budget, flight)
-        return budget
+            yield seq
 
     def _start(self, seq: Sequence, now: float, flight: Flight) -> None:
         """A waiting sequence has got its blocks: it runs."""
@@ -197,6 +199,7 @@ class Scheduler:
         if seq.status is Status.SWAPPED:
             self._swap.restore(seq, flight)
         seq.move(Status.PREFILL)
+        seq.is_long = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._roster.start(seq)
 
     def _claim(self, seq: Sequence, flight: Flight) -> bool:
@@ -226,6 +229,7 @@ class Scheduler:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         flight = self._flights.popleft()
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
+        self._learn(flight, now)
         self._swap.settle(flight)
         for seq in flight.arrivals:
             seq.num_in_flight -= 1
@@ -236,6 +240,16 @@ class Scheduler:
         self._recorder.stepped(plan, now, is_background=flight.owners[0].is_background)
         self._roster.tell()
         return events
+
+    def _learn(self, flight: Flight, now: float) -> None:
+        """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
+        has_prompts = flight.load.num_prompt_tokens > 0
+        if self._pacing.is_due(has_prompts):
+            load = flight.load if has_prompts else decode_load(flight.slices)
+            if flight.num_drafts:
+                load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
+            self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s))
+        self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
         """Nothing of the plans in flight was computed, for want of memory: plan anew, steps half as large at first.

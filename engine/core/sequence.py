@@ -75,6 +75,7 @@ class Sequence:
         "host_blocks",
         "is_forked",
         "is_leaving",
+        "is_long",
         "last_token_s",
         "max_drafts",
         "max_total",
@@ -144,6 +145,7 @@ class Sequence:
         self.samples: tuple[Sample, ...] = ()
         self.is_forked = request.params.n == 1
         self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
+        self.is_long = False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
         self.shares_tail = False  # the last block may have other holders: copy before the first write
         self.chain = [root]
         self.num_registered = 0  # blocks already shown to the prefix cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner, FakeStep, mix
 from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
-from engine.core.sequence import choice_seed
+from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 
 VOCAB = 50
@@ -62,12 +63,15 @@ def solo(asked: Request, choice: int) -> tuple[list[int], FinishReason]:
 
 
 class Driver:
-    """A scheduler, its runner, and everything they said; `now` advances 10 ms a step."""
+    """A scheduler, its runner, and everything they said; `now` advances by 10 ms a step, or by what it costs."""
 
-    def __init__(self, settings: SchedulerConfig, depth: int = 0) -> None:
+    def __init__(
+        self, settings: SchedulerConfig, depth: int = 0, cost: Callable[[StepPlan], float] | None = None
+    ) -> None:
         self.scheduler = Scheduler(settings)
         self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
         self.depth = depth
+        self.cost = cost
         self.now = 0.0
         self.requests: dict[str, Request] = {}
         self.streams: dict[tuple[str, int], list[int]] = {}
@@ -97,19 +101,21 @@ class Driver:
         """Plan and launch a step, if the depth allows it and there is one."""
         if len(self.launched) > self.depth:
             return False
-        self.now += 0.01
+        self.now += 0.01 if self.cost is None else 0.0
+        first = self.first_in_line()
         plan = self.scheduler.plan(self.now)
         if plan is None:
             assert self.launched or not self.scheduler.has_work, "work, nothing in flight, and nothing planned"
             return False
         self.check_plan(plan)
+        self.check_progress(plan, first)
         self.launched.append((plan, self.runner.run(plan)))
         return True
 
     def commit(self) -> None:
         """Commit the oldest launched step."""
         plan, pending = self.launched.popleft()
-        self.now += 0.01
+        self.now += 0.01 if self.cost is None else self.cost(plan)
         self.take(self.scheduler.commit(plan, pending.wait(), self.now))
 
     def run_out_of_memory(self, failure: str | None = None) -> set[str]:
@@ -160,6 +166,19 @@ class Driver:
             assert piece.start + num_tokens <= peak, "the last token is never fed back"
             assert piece.start + num_tokens <= len(piece.block_table) * settings.block_size
             assert len(piece.tokens) >= piece.start + piece.num_tokens - 1
+
+    def first_in_line(self) -> Sequence | None:
+        """Who runs, still has known positions to compute, and stands before all others that have."""
+        running = self.scheduler._roster.running
+        return next((seq for seq in running if seq.status is Status.PREFILL), None)
+
+    def check_progress(self, plan: StepPlan, first: Sequence | None) -> None:
+        """No starvation: whoever is first in line gets on with every step that decoding leaves room in."""
+        limit = self.scheduler.config.max_num_batched_tokens
+        if first is None or first.is_background or self.scheduler._step_limit < limit or self.scheduler._roster.is_fair:
+            return  # the background waits for others, steps that were taken back are small, places of the fair change
+        num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
+        assert num_tokens or plan.num_tokens == limit or first.is_resuming, "the first in line was passed over"
 
     def check_streams(self, aborted: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Every choice of every request ended once and said what it would have said alone."""

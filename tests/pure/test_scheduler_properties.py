@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.core.fake_runner import CostModel
 from engine.core.types import AbortCause
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
@@ -31,12 +32,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_swap_tokens=st.sampled_from([1, 1, 9]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
         min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
+        cost=st.sampled_from([None, CostModel(0.01, 0.002), CostModel(0.001, 0.01, 0.001)]),
     )
-    def start(self, depth: int, budget: int, caching: bool, num_speculative_tokens: int, **changes: int | str) -> None:
+    def start(
+        self,
+        depth: int,
+        budget: int,
+        caching: bool,
+        num_speculative_tokens: int,
+        cost: CostModel | None,
+        **changes: int | str,
+    ) -> None:
         changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
         self.driver = Driver(
             config(max_num_batched_tokens=budget, enable_prefix_caching=caching, max_model_len=40, **changes),
             depth,
+            cost and cost.seconds,
         )
         self.aborted: set[str] = set()
 

@@ -171,11 +171,11 @@ def test_the_highest_good_speed_is_found() -> None:
 
 def test_two_replicas_take_about_twice_as_much() -> None:
     rows = generate("steady", num=80, rate=5.0, seed=3, max_model_len=512)
-    targets = Targets(0.2, 0.05)
+    targets, roomy = Targets(0.5, 0.05), config(max_num_batched_tokens=512)
 
     def found(num: int) -> float:
         router = ROUTERS["least-loaded"]
-        return capacity(rows, config(), COSTS, num_replicas=num, router=router, targets=targets, share=0.9)
+        return capacity(rows, roomy, COSTS, num_replicas=num, router=router, targets=targets, share=0.9)
 
     assert natural_rate(rows) == pytest.approx(5.0, rel=0.3)
     assert 1.6 < found(2) / found(1) < 3.0
