@@ -62,10 +62,10 @@ class PromptPlanner:
             if not left:
                 break
         left += reserve
-        long = [seq for seq in long if seq.status is Status.PREFILL]  # others gave way to whoever was admitted
-        if long:
+        # Some may have given way to others that were admitted.
+        if long := [seq for seq in long if seq.status is Status.PREFILL]:
             left -= self._plan_long(long, left, flight)
-        elif late and not flight.slices:
+        elif not flight.slices and (late := [seq for seq in late if seq.status is Status.PREFILL]):
             left -= self._plan_chunk(late[0], left, flight)
         return left
 
