@@ -15,7 +15,8 @@ def peak_positions(num_prompt: int, max_tokens: int) -> int:
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
     """Raise a ClientError if the request can never be served, however long it waits."""
-    num_prompt, max_tokens, n = len(request.prompt), request.params.max_tokens, request.params.n
+    params = request.params
+    num_prompt, max_tokens = len(request.prompt), params.max_tokens
     if not num_prompt:
         raise InvalidRequestError("The prompt is empty; send at least one token.", param="prompt")
     if num_prompt > config.max_model_len:
@@ -30,12 +31,23 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"requested ({num_prompt} in the prompt, {max_tokens} to generate); shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )
-    if n > config.max_num_seqs:
+    if params.beam is not None and params.grammar is not None:
+        raise InvalidRequestError(
+            "A beam search cannot follow a grammar yet; leave out use_beam_search, or what constrains the answer.",
+            param="use_beam_search",
+        )
+    if params.num_sequences > config.max_num_seqs:
+        name = "n" if params.num_sequences == params.n else "best_of"
         raise NeverFitsError(
-            f"n is {n}, but this server runs at most {config.max_num_seqs} sequences at once (--max-num-seqs); lower n.",
-            param="n",
+            f"{name} is {params.num_sequences}, but this server runs at most {config.max_num_seqs} sequences at once "
+            f"(--max-num-seqs); lower {name}.",
+            param=name,
         )
     needed = blocks_for(peak_positions(num_prompt, max_tokens), config.block_size)
+    if params.beam is not None:
+        # Nothing of a search can wait for the rest of it, so all of its beams have to fit, sharing the prompt's full blocks.
+        num_shared = num_prompt // config.block_size
+        needed = num_shared + params.beam.width * (needed - num_shared)
     if needed > config.num_blocks:
         raise NeverFitsError(
             f"The request needs up to {needed} KV blocks ({num_prompt} prompt + {max_tokens} generated tokens), but the "

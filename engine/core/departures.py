@@ -11,6 +11,7 @@ from collections import deque
 from engine.core.errors import QuireError
 from engine.core.flight import Flight
 from engine.core.memory import Memory
+from engine.core.page_table import blocks_for
 from engine.core.preemption import SwapSpace
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
@@ -41,7 +42,19 @@ class Departures:
         prompt: PromptInfo | None = None,
         error: QuireError | None = None,
     ) -> list[TokenEvent]:
-        """Leave the queues, free what no flight names, one terminal event a choice."""
+        """Leave for good, with one terminal event a choice. A beam does so with its whole search."""
+        seq = seq.beams[0] if seq.beams else seq
+        self.retire(seq)
+        choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
+        timings = self._recorder.finished(seq, reason, now, len(choices), seq.num_generated)
+        return [
+            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
+            for choice in choices
+        ]
+
+    def retire(self, seq: Sequence) -> None:
+        """Leave the queues and the request, and free what no flight names."""
+        self._drop_beams(seq)
         if seq.status in (Status.PREFILL, Status.RUNNING):
             self._roster.stop(seq)
             if not self._leave(seq):
@@ -51,15 +64,27 @@ class Departures:
             self._swap.discard(seq, self._flights)
         seq.move(Status.DONE)
         self._roster.strike(seq)
-        choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
-        timings = self._recorder.finished(seq, reason, now, len(choices))
-        return [
-            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
-            for choice in choices
-        ]
+
+    def _drop_beams(self, first: Sequence) -> None:
+        """Of a search, let go of all beams but the first."""
+        for beam in first.beams[1:]:
+            self._roster.stop(beam)
+            beam.move(Status.DONE)
+            if not self._leave(beam):
+                self._memory.release(beam)
+        del first.beams[1:]
 
     def preempt(self, seq: Sequence) -> None:
-        """Have a running sequence give way, at once or as soon as no plan in flight names it."""
+        """Have a running sequence give way, at once or as soon as no plan in flight names it.
+
+        A beam gives way with its whole search, which starts anew: some of its beams alone could not go on, and the rest
+        would hold blocks that they do nothing with.
+        """
+        if seq.beams:
+            seq = seq.beams[0]
+            held = {block for beam in seq.beams for block in beam.page_table.blocks}
+            seq.headroom = max(len(held) - blocks_for(seq.num_prompt, seq.page_table.block_size), 0)
+            self._drop_beams(seq)
         self._roster.stop(seq)
         seq.move(Status.PREEMPTED)
         seq.num_preemptions += 1
@@ -67,8 +92,14 @@ class Departures:
             self._set_aside(seq)
 
     def _set_aside(self, seq: Sequence) -> None:
-        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place."""
-        self._swap.save(seq)
+        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place.
+
+        A search forgets its tokens. Its choices are made of numbers that come out the same again.
+        """
+        if seq.search is None:
+            self._swap.save(seq)
+        else:
+            seq.begin_search(self._roster.take_seq_id())
         self._recorder.preempted(seq)
         self._memory.release(seq)
         self._roster.enqueue(seq)

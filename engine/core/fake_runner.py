@@ -34,6 +34,15 @@ def hidden_state(history: Sequence[int]) -> list[int]:
     return [mix(index, *history) % (1 << 25) - (1 << 24) for index in range(_HIDDEN_SIZE)]
 
 
+def likeliest(first: int, history: Sequence[int], num: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """A beam's next tokens as its whole history has it, `first` before its neighbours, at uneven distances."""
+    state, logprob, top = mix(*history), 0.0, []
+    for i in range(num):
+        logprob -= (mix(state, i) % 1000 + 1) / 1000
+        top.append(((first + i) % vocab_size, logprob))
+    return tuple(top)
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """What a step takes, in seconds: a fixed part, a part a computed token, a part a token of context attended to."""
@@ -123,7 +132,10 @@ class FakeRunner:
             drawn = [self._draw(piece, history, sample.seed) for sample in piece.samples]
             for sample, token in zip(piece.samples, drawn, strict=True):
                 self._last_ids[sample.seat] = token
-                if piece.params.logprobs is not None:
+                if piece.params.beam is not None:
+                    top = likeliest(token, history, piece.params.logprobs or 0, self.vocab_size)
+                    logprobs[len(result.token_ids)] = TokenLogprob(*top[0], 1, top)
+                elif piece.params.logprobs is not None:
                     logprobs[len(result.token_ids)] = self._logprob(token, piece.params.logprobs)
                 result.token_ids.append(token)
             if piece.prompt_logprobs >= 0:

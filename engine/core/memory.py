@@ -123,8 +123,21 @@ class Memory:
             for block in child.page_table.blocks:
                 self.pool.fork(block)
         for sharer in (parent, *children):
-            sharer.shares_tail = parent.num_prompt % self._block_size != 0
-            sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
+            self._share_tail(sharer)
+
+    def follow(self, seq: Sequence, other: Sequence, seq_id: int) -> None:
+        """Give a sequence, for all that it has, a hold on all of another's blocks. No plan in flight may name it."""
+        for block in other.page_table.blocks:
+            self.pool.fork(block)
+        for block in reversed(seq.page_table.blocks):
+            self.pool.free(block)
+        seq.follow(other, seq_id)
+        for sharer in (seq, other):
+            self._share_tail(sharer)
+
+    def _share_tail(self, sharer: Sequence) -> None:
+        sharer.shares_tail = sharer.num_planned % self._block_size != 0
+        sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
 
     def register(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""

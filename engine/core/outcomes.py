@@ -5,6 +5,7 @@ Owned by the scheduler, engine thread.
 
 from __future__ import annotations
 
+from engine.core.beams import Beams
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
@@ -24,13 +25,19 @@ _make = tuple.__new__
 class Outcomes:
     """Takes in the results of steps."""
 
-    __slots__ = ("_departures", "_drafts", "_memory", "_recorder", "_stats")
+    __slots__ = ("_beams", "_departures", "_drafts", "_memory", "_recorder", "_stats")
 
     def __init__(
-        self, memory: Memory, departures: Departures, recorder: Recorder, stats: Stats, drafts: DraftPlanner | None
+        self,
+        memory: Memory,
+        departures: Departures,
+        beams: Beams,
+        recorder: Recorder,
+        stats: Stats,
+        drafts: DraftPlanner | None,
     ) -> None:
         self._memory, self._departures, self._recorder, self._stats = memory, departures, recorder, stats
-        self._drafts = drafts
+        self._beams, self._drafts = beams, drafts
 
     def take_in(self, flight: Flight, result: StepResult, now: float) -> list[TokenEvent]:
         """Every slice's outcome, in plan order."""
@@ -44,8 +51,12 @@ class Outcomes:
                 self._commit_special(index, flight, result, cursor, now, events)
                 cursor += len(piece.samples)
             elif piece.samples:
-                is_end = bool(ended) and cursor in ended
-                self._accept(seq, ids[cursor], logprobs.get(cursor) if logprobs else None, is_end, now, events)
+                logprob = logprobs.get(cursor) if logprobs else None
+                if logprob is not None and seq.search is not None:
+                    events += self._beams.accept(seq, logprob, now)
+                else:
+                    is_end = bool(ended) and cursor in ended
+                    self._accept(seq, ids[cursor], logprob, is_end, now, events)
                 cursor += 1
             else:
                 self._accept_chunk(seq, now, events)
@@ -68,6 +79,8 @@ class Outcomes:
                 self._fail(failed, result.errors[index], now, events)
         elif index in result.drafted:
             self._accept_drafted(seq, flight.slices[index].start, result.drafted[index], now, events)
+        elif seq.search is not None and flight.slices[index].samples:
+            events += self._beams.accept(seq, result.logprobs[cursor], now)
         elif flight.slices[index].samples:
             for place, drawer in enumerate(drawing, start=cursor):
                 is_end = place in result.ended

@@ -28,7 +28,9 @@ def fcfs(request: Request) -> float:
 
 def sjf(request: Request) -> float:
     """Shortest job first, by the most work the request may ask for: its prompt and its max_tokens."""
-    return request.arrival_s + TOKEN_STEP_S * (len(request.prompt) + request.params.n * request.params.max_tokens)
+    return request.arrival_s + TOKEN_STEP_S * (
+        len(request.prompt) + request.params.num_sequences * request.params.max_tokens
+    )
 
 
 def priority(request: Request) -> float:

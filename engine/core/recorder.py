@@ -64,6 +64,21 @@ class Recorder:
             if not seq.is_background:
                 self._stats.prefill_s.observe(now - seq.first_scheduled_s)
 
+    def began_search(self, seq: Sequence, now: float) -> None:
+        """A beam search has its first tokens. Nobody hears of them before its end, and few of them are in its answers."""
+        seq.first_token_s = now
+        self._stats.prompt_tokens += seq.num_prompt
+        if not seq.is_background:
+            self._stats.prefill_s.observe(now - seq.first_scheduled_s)
+
+    def found(self, seq: Sequence, reason: FinishReason, num_tokens: int, now: float) -> RequestTimings:
+        """A beam search told one of its answers, first token and last at once."""
+        seq.last_token_s = now
+        self._stats.generation_tokens += num_tokens
+        if not seq.is_background:
+            self._stats.ttft_s.observe(now - seq.request.arrival_s)
+        return self.finished(seq, reason, now, 1, num_tokens)
+
     def stepped(self, plan: StepPlan, now: float, *, is_background: bool) -> None:
         """A step was committed: of the background, or of all others, never of both."""
         stats = self._stats
@@ -78,7 +93,9 @@ class Recorder:
         stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)
         stats.swapped_blocks[SwapDirection.IN] += len(plan.swap_in)
 
-    def finished(self, seq: Sequence, reason: FinishReason, now: float, num_choices: int) -> RequestTimings:
+    def finished(
+        self, seq: Sequence, reason: FinishReason, now: float, num_choices: int, num_generated: int
+    ) -> RequestTimings:
         """A sequence ended. Latencies are of answers that were completed, not of those that were cut off."""
         stats, arrival = self._stats, seq.request.arrival_s
         stats.finished[reason] += num_choices
@@ -86,11 +103,11 @@ class Recorder:
         decode_s = seq.last_token_s - seq.first_token_s if has_token else 0.0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             stats.request_prompt_tokens.observe(seq.num_prompt)
-            stats.request_generation_tokens.observe(seq.num_generated)
+            stats.request_generation_tokens.observe(num_generated)
             if not has_token:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:
-                self._completed(seq, now, decode_s)
+                self._completed(seq, now, decode_s, num_generated)
         started = seq.first_scheduled_s if seq.first_scheduled_s >= 0 else now
         return RequestTimings(
             queue_s=started - arrival,
@@ -99,12 +116,12 @@ class Recorder:
             num_preemptions=seq.num_preemptions,
         )
 
-    def _completed(self, seq: Sequence, now: float, decode_s: float) -> None:
+    def _completed(self, seq: Sequence, now: float, decode_s: float, num_generated: int) -> None:
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
         if seq.first_token_s >= 0:
             self._stats.decode_s.observe(decode_s)
-        if seq.num_generated > 1:
-            self._stats.tpot_s.observe(decode_s / (seq.num_generated - 1))
+        if num_generated > 1:
+            self._stats.tpot_s.observe(decode_s / (num_generated - 1))
 
     def gauges(self, num_running: int, num_background: int) -> None:
         """How things stand."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from operator import attrgetter
 
 from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
@@ -109,13 +110,23 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
+    def due(self, limit: int) -> Iterator[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned; drawn from the queue as it changes."""
+        num_due = self.num_due
+        if num_due <= limit:
+            return islice(self.running, num_due)
+        return islice((seq for seq in islice(self.running, num_due) if not seq.is_waiting), limit)
+
     def tell(self) -> None:
         """Bring the gauges up to date."""
         self._recorder.gauges(len(self.running), self.num_background)
 
     def holders(self, flights: Iterable[Flight]) -> list[Sequence]:
         """Everybody who may hold something: the living, and whom a plan in flight still names."""
-        holders = {seq.seq_id: seq for siblings in self.requests.values() for seq in siblings}
+        holders: dict[int, Sequence] = {}
+        for siblings in self.requests.values():
+            for seq in siblings:
+                holders.update({each.seq_id: each for each in seq.beams or (seq,)})
         for flight in flights:
             holders.update({seq.seq_id: seq for seq in flight.sequences})
         return list(holders.values())

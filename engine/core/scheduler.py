@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 
 from engine.core.admission import check_request
+from engine.core.beams import Beams
 from engine.core.config import SchedulerConfig
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
@@ -58,8 +58,9 @@ class Scheduler:
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
+        beams = Beams(self._memory, self._departures, self._roster, self._recorder)
         self._drafts = DraftPlanner(config, self._memory, self.stats) if config.num_speculative_tokens else None
-        self._outcomes = Outcomes(self._memory, self._departures, self._recorder, self.stats, self._drafts)
+        self._outcomes = Outcomes(self._memory, self._departures, beams, self._recorder, self.stats, self._drafts)
         self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._next_step_id = 0
         self._committed_s = 0.0
@@ -78,7 +79,10 @@ class Scheduler:
         root = self._memory.chain_root(request)
         key = sort_key(self._policy, request)
         account = self._roster.waiting.account(request)
-        seq = Sequence(request, 0, self._roster.take_seq_id(), key, self.config.block_size, root, account)
+        seq_id = self._roster.take_seq_id()
+        seq = Sequence(request, 0, seq_id, key, self.config.block_size, root, account)
+        if request.params.beam is not None:
+            seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]
         self._roster.enqueue(seq)
 
@@ -136,13 +140,13 @@ class Scheduler:
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
-        for seq in islice(self._roster.running, min(self._roster.num_due, limit)):
+        for seq in self._roster.due(limit):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue
             start = seq.num_planned
             if start >= seq.max_total - 1:
-                continue  # its last token is in flight
+                continue  # its last token is in flight, or it waits for other beams
             if start >= seq.writable_until and not self._make_writable(seq, copies):
                 continue
             fields = (
@@ -162,7 +166,8 @@ class Scheduler:
             owners.append(seq)
             seq.num_planned = start + 1
             seq.num_in_flight += 1
-        return catching_up
+        # A search gives way as a whole: with the last of its beams go those that were passed before.
+        return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
@@ -171,8 +176,8 @@ class Scheduler:
                 return False  # blocks are on their way: the next commit brings them
             victim = self._roster.running[-1]
             self._departures.preempt(victim)
-            if victim is seq:
-                return False
+            if seq.status is not _RUNNING:
+                return False  # it was its own victim
         return True
 
     def _admit_first(self, now: float, flight: Flight) -> None:
@@ -208,19 +213,20 @@ class Scheduler:
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
         running = self._roster.running
-        while not self._memory.claim(seq, len(running), flight):
+        while not self._memory.claim(seq, len(running) + seq.headroom, flight):
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             victims = self._roster.takeable(seq)
             if victims and not victims[0].is_background:
-                victims = self._memory.enough(victims, seq, num_reserved=len(running))
+                victims = self._memory.enough(victims, seq, len(running) + seq.headroom)
                 self.stats.yielded += len(victims)
             else:
                 victims = victims[:1]
             if not victims:
                 return False
             for victim in victims:
-                self._departures.preempt(victim)
+                if victim.status in (Status.PREFILL, Status.RUNNING):  # not yet gone with another beam of its search
+                    self._departures.preempt(victim)
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -268,6 +274,8 @@ class Scheduler:
         for seq, is_whole in take_back(self._flights).items():
             if seq.is_leaving:
                 self._departures.settle(seq)
+            elif seq.status not in (Status.PREFILL, Status.RUNNING):
+                pass  # it gave way already, with another beam of its search
             elif not is_whole:
                 self._departures.preempt(seq)
             elif seq.status is Status.RUNNING:

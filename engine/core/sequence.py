@@ -19,7 +19,11 @@ There is no prefill step and no decode step: a sequence has positions still to c
 
 num_computed positions have their K/V in the pool; num_planned adds those of steps in flight. In PREFILL all tokens are
 known and num_planned catches up with them. In RUNNING exactly one token is ahead of num_planned, known or still being
-drawn by a step in flight, so planning needs counts, never values. Engine thread only.
+drawn by a step in flight, so planning needs counts, never values.
+
+The beams of a search are sequences too, the first of them the request's own, which alone owes events. A beam's
+max_total is one more than the tokens it has, so it waits for its next one: beams.py chooses that when the outcomes of
+all of them are known. Engine thread only.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from collections.abc import Sequence as Seq
 from enum import Enum
 
 from engine.core.account import Account
+from engine.core.beam_search import BeamSearch, row_params
 from engine.core.page_table import PageTable
 from engine.core.plan import POOLED_UNIT, Sample
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
@@ -66,12 +71,14 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "beams",
         "chain",
         "choice",
         "draft_chance",
         "ending_ids",
         "first_scheduled_s",
         "first_token_s",
+        "headroom",
         "host_blocks",
         "is_forked",
         "is_leaving",
@@ -100,6 +107,7 @@ class Sequence:
         "request",
         "request_id",
         "samples",
+        "search",
         "seat",
         "seats",
         "seq_id",
@@ -124,7 +132,8 @@ class Sequence:
         self.params = request.params
         self.choice = choice
         self.seq_id = seq_id
-        self.order = (key, seq_id)  # the place among those that wait: policy first, then first come
+        # The place among those that wait: policy first, then first come; beams stand right behind their first.
+        self.order: tuple[float, ...] = (key, seq_id)
         self.place: tuple[float, ...] = self.order  # among those that run; `fair` has another one for it
         self.account = account
         self.num_charged = 0  # of `tokens`, those that the account was charged for; a prompt is charged as a whole
@@ -143,7 +152,10 @@ class Sequence:
         self.seat = -1  # the runner row
         self.seats: list[int] = []  # the same, or one row a choice until the prompt of n > 1 is computed
         self.samples: tuple[Sample, ...] = ()
-        self.is_forked = request.params.n == 1
+        self.search: BeamSearch | None = None  # that all beams of the request share, as they do ...
+        self.beams: list[Sequence] = []  # ... the list of them
+        self.headroom = 0  # blocks beyond its own that have to be available for it to start
+        self.is_forked = request.params.num_sequences == 1
         self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
         self.is_long = False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
         self.shares_tail = False  # the last block may have other holders: copy before the first write
@@ -171,9 +183,14 @@ class Sequence:
         self.status = status
 
     @property
+    def is_waiting(self) -> bool:
+        """Running, but with nothing to plan before a plan in flight is committed, or other beams are."""
+        return self.status is Status.RUNNING and self.num_planned >= self.max_total - 1
+
+    @property
     def num_seats(self) -> int:
         """Runner rows that admission must find."""
-        return 1 if self.is_forked else self.params.n
+        return 1 if self.is_forked else self.params.num_sequences
 
     @property
     def num_generated(self) -> int:
@@ -215,26 +232,59 @@ class Sequence:
         self.seat = seats[0]
         self.samples = (Sample(seats[0], choice_seed(self.params.seed, self.choice)),)
 
+    def follow(self, other: Sequence, seq_id: int) -> None:
+        """Stand where another answer to the same prompt stands, sharing every block. The caller keeps their books."""
+        self.seq_id = seq_id  # under another id, for under one id tokens only ever come to those that are there
+        self.tokens = list(other.tokens)
+        self.num_computed = other.num_computed
+        self.num_planned = other.num_planned
+        self.page_table = PageTable(other.page_table.block_size, list(other.page_table.blocks))
+        self.chain = list(other.chain)
+        self.num_registered = other.num_registered
+        self.next_register = other.next_register
+
+    def _sibling(self, choice: int, seq_id: int) -> Sequence:
+        """Another answer to the same prompt, with nothing yet."""
+        block_size = self.page_table.block_size
+        sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.chain[0], self.account)
+        sibling.num_charged = self.num_charged
+        return sibling
+
     def fork(self, choice: int, seq_id: int) -> Sequence:
         """Another answer to the same prompt, sharing every block. The caller adds the references."""
-        block_size = self.page_table.block_size
-        child = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.chain[0], self.account)
-        child.num_charged = self.num_charged
+        child = self._sibling(choice, seq_id)
+        child.follow(self, seq_id)
         child.status = Status.RUNNING
-        child.tokens = list(self.tokens)
-        child.num_computed = self.num_computed
-        child.num_planned = self.num_planned
         child.num_in_flight = 1
-        child.page_table.blocks = list(self.page_table.blocks)
-        child.chain = list(self.chain)
-        child.num_registered = self.num_registered
-        child.next_register = self.next_register
         child.prompt_logprobs = self.prompt_logprobs
         child.num_cached = self.num_cached
         child.num_preemptions = self.num_preemptions
         child.first_scheduled_s = self.first_scheduled_s
         child.is_forked = True
         return child
+
+    def begin_search(self, seq_id: int) -> None:
+        """Be the first beam of a search, and know the prompt alone."""
+        self.params = row_params(self.request.params)
+        self.search = BeamSearch(self.request.params)
+        self.beams = [self]
+        self.seq_id = seq_id
+        self.tokens = list(self.request.prompt)
+        self.max_total = self.num_prompt + 1
+        del self.chain[1:]
+
+    def add_beam(self, seat: int, seq_id: int) -> Sequence:
+        """One more beam of the first one's search. It has nothing yet, and is to follow another."""
+        beam = self._sibling(self.choice, seq_id)
+        beam.params, beam.search, beam.beams = self.params, self.search, self.beams
+        beam.order = beam.place = (*self.order, len(self.beams))
+        beam.status = Status.RUNNING
+        beam.is_forked = True
+        beam.num_cached = self.num_cached
+        beam.first_token_s = self.first_token_s
+        beam.take_seats([seat])
+        self.beams.append(beam)
+        return beam
 
     def reset(self) -> list[int]:
         """Forget all computed state, for a later start from scratch; returns the blocks to free."""

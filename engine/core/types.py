@@ -40,6 +40,23 @@ class Pooling(str, Enum):
     MEAN = "mean"
 
 
+class EarlyStopping(Enum):
+    """When a beam search with enough finished answers is over; the values are the API's."""
+
+    NO = False  # when no beam, as long as it is now, would be better than the worst of them
+    YES = True  # at once
+    NEVER = "never"  # when no beam can become better than the worst of them, however long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """How to search; beam_search.py says what it means."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.NO
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Ranges are validated at the HTTP edge; here they are trusted.
@@ -49,7 +66,9 @@ class SamplingParams:
     `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
     `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` only what it
     allows is drawn, the rest of this within that; the sequence stops where the grammar is complete, eos_token_ids and
-    min_tokens or not. An `adapter` changes the model itself, prompt included.
+    min_tokens or not. An `adapter` changes the model itself, prompt included. With `beam` nothing is drawn: the n best of a
+    search are the answers, told when it is over; it goes by the model's own log probabilities, and what would change them
+    (from temperature to logit_bias) is not looked at.
     """
 
     max_tokens: int
@@ -71,6 +90,12 @@ class SamplingParams:
     pooling: Pooling | None = None
     grammar: Grammar | None = None
     adapter: Adapter | None = None
+    beam: BeamParams | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many run at once."""
+        return self.n if self.beam is None else self.beam.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

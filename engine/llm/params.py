@@ -40,6 +40,9 @@ class SamplingParams:
     """
 
     n: int = 1
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float | None = None

@@ -44,7 +44,7 @@ Prompts = Annotated[
 
 class CompletionBody(SamplingBody):
     """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt; `best_of` are drawn and the n
-    likeliest of them, by their mean log probability a token, are given."""
+    likeliest of them, by their mean log probability a token, are given, or are a beam search's width."""
 
     prompt: Prompts
     best_of: int | None = Field(None, ge=1, le=MAX_N)
@@ -67,7 +67,7 @@ class CompletionBody(SamplingBody):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionBody:
-        if self.num_drawn < self.n:
+        if self.beam_width < self.n:
             raise InvalidRequestError(
                 f"best_of is {self.best_of}, of which n = {self.n} cannot be chosen; raise best_of or lower n.",
                 param="best_of",
@@ -81,6 +81,11 @@ class CompletionBody(SamplingBody):
 
     @property
     def num_drawn(self) -> int:
+        """A search gives no more than n."""
+        return self.n if self.use_beam_search else self.beam_width
+
+    @property
+    def beam_width(self) -> int:
         return self.n if self.best_of is None else self.best_of
 
     @model_validator(mode="after")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import SamplingParams
+from engine.core.types import BeamParams, EarlyStopping, SamplingParams
 from server.choice import TextRules
+from server.errors import shorten
 from server.protocol.base import Integer, RequestBody
 from server.protocol.limits import Limits
 from server.protocol.structured import ResponseFormat, StructuredOutputs
@@ -22,6 +23,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT = 128
 MAX_USER = 512
+MAX_LENGTH_PENALTY = 10
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
 
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
@@ -36,19 +38,31 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
             "kv_transfer_params", "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "mm_processor_kwargs",
             "prompt_embeds", "regex", "repetition_detection", "return_prompt_text",
             "stop_regex", "suffix", "thinking_token_budget", "top_n_sigma",
-            "use_beam_search", "xtc_probability",
+            "xtc_probability",
         ),
         _OFF,
     ),
-    "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "truncation_side": ("left",),
     "typical_p": (1, 1.0),
 }  # fmt: skip
 
+# What changes how tokens are drawn, with the values that do not, or that say what a search does anyway.
+_NEUTRAL_IN_SEARCH: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+
 # What takes the place of a field that older clients send.
 INSTEAD: Mapping[str, str] = {
+    "beam_width": "send use_beam_search: true, and the width as n",
     **{
         f"guided_{kind}": f"send structured_outputs: {{{kind}: ...}}" for kind in ("json", "regex", "choice", "grammar")
     },
@@ -83,7 +97,11 @@ class StreamOptions(RequestBody):
 
 
 class SamplingBody(RequestBody):
-    """Fields of /v1/completions and /v1/chat/completions alike. A default of None is the model's own."""
+    """Fields of /v1/completions and /v1/chat/completions alike. A default of None is the model's own.
+
+    `use_beam_search` searches with n beams and gives their answers best first, a stream each as one chunk, at the end;
+    `length_penalty` and `early_stopping` are transformers'.
+    """
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
@@ -102,6 +120,9 @@ class SamplingBody(RequestBody):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_N)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    early_stopping: Literal[False, True, "never"] = False
     stop: Annotated[
         list[StopString],
         BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
@@ -132,6 +153,7 @@ class SamplingBody(RequestBody):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
+        self._check_beam_search()
         if self.stream_options is not None and not self.stream:
             _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
         if self.truncate_prompt_tokens == 0:
@@ -141,6 +163,36 @@ class SamplingBody(RequestBody):
                 "structured_outputs", "structured_outputs and response_format both constrain the answer; send only one."
             )
         return self
+
+    def _check_beam_search(self) -> None:
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if (value := getattr(self, name)) != neutral:
+                    _refuse(name, f"{name} is {value}, which has a meaning with use_beam_search: true only.")
+            return
+        for name, neutrals in _NEUTRAL_IN_SEARCH.items():
+            if (value := getattr(self, name)) not in neutrals:
+                _refuse(
+                    name,
+                    f"{name} is {shorten(str(value))}, but a beam search draws nothing: it goes by the model's own log "
+                    "probabilities; leave it out.",
+                )
+
+    @property
+    def beam_width(self) -> int:
+        """Beams of a search; the n best of its answers are given."""
+        return self.n
+
+    @property
+    def beam_params(self) -> BeamParams | None:
+        """How to search, where that is asked for."""
+        if not self.use_beam_search:
+            return None
+        return BeamParams(
+            width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=EarlyStopping(self.early_stopping),
+        )
 
     @property
     def num_drawn(self) -> int:
@@ -200,6 +252,7 @@ class SamplingBody(RequestBody):
             stop_token_ids=frozenset(self.stop_token_ids),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            beam=self.beam_params,
         )
 
     def text_rules(self, params: SamplingParams, *, echo: bool = False) -> TextRules:
@@ -216,11 +269,22 @@ class SamplingBody(RequestBody):
     def _check_against(self, limits: Limits, max_tokens: int) -> None:
         limits.check_ids(self.stop_token_ids, "stop_token_ids")
         limits.check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        self._check_width(limits)
         if self.min_tokens > max_tokens:
             _refuse("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
         if self.priority and not limits.has_priorities:
             _refuse(
                 "priority", "priority has no effect here; start the server with --scheduling-policy priority or fair."
+            )
+
+    def _check_width(self, limits: Limits) -> None:
+        """Each step of a search needs `width` tokens to go on with, whatever others end it."""
+        beam, num_ends = self.beam_params, len(limits.tokenizer.eos_token_ids | set(self.stop_token_ids))
+        if beam is not None and beam.width + num_ends > limits.vocab_size:
+            _refuse(
+                "n",
+                f"{beam.width} beams are too many for {limits.vocab_size} tokens, {num_ends} of which end an answer; "
+                "lower n, or best_of.",
             )
 
     def _logit_bias(self, limits: Limits) -> tuple[tuple[int, float], ...]:

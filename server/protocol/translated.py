@@ -38,8 +38,18 @@ class TranslatedBody(RequestBody):
     """What such requests have in common."""
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
-    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "early_stopping": (False,),
+        "length_penalty": (1, 1.0),
+        "use_beam_search": (False,),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        **dict.fromkeys(
+            ("beam_width", "use_beam_search"), "beam searches are what /v1/chat/completions makes; ask there"
+        ),
+    }
     # chat's field -> the field of this API that it was made of, by which errors call it
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
 

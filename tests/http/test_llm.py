@@ -124,6 +124,17 @@ def test_stopping_is_the_daemons(llm: LLM, workshop: Workshop) -> None:
     assert texts(llm, "hi|", logit_bias={5: 1.0}) == [["hi"]]
 
 
+def test_a_beam_search_gives_distinct_answers_best_first(llm: LLM) -> None:
+    params = SamplingParams(use_beam_search=True, n=3, length_penalty=0.0, early_stopping="never", logprobs=0)
+    for [output] in (llm.generate("hi|", params), llm.chat([{"role": "user", "content": "hi"}], params)):
+        totals = [one.cumulative_logprob for one in output.outputs]
+        assert None not in totals
+        assert totals == sorted(totals, reverse=True)  # type: ignore[type-var]  # there is none of None
+        assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+    with pytest.raises(InvalidRequestError, match=r"temperature is 0\.7"):
+        SamplingParams(use_beam_search=True, temperature=0.7)
+
+
 def test_conversations(llm: LLM) -> None:
     one = [{"role": "user", "content": "hello"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "there"}]}]

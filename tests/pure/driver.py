@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from engine.core.beam_search import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner, FakeStep, mix
+from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
@@ -43,23 +44,50 @@ def fail(piece: SequenceSlice) -> str | None:
     return "made to fail" if piece.params.top_k == FAILS and generated >= 3 else None
 
 
+def drawn(asked: Request, tokens: list[int], seed: int) -> int:
+    """What follows some tokens."""
+    params = asked.params
+    is_short = len(tokens) - len(asked.prompt) < params.min_tokens
+    banned = params.eos_token_ids | params.stop_token_ids if is_short else frozenset()
+    token = mix(seed, len(tokens), *tokens) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
 def solo(asked: Request, choice: int) -> tuple[list[int], FinishReason]:
     """What a choice must say and how it must end, computed without any scheduler."""
+    if asked.params.beam is not None and asked.params.max_tokens:
+        return solo_beams(asked)[choice]
     params, tokens = asked.params, list(asked.prompt)
     seed = choice_seed(params.seed, choice)
     output: list[int] = []
     while len(output) < params.max_tokens:
         if params.top_k == FAILS and len(output) >= 3:
             return output, FinishReason.ERROR
-        banned = params.eos_token_ids | params.stop_token_ids if len(output) < params.min_tokens else frozenset()
-        token = mix(seed if params.temperature > 0 else 0, len(tokens), *tokens) % VOCAB
-        while token in banned:
-            token = (token + 1) % VOCAB
+        token = drawn(asked, tokens, seed if params.temperature > 0 else 0)
         tokens.append(token)
         output.append(token)
         if token in params.eos_token_ids | params.stop_token_ids:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
+
+
+def solo_beams(asked: Request) -> list[tuple[list[int], FinishReason]]:
+    """What a beam search must find: each beam's whole history is looked at anew for every token."""
+    search, most = BeamSearch(asked.params), row_params(asked.params).logprobs
+    assert most is not None
+    beams = [list(asked.prompt)]
+    while True:
+        if asked.params.top_k == FAILS and len(beams[0]) - len(asked.prompt) >= 3:
+            return [([], FinishReason.ERROR)] * asked.params.n
+        for place, tokens in enumerate(beams):
+            search.put(place, likeliest(drawn(asked, tokens, 0), tokens, most, VOCAB))
+        if not (continuations := search.advance()):
+            break
+        beams = [[*beams[parent], token] for parent, token in continuations]
+    answers = search.finished[: asked.params.n]
+    return [([entry.token_id for entry in answer.logprobs], answer.reason) for answer in answers]
 
 
 class Driver:

@@ -3,12 +3,15 @@ every invariant."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.core.errors import NeverFitsError
 from engine.core.fake_runner import CostModel
-from engine.core.types import AbortCause
+from engine.core.types import AbortCause, BeamParams, EarlyStopping
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
 prompts = st.builds(
@@ -65,19 +68,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_background=st.booleans(),
         tenant=st.sampled_from(["a", "a", "b", "c"]),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
+        extra_beams=st.sampled_from([None, None, 0, 1, 3]),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from(EarlyStopping),
     )
-    def add(self, prompt: tuple[int, ...], greedy: bool, ending: frozenset[int], **params: object) -> None:
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        greedy: bool,
+        ending: frozenset[int],
+        n: int,
+        extra_beams: int | None,
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        **params: object,
+    ) -> None:
         name = str(len(self.driver.requests))
-        self.driver.add(
-            request(
-                name,
-                prompt,
-                eos_token_ids=ending,
-                temperature=0.0 if greedy else 1.0,
-                arrival_s=self.driver.now,
-                **params,
-            )
+        beam = (
+            None
+            if extra_beams is None
+            else BeamParams(width=n + extra_beams, length_penalty=length_penalty, early_stopping=early_stopping)
         )
+        asked = request(
+            name,
+            prompt,
+            eos_token_ids=ending,
+            temperature=0.0 if greedy else 1.0,
+            arrival_s=self.driver.now,
+            n=n,
+            beam=beam,
+            **params,
+        )
+        with suppress(NeverFitsError) if beam is not None else nullcontext():
+            self.driver.add(asked)
 
     @rule()
     def launch(self) -> None:
