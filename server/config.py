@@ -102,9 +102,9 @@ class ModelSettings(BaseModel):
         _choices("quire", "auto"),
         "sampling where a request names none: OpenAI's defaults, or what the model's generation_config says",
     )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json"] = _setting(
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml"] = _setting(
         "auto",
-        _choices("auto", "none", "hermes", "llama3_json", "mistral", "json"),
+        _choices("auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml"),
         "how the model writes calls of tools; auto reads it off the chat template, none leaves them in the text",
     )
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = _setting(

@@ -7,7 +7,7 @@ takes the text of an answer apart. Knows text, no HTTP and no tokens but the ids
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from server.app_config import AppConfig
 from server.reasoning import REASONING_TAGS, ReasoningSplitter, ReasoningTags, detect_reasoning
 from server.text import Tokenizer
 from server.thinking import TagIds
-from server.tools.dialects import DIALECTS, HERMES, detect_dialect
+from server.tools.dialects import DIALECTS, HERMES, detect_dialect, parser_of
 from server.tools.parser import Dialect, ToolParser
 from server.tools.pieces import Content, Piece
+from server.tools.xml_parser import XmlToolParser
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _EFFORT_SWITCH = "reasoning_effort"
 class MessageReader:
     """push text as it comes, finish at its end; thoughts first, and only in what is none of them calls are found."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, parser: ToolParser | None) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None, parser: ToolParser | XmlToolParser | None) -> None:
         self._splitter = splitter
         self._parser = parser
 
@@ -116,7 +117,7 @@ class Dialogue:
         return self.tags is not None and prompt.rstrip().endswith(self.tags.closing)
 
     def reader(
-        self, dialect: Dialect | None, names: frozenset[str], *, begins_within: bool
+        self, dialect: Dialect | None, tools: Mapping[str, Mapping[str, Any]], *, begins_within: bool
     ) -> Callable[[], MessageReader] | None:
         """What makes a reader for each choice of an answer; None where nothing is to be found in it."""
         tags = self.tags
@@ -125,7 +126,7 @@ class Dialogue:
 
         def make() -> MessageReader:
             splitter = None if tags is None else ReasoningSplitter(tags, begins_within=begins_within)
-            return MessageReader(splitter, None if dialect is None else ToolParser(dialect, names))
+            return MessageReader(splitter, None if dialect is None else parser_of(dialect, tools))
 
         return make
 

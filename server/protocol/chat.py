@@ -99,8 +99,8 @@ class ChatBody(SamplingBody, Conversation):
     def message_rules(self, params: SamplingParams, limits: Limits, prompt: str) -> TextRules:
         """How the answer to a rendered prompt is taken apart. Raises ApiError for calls that cannot be read."""
         rules, dialogue = self.text_rules(params), limits.dialogue
-        names = frozenset(tool.function.name for tool in self.shown_tools())
-        make_reader = dialogue.reader(self._dialect(limits), names, begins_within=self._begins_within(limits, prompt))
+        tools = {tool.function.name: tool.function.parameters for tool in self.shown_tools()}
+        make_reader = dialogue.reader(self._dialect(limits), tools, begins_within=self._begins_within(limits, prompt))
         if make_reader is None:
             return rules
         rules = replace(rules, make_reader=make_reader, max_calls=None if self.parallel_tool_calls else 1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from server.tools.parser import Dialect
+from collections.abc import Mapping
+from typing import Any
+
+from server.tools.parser import Dialect, ToolParser
+from server.tools.xml_parser import CLOSING, FUNCTION, OPENING, XmlToolParser
 
 HERMES = Dialect(name="hermes", marks=(("<tool_call>", "</tool_call>"),))
 LLAMA3 = Dialect(name="llama3_json", marks=(("<|python_tag|>", ""),), is_bare=True, only_known=True)
@@ -12,9 +16,10 @@ MISTRAL = Dialect(
 JSON = Dialect(
     name="json", marks=(("```json", "```"), ("<|tool_call|>", "<|/tool_call|>")), is_bare=True, only_known=True
 )
+QWEN3_XML = Dialect(name="qwen3_xml", marks=((OPENING, CLOSING),), is_xml=True)
 FORCED = Dialect(name="forced", is_bare=True, only_known=True)  # what server/tools/forced.py lets a model write
 
-DIALECTS = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON)}
+DIALECTS = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON, QWEN3_XML)}
 
 
 def detect_dialect(template: str) -> Dialect | None:
@@ -22,9 +27,14 @@ def detect_dialect(template: str) -> Dialect | None:
     if "[TOOL_CALLS]" in template:
         return MISTRAL
     if "<tool_call>" in template:
-        return None if "<function=" in template else HERMES  # the same mark around another language
+        return QWEN3_XML if FUNCTION in template else HERMES  # the same mark around another language
     if "<|tool_call|>" in template:
         return JSON
     if "<|start_header_id|>" in template and '"parameters"' in template:
         return LLAMA3
     return None
+
+
+def parser_of(dialect: Dialect, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser | XmlToolParser:
+    """What finds calls of these tools, each with the schema of its parameters, in an answer."""
+    return XmlToolParser(tools) if dialect.is_xml else ToolParser(dialect, frozenset(tools))

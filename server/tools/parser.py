@@ -28,6 +28,7 @@ class Dialect:
     only_known: bool = False  # JSON that names no tool of the request is content, not a call
     leads_with_name: bool = False  # a mark may be followed by name{...} as well
     name_end: str = ""  # what may stand between such a name and its arguments
+    is_xml: bool = False  # names and parameters are tags: server/tools/xml_parser.py
     id_length: int = 0  # of a call's id, where templates insist on one
 
 

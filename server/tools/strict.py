@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from server.tools import strict_xml
 from server.tools.offered import MAX_CALLS, OfferedTool, embedded
 from server.tools.parser import Dialect
 
@@ -21,7 +22,12 @@ _FENCE = "```"  # stands before other things than calls as well
 def free_text_grammar(
     tools: Sequence[OfferedTool], dialect: Dialect, special_tokens: Mapping[str, int], *, parallel: bool
 ) -> str:
-    """Lark for any text in which calls of `tools` may come, in the dialect's way."""
+    """Lark for any text in which calls of `tools` may come, in the dialect's way.
+
+    Raises InvalidRequestError for what cannot be enforced in it.
+    """
+    if dialect.is_xml:
+        return strict_xml.free_text_grammar(tools, special_tokens, parallel=parallel)
     marks = [mark for mark in dialect.marks if not mark[0].startswith(_FENCE)]
     tags = " | ".join(f"tag_{index}" for index in range(len(marks)))
     lines = [f"start: ({tags}){'*' if parallel else '?'} TEXT" + (" | bare" if dialect.is_bare else "")]

@@ -486,7 +486,7 @@ def test_openais_client_parses(sdk: openai.OpenAI) -> None:
     assert refused.value.param == "background"
 
 
-READER = Dialogue(tags=REASONING_TAGS["qwen3"]).reader(HERMES, frozenset({"weather"}), begins_within=False)
+READER = Dialogue(tags=REASONING_TAGS["qwen3"]).reader(HERMES, {"weather": {}}, begins_within=False)
 SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}".encode()
 
 

@@ -258,3 +258,18 @@ def test_strict_tools_have_schemas_that_can_be_enforced(servers: Callable[..., h
             if status == 400:
                 assert response.json()["error"]["param"] == "tools"
                 assert "uniqueItems" in response.json()["error"]["message"]
+
+
+def test_calls_in_xml(servers: Callable[..., httpx.Client]) -> None:
+    client = servers(template=HERMES.replace("<tool_call>", "<tool_call><function="))
+    text = "So.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+    choice = choice_of(client.post(PATH, json=say(text, **TOOLS)))
+    assert choice["message"]["content"] == "So."
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    chunks = stream(client, PATH, **say(text, **TOOLS))
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == '{"city": "Rome"}'
+    tools = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
+    assert client.post(PATH, json=say(text, tools=tools)).status_code == 200
