@@ -17,7 +17,6 @@ from engine.adapters import Adapters
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
-from engine.core.speculative_config import SpeculativeConfig
 from engine.core.swap_costs import min_swap_tokens
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
@@ -49,9 +48,8 @@ from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
-from engine.runtime.speculation.costs import measure_draft_costs
-from engine.runtime.speculation.ngram import NgramDrafter
 from engine.runtime.swap import count_host_blocks, measure_costs
+from engine.speculation import load_speculation
 
 Report = Callable[[Progress], None]
 
@@ -89,8 +87,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     model = load_model(config, device, dtype, report)
     _check_model_len(config, model)
     _share_threads(config.num_threads, model)
-    asked = config.speculative_config
-    speculative = None if asked is None else SpeculativeConfig.read(asked)
+    speculation = load_speculation(config, model, device, report)
     adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
 
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
@@ -108,16 +105,17 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     )
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
     captures = _captures(config, model, device)
-    budget = _pool_budget(config, settings, model, device, bytes_per_block, make_runner, captures)
+    pool_block_bytes = bytes_per_block + (speculation.bytes_per_block if speculation else 0)
+    budget = _pool_budget(config, settings, model, device, pool_block_bytes, make_runner, captures)
     if device.type == "cuda" and config.kv_cache_memory_bytes is None:
         budget = budget._replace(num_bytes=budget.num_bytes - adapter_bytes)
     if budget.account:
         report(Progress("memory", budget.account))
     size = fit_pool(
-        budget, bytes_per_block, config.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
+        budget, pool_block_bytes, config.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
     )
     settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
-    report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
+    report(Progress("kv_pool", _describe(config.max_model_len, settings, pool_block_bytes, model)))
     runner = make_runner(settings)
     report(Progress("warm_up", f"on {device.type}"))
     if device.type == "cuda":
@@ -126,13 +124,13 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cpu(runner, settings)
     if config.swap_space:
         settings = _open_swap_space(runner, config.swap_space, settings, bytes_per_block, device, report)
-    if speculative is not None:
-        settings = _speculate(runner, speculative, settings, captures, report)
+    if speculation is not None:
+        settings = speculation.start(runner, settings, captures, report)
     return Engine(
         Scheduler(settings),
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
-        depth=0 if speculative else _depth(config.async_scheduling, device),
+        depth=0 if speculation else _depth(config.async_scheduling, device),
         limits=QueueLimits(
             config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
             config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * config.block_size,
@@ -269,19 +267,6 @@ def _open_swap_space(
 def _depth(asked: bool | None, device: torch.device) -> int:
     """Steps that are launched before the last one's tokens are there."""
     return int(device.type == "cuda" if asked is None else asked)
-
-
-def _speculate(
-    runner: ModelRunner, speculative: SpeculativeConfig, settings: SchedulerConfig, captures: bool, report: Report
-) -> SchedulerConfig:
-    """Have the runner draft, once it is known what that costs."""
-    drafter = NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
-    num_drafts = speculative.num_speculative_tokens
-    costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
-    runner.speculate(drafter)
-    told = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in (costs.plain[0], costs.checking[-1]))
-    report(Progress("speculation", f"{speculative.method}, up to {num_drafts} tokens at once; a step takes {told}"))
-    return replace(settings, num_speculative_tokens=num_drafts, draft_costs=costs)
 
 
 def _make_runner(

@@ -12,7 +12,8 @@ import torch
 
 from engine.build import _pool_budget, build_engine
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.errors import ConfigError, MemoryBudgetError
+from engine.core.draft_costs import DraftCosts
+from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.reference import ReferenceAttention
@@ -22,6 +23,7 @@ from engine.runtime.native.library import native
 from engine.runtime.runner import ModelRunner
 
 GIB = 1 << 30
+FREE_DRAFTS = DraftCosts(plain=((1, 1.0),), checking=((1, 1.0),), drafting=((1, 0.0),))
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, KV heads, head size, tokens, float32
 
 
@@ -235,3 +237,30 @@ def test_drafts_from_the_text_change_no_answer(folder: str) -> None:
     assert drafting._depth == plain._depth == 0
     assert answer(drafting, request) == answer(plain, request)
     assert drafting.stats.spec_accepted_tokens > 0
+
+
+def test_a_draft_model_shares_the_memory_and_changes_no_answer(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own weights as a draft, of which every token is right; and with others, of which hardly any is."""
+    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    request = Request(request_id="r", prompt=(1, 2, 3) * 5, params=SamplingParams(max_tokens=40, seed=5), arrival_s=0.0)
+    memory = {"kv_cache_memory_bytes": 100 * BLOCK_BYTES}
+    plain = build(folder, **memory)
+    assert plain.config.num_blocks == 100
+    drafting = build(folder, speculative_config={"model": folder, "num_speculative_tokens": 3}, **memory)
+    assert drafting.config.num_blocks == 50
+    expected = answer(plain, request)
+    assert answer(drafting, request) == expected
+    assert drafting.stats.spec_accepted_tokens == drafting.stats.spec_draft_tokens > 0
+
+    other = tmp_path_factory.mktemp("other")
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 1}))
+    assert answer(build(folder, speculative_config={"model": str(other)}), request) == expected
+
+    (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 97}))
+    with pytest.raises(ConfigError, match="has 97 tokens and the model 96"):
+        build(folder, speculative_config={"model": str(other)})
+    with pytest.raises(ModelLoadError, match="--speculative-config: the draft model could not be loaded"):
+        build(folder, speculative_config={"model": "./nowhere"})

@@ -135,6 +135,11 @@ class Sampler:
         return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
 
 
+def wishes(plan: StepPlan) -> list[Wish]:
+    """How the samples of a plan are drawn from logits that nothing has edited."""
+    return [_wish(row) for row in _rows(plan)]
+
+
 def _rows(plan: StepPlan) -> list[_Row]:
     slices = one_by_one(plan.slices) if plan.num_drafts else plan.slices
     pairs = [(piece, sample) for piece in slices for sample in piece.samples]

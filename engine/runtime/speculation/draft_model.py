@@ -1,0 +1,145 @@
+"""Drafts by a smaller model, over K/V of its own in the very blocks that the scheduler has given to the target's.
+
+It computes what it lacks when it is asked to draft, and nothing else: first the positions up to the last known token,
+then a token a draft. Which positions it has is remembered block by block, so that what sequences share, by the prefix
+cache or by forks, it computes once as well. Wherever it errs about that, a draft is worse and an answer the same.
+
+It draws with the noise that the target will draw with, so that where the two agree about the probabilities they agree
+about the token, at any temperature. Penalties, biases and grammars are the target's alone. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.core.config import SchedulerConfig
+from engine.core.plan import SequenceSlice, StepPlan
+from engine.runtime.attention.base import AttentionBackend, CausalLM
+from engine.runtime.batch import BatchBuilder
+from engine.runtime.kv_cache import KVCache
+from engine.runtime.sampling.draw import draw
+from engine.runtime.sampling.sampler import wishes
+
+
+class DraftModel:
+    """A Drafter with weights."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        config: SchedulerConfig,
+        device: torch.device,
+    ) -> None:
+        self._model, self._backend, self._kv_cache = model, backend, kv_cache
+        self._batches = BatchBuilder(config, device)
+        self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._max_tokens, self._known = config.max_num_batched_tokens, KnownPositions(config)
+
+    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+        """See Drafter. Nothing yet for sequences of which it has a lot to read."""
+        if plan.copies:
+            self._kv_cache.copy_blocks(plan.copies)
+        self._known.follow(plan)
+        room, catching_up, asked = self._max_tokens, [], {}
+        for index, num_drafts in plan.num_drafts.items():
+            piece = plan.slices[index]
+            stop = piece.start + piece.num_tokens
+            begin = self._known.up_to(piece)
+            num_tokens = min(stop - begin, room)
+            if num_tokens and stop + num_drafts <= self._model.max_model_len:
+                room -= num_tokens
+                is_ready = begin + num_tokens == stop
+                samples = piece.samples if is_ready else ()
+                catching_up.append(piece._replace(start=begin, num_tokens=num_tokens, samples=samples))
+                self._known.note(piece.block_table, begin, begin + num_tokens)
+                if is_ready:
+                    asked[index] = num_drafts
+        drawn = self._draw(catching_up) if catching_up else None
+        return {} if drawn is None else self._go_on(plan.slices, asked, drawn)
+
+    def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
+        """The other drafts, one step each; `drawn` are the first ones of all that are `asked` for."""
+        steps, going = [drawn], list(asked)
+        columns = [going]
+        for ahead in range(1, max(asked.values())):
+            going = [index for index in going if asked[index] > ahead]
+            following = [slices[index] for index in going]
+            more = self._draw(
+                [piece._replace(start=piece.start + piece.num_tokens - 1 + ahead, num_tokens=1) for piece in following]
+            )
+            assert more is not None
+            steps.append(more)
+            columns.append(going)
+        drafts: dict[int, list[int]] = {index: [] for index in asked}
+        for ids, indices in zip(torch.cat(steps).split([len(each) for each in columns]), columns, strict=True):
+            for index, token in zip(indices, ids.tolist(), strict=True):
+                drafts[index].append(token)
+        for index, num_drafts in asked.items():
+            piece = slices[index]
+            last = piece.start + piece.num_tokens + num_drafts - 1  # where the last draft will stand, which nobody read
+            self._known.note(piece.block_table, piece.start, last, last + 1)
+        return drafts
+
+    @torch.inference_mode()
+    def _draw(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
+        """Compute positions, and draw behind those slices that have samples; the ids [R] int64 on the device."""
+        num_samples = sum(len(piece.samples) for piece in slices)
+        plan = StepPlan(0, list(slices), [], sum(piece.num_tokens for piece in slices), num_samples)
+        batch = self._batches.build(plan, self._last_ids)
+        self._backend.prepare(batch)
+        hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache, batch.sample_rows)
+        if not num_samples:
+            return None
+        ids = draw(self._model.logits(hidden), wishes(plan)).ids
+        seats = torch.tensor([piece.seat for piece in slices if piece.samples])
+        self._last_ids.index_copy_(0, seats.to(self._last_ids.device, non_blocking=True), ids)
+        return ids
+
+    def close(self) -> None:
+        """Let go of weights and pool."""
+        del self._model, self._backend, self._kv_cache
+
+
+class KnownPositions:
+    """Which positions have K/V: of each block so many, counted from its first."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._counts = [0] * config.num_blocks
+        self._full: dict[int, tuple[Sequence[int], int]] = {}  # by seat: a table, and how many of its first blocks are
+
+    def follow(self, plan: StepPlan) -> None:
+        """Other blocks, and other tokens at the positions that a step computes: what was there is void."""
+        counts = self._counts
+        for source, destination in plan.copies:
+            counts[destination] = counts[source]
+        for _, destination in plan.swap_in:
+            counts[destination] = 0
+        for piece in plan.slices:
+            begin, end = piece.start, piece.start + piece.num_tokens
+            for at in range(begin // self._block_size, (end - 1) // self._block_size + 1):
+                block = piece.block_table[at]
+                counts[block] = min(counts[block], max(begin - at * self._block_size, 0))
+
+    def up_to(self, piece: SequenceSlice) -> int:
+        """The first position of a slice's sequence, none behind the slice's first, that is still to be computed."""
+        table, num_full = self._full.get(piece.seat, ((), 0))
+        if table is not piece.block_table:
+            num_full = 0
+        last = piece.start // self._block_size
+        while num_full < last and self._counts[piece.block_table[num_full]] == self._block_size:
+            num_full += 1
+        num_full = min(num_full, last)
+        self._full[piece.seat] = (piece.block_table, num_full)
+        return min(num_full * self._block_size + self._counts[piece.block_table[num_full]], piece.start)
+
+    def note(self, table: Sequence[int], begin: int, end: int, void: int = 0) -> None:
+        """Positions from `begin`, before which all are there, to `end` are computed; from there to `void` none is."""
+        size = self._block_size
+        for at in range(begin // size, (max(end, void) - 1) // size + 1):
+            self._counts[table[at]] = min(max(end - at * size, 0), size)

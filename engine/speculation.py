@@ -1,0 +1,104 @@
+"""Wires --speculative-config into a running engine: the drafter, its memory, and what drafts cost. Part of build.py's work.
+
+Runs once, on the thread that starts the daemon; importing it imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.speculative_config import SpeculativeConfig
+from engine.core.types import Progress
+from engine.runtime.attention.base import CausalLM
+from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
+from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.runner import ModelRunner
+from engine.runtime.speculation.base import Drafter
+from engine.runtime.speculation.costs import measure_draft_costs
+from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.ngram import NgramDrafter
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What was asked for, and the model that drafts, if one does."""
+
+    asked: SpeculativeConfig
+    config: EngineConfig
+    device: torch.device
+    model: CausalLM | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What a block of the pool costs beside the target's K/V."""
+        if self.model is None:
+            return 0
+        return block_bytes(self.model.attention_specs, self.config.block_size, self._kv_dtype(self.model))
+
+    def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
+        """Have the runner draft, once it is known what that costs."""
+        drafter = self._drafter(settings)
+        num_drafts = self.asked.num_speculative_tokens
+        costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
+        runner.speculate(drafter)
+        points = (costs.plain[0], costs.checking[-1])
+        told = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in points)
+        if self.model is not None:
+            told += f", a draft {1e3 * costs.drafting[0][1]:.3g} ms"
+        report(Progress("speculation", f"{self.asked.method}, up to {num_drafts} tokens at once; a step takes {told}"))
+        return replace(settings, num_speculative_tokens=num_drafts, draft_costs=costs)
+
+    def _drafter(self, settings: SchedulerConfig) -> Drafter:
+        if self.model is None:
+            return NgramDrafter(self.asked.prompt_lookup_min, self.asked.prompt_lookup_max)
+        backend = load_backend(self.config.attention_backend, self.device)
+        kv_cache = KVCache(
+            self.model.attention_specs,
+            backend,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            dtype=self._kv_dtype(self.model),
+            device=self.device,
+        )
+        return DraftModel(self.model, backend, kv_cache, settings, self.device)
+
+    def _kv_dtype(self, model: CausalLM) -> torch.dtype:
+        return resolve_kv_dtype(self.config.kv_cache_dtype, model.dtype, model.attention_specs)
+
+
+def load_speculation(
+    config: EngineConfig, target: CausalLM, device: torch.device, report: Report
+) -> Speculation | None:
+    """None where nothing was asked for. Raises ConfigError for a draft model that speaks of other tokens."""
+    if config.speculative_config is None:
+        return None
+    asked = SpeculativeConfig.read(config.speculative_config)
+    if asked.model is None:
+        return Speculation(asked, config, device)
+    own = replace(
+        config,
+        model=asked.model,
+        revision=asked.revision,
+        quantization=asked.quantization,
+        max_model_len=None,
+        load_format=config.load_format if config.load_format == "dummy" else "auto",
+        lora_modules=(),
+    )
+    try:
+        model = load_model(own, device, resolve_dtype(own, device), report)
+    except (ConfigError, ModelLoadError) as error:
+        raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"--speculative-config: the draft model {asked.model} has {model.vocab_size} tokens and the model "
+            f"{target.vocab_size}; choose one of the same family, whose tokenizer is the same."
+        )
+    return Speculation(asked, config, device, model)
