@@ -108,6 +108,13 @@ class BlockPool:
         assert self._refs[block] > 0
         self._indexed.add(block)
 
+    def forget(self, block: int) -> None:
+        """The prefix cache cannot find a block any more."""
+        self._indexed.discard(block)
+        if block in self._cached:
+            self._cached.remove(block)
+            self._free[block] = None
+
     def _evict(self) -> int:
         block = self._cached.evict()
         self._indexed.discard(block)

@@ -151,7 +151,10 @@ class SchedulerConfig:
     min_copied_tokens: int = 1  # of a cached block that a prompt shares the beginning of, for it to be copied
     policy: str = "fcfs"
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
-    min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there
+    min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there, or cached ones come back
+    host_caching: bool = False  # cached blocks that the pool gives up go there too
+    num_disk_blocks: int = 0  # behind the host's, for cached blocks
+    compute_s: float = 0.0  # of a prompt's position; nobody waits longer for a disk
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
 
@@ -161,6 +164,7 @@ class SchedulerConfig:
             _require(value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
         _require(self.num_host_blocks >= 0, f"--num-host-blocks is {self.num_host_blocks}; it must be at least 0.")
         assert self.min_swap_tokens >= 1
+        assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
         assert self.num_speculative_tokens >= 0
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from engine.core.config import SchedulerConfig
 from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.stats import TransferKind
+from engine.core.tiers import Transfer
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -147,6 +149,15 @@ class FakeRunner:
         result.errors, result.logprobs = errors, logprobs
         result.prompt_logprobs, result.pooled, result.drafted = prompt_logprobs, pooled, drafted
         return FakeStep(result, self._timer(plan))
+
+    def transfer(self, transfer: Transfer, slots: dict[int, list[int]]) -> None:
+        """Carry out what a BlockStore would, between host blocks and `slots`."""
+        if self._pages is not None:
+            self._arrive(self._pages)
+        if transfer.kind is TransferKind.STORE:
+            slots[transfer.slot] = list(self._host_pages[transfer.host_block])
+        else:
+            self._host_pages[transfer.host_block] = list(slots[transfer.slot])
 
     def use_idle_moment(self) -> bool:
         """Nothing to do."""

@@ -14,18 +14,21 @@ from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.prefix_cache import PrefixCache, chain_root
 from engine.core.sequence import Sequence
+from engine.core.tiers import Tiers
 from engine.core.types import Request
 
 
 class Memory:
     """Blocks and seats, claimed and released sequence by sequence."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, tiers: Tiers) -> None:
         self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._min_copied = config.min_copied_tokens
-        self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction)
+        self._tiers = tiers
+        listener = tiers if config.host_caching else None
+        self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction, listener)
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self.pool = self._cache.pool
 
@@ -39,15 +42,15 @@ class Memory:
     def claim(self, seq: Sequence, num_reserved: int, flight: Flight) -> bool:
         """Take seats and every block that the known tokens need, cached ones first, leaving `num_reserved` available.
 
-        Either all or nothing; False means not now. Where the tokens share the beginning of a block, `flight` copies it.
+        Either all or nothing; False means not now. `flight` brings what lower tiers have of them, and copies a block that
+        they share only the beginning of.
         """
         if len(self._seats) < seq.num_seats:
             return False
         size, tokens, pool = self._block_size, seq.tokens, self.pool
-        hits: list[int] = []
-        if self._caching and not seq.needs_every_position:
-            # The last token is always computed: its hidden state is what the first draw comes from.
-            hits = self._cache.match(seq.chain, tokens, len(tokens) - 1)
+        is_reading = self._caching and not seq.needs_every_position
+        # The last token is always computed: its hidden state is what the first draw comes from.
+        hits = self._cache.match(seq.chain, tokens, len(tokens) - 1) if is_reading else []
         for block in hits:
             pool.fork(block)
         missing = blocks_for(len(tokens), size) - len(hits)
@@ -55,20 +58,33 @@ class Memory:
             for block in reversed(hits):
                 pool.free(block)
             return False
-        source, num_copied = self._find_start(seq, len(hits), missing + num_reserved)
+        restored, source, num_copied = [], -1, 0
+        if is_reading and not seq.host_blocks:  # else it has all that was computed of it
+            restored = self._tiers.find(seq, len(hits))
+            source, num_copied = self._find_start(seq, len(hits) + len(restored), missing + num_reserved)
         pool.found(hits)
+        self._tiers.take(seq, restored)  # before the pool gives up blocks for it, which may drive others out of there
         seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
+        to_fill = seq.page_table.blocks[len(hits) :]
         if num_copied:
-            flight.copies.append((source, seq.page_table.blocks[len(hits)]))
-            flight.bring(seq, len(hits) * size)
+            flight.copies.append((source, to_fill[len(restored)]))
             pool.free(source)
-        seq.num_computed = seq.num_planned = len(hits) * size + num_copied
+        if restored or num_copied:
+            flight.swap_in += zip(restored, to_fill, strict=False)
+            flight.host_blocks += restored
+            flight.bring(seq, len(hits) * size)
+        seq.num_computed = seq.num_planned = (len(hits) + len(restored)) * size + num_copied
         seq.num_registered = len(hits)
         seq.writable_until = seq.page_table.capacity
         if self._caching:
             seq.next_register = (len(hits) + 1) * size
         seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
         return True
+
+    def prefetch(self, seq: Sequence, now: float) -> None:
+        """Have a waiting sequence's blocks read that are on a disk only."""
+        if self._caching and self._tiers.disk.pool.num_blocks and not seq.needs_every_position:
+            self._tiers.prefetch(seq, len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1)), now)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
@@ -84,8 +100,6 @@ class Memory:
 
     def _find_start(self, seq: Sequence, num_hits: int, num_needed: int) -> tuple[int, int]:
         """A block that begins like the sequence's next one, and how many tokens they share; held, so that it stays."""
-        if not self._caching or seq.needs_every_position or seq.host_blocks:
-            return -1, 0
         begin = num_hits * self._block_size
         rest = seq.tokens[begin : min(begin + self._block_size, len(seq.tokens) - 1)]
         source, num_shared = self._cache.match_start(seq.chain[num_hits], rest)

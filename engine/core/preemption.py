@@ -1,6 +1,7 @@
 """What becomes of a sequence that has to give way: its K/V goes to host memory and comes back, or is computed anew.
 
-Keeps the books of the host's blocks; a HostPool of the runtime keeps their content. A sequence's life there:
+Host blocks are those of tiers.py, from where cached ones make way; a HostPool of the runtime keeps their content. A
+sequence's life there:
 
     save       the next plan copies its blocks out; the pool's are free at once, since that plan copies before it writes
     restore    a plan brings back what the prefix cache has not; other sequences' slices of that plan do not wait for it
@@ -15,21 +16,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from engine.core.block_pool import BlockPool
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.sequence import Sequence, Status
+from engine.core.tiers import Tiers
 
 
 class SwapSpace:
     """Host blocks, saved to and restored from sequence by sequence."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, tiers: Tiers) -> None:
         self._block_size = config.block_size
         self._min_tokens = config.min_swap_tokens
-        self._due: list[tuple[int, int]] = []  # (device block, host block), for the next plan to copy
-        self.pool = BlockPool(config.num_host_blocks)
+        self._tiers = tiers
+        self.pool = tiers.host.pool
 
     def save(self, seq: Sequence) -> bool:
         """Have what is computed of a preempted sequence copied before its blocks are written again.
@@ -42,7 +43,7 @@ class SwapSpace:
             return False
         seq.host_blocks = self.pool.alloc_many(num_blocks)
         seq.num_saved = seq.num_computed
-        self._due += zip(seq.page_table.blocks, seq.host_blocks, strict=False)  # the table may reach further
+        self._tiers.due.update(zip(seq.host_blocks, seq.page_table.blocks, strict=False))  # the table may reach further
         seq.move(Status.SWAPPED)
         return True
 
@@ -60,17 +61,12 @@ class SwapSpace:
     def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
         """Forget a sequence's copy: now, or when the last plan that may name it is committed."""
         blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
-        gone = set(blocks)
-        self._due = [pair for pair in self._due if pair[1] not in gone]
+        for block in blocks:
+            self._tiers.due.pop(block, None)
         if flights:
             flights[-1].host_blocks += blocks
         else:
             self._free(blocks)
-
-    def take_due(self) -> list[tuple[int, int]]:
-        """What the plan that is being made has to copy out."""
-        due, self._due = self._due, []
-        return due
 
     def settle(self, flight: Flight) -> None:
         """A plan was committed, or taken back: nothing reads or writes its host blocks any more."""
@@ -80,11 +76,12 @@ class SwapSpace:
         """Raise AssertionError unless sequences and plans in flight hold exactly what is held."""
         sequences = [seq for seq in living if seq.status is Status.SWAPPED]
         tables = [seq.host_blocks for seq in sequences]
-        self.pool.check_integrity([*tables, *(flight.host_blocks for flight in flights)])
+        self._tiers.check_integrity([*tables, *(flight.host_blocks for flight in flights)])
         for seq in sequences:
             assert len(seq.host_blocks) == blocks_for(seq.num_saved, self._block_size), "a copy is not whole"
         saved = {block for table in tables for block in table}
-        assert saved.issuperset(host for _, host in self._due), "a copy is due that nobody wants"
+        wanted = (host in saved or self._tiers.host.content(host) is not None for host in self._tiers.due)
+        assert all(wanted), "a copy is due that nobody wants"
 
     def _free(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.core.block_pool import BlockPool
 
@@ -44,6 +44,25 @@ def _num_common(one: bytes, other: bytes) -> int:
     return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES) if differing else length // _TOKEN_BYTES
 
 
+def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size: int) -> bytes:
+    """The digest of a sequence's full block `index`. `chain` begins with the root and is extended in place, once a block."""
+    if len(chain) == index + 1:
+        chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size]))
+    return chain[index + 1]
+
+
+class Listener(Protocol):
+    """Whoever wants to know which blocks can be found."""
+
+    def appeared(self, digest: bytes, block: int) -> None:
+        """From now on this one can."""
+        ...
+
+    def leaves(self, digest: bytes, block: int) -> None:
+        """From now on not; it still has its content until the next plan."""
+        ...
+
+
 class _Entry(NamedTuple):
     """What is known of a findable block."""
 
@@ -55,9 +74,12 @@ class _Entry(NamedTuple):
 class PrefixCache:
     """An index over the pool's blocks: by digest, and by the block before and their tokens."""
 
-    __slots__ = ("_block_of", "_entry_of", "_followers", "block_size", "pool")
+    __slots__ = ("_block_of", "_entry_of", "_followers", "_listener", "block_size", "pool")
 
-    def __init__(self, num_blocks: int, block_size: int, eviction: str = "lru") -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, eviction: str = "lru", listener: Listener | None = None
+    ) -> None:
+        self._listener = listener
         self.pool = BlockPool(num_blocks, self._forget, eviction)
         self.block_size = block_size
         self._block_of: dict[bytes, int] = {}
@@ -72,9 +94,7 @@ class PrefixCache:
         size = self.block_size
         blocks: list[int] = []
         for index in range(max_tokens // size):
-            if len(chain) == index + 1:
-                chain.append(chain_next(chain[index], tokens[index * size : (index + 1) * size]))
-            block = self._block_of.get(chain[index + 1])
+            block = self._block_of.get(name_block(chain, tokens, index, size))
             if block is None:
                 break
             blocks.append(block)
@@ -84,9 +104,7 @@ class PrefixCache:
         """Make the full, computed blocks first .. stop - 1 of a sequence findable."""
         size = self.block_size
         for index in range(first, stop):
-            if len(chain) == index + 1:
-                chain.append(chain_next(chain[index], tokens[index * size : (index + 1) * size]))
-            digest, block = chain[index + 1], blocks[index]
+            digest, block = name_block(chain, tokens, index, size), blocks[index]
             # Two sequences may have computed the same block side by side; the first one stays the findable one.
             if digest not in self._block_of and block not in self._entry_of:
                 content = _pack(tokens[index * size : (index + 1) * size])
@@ -94,6 +112,8 @@ class PrefixCache:
                 self._entry_of[block] = _Entry(digest, chain[index], content)
                 insort(self._followers.setdefault(chain[index], []), (content, block))
                 self.pool.index(block)
+                if self._listener is not None:
+                    self._listener.appeared(digest, block)
 
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.
@@ -116,6 +136,8 @@ class PrefixCache:
         del followers[bisect_left(followers, (entry.tokens, block))]
         if not followers:
             del self._followers[entry.parent]
+        if self._listener is not None:
+            self._listener.leaves(entry.digest, block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all directions of the index agree."""

@@ -9,19 +9,20 @@ from __future__ import annotations
 from engine.core.block_pool import BlockPool
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, Status
-from engine.core.stats import PreemptionKind, Stats, SwapDirection
+from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection
+from engine.core.tiers import Tiers
 from engine.core.types import FinishReason, RequestTimings
 
 
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_host_pool", "_pool", "_stats", "gaps")
+    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "gaps")
 
-    def __init__(self, stats: Stats, pool: BlockPool, host_pool: BlockPool) -> None:
+    def __init__(self, stats: Stats, pool: BlockPool, tiers: Tiers) -> None:
         self._stats = stats
         self._pool = pool
-        self._host_pool = host_pool
+        self._host_pool, self._disk_pool = tiers.host.pool, tiers.disk.pool
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.gauges(0, 0)
 
@@ -47,6 +48,10 @@ class Recorder:
             self._stats.queue_s.observe(now - seq.request.arrival_s)
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
+        hits = self._stats.prefix_hits
+        hits[CacheTier.POOL] += seq.num_cached - seq.num_from_host - seq.num_from_disk
+        hits[CacheTier.HOST] += seq.num_from_host
+        hits[CacheTier.DISK] += seq.num_from_disk
 
     def preempted(self, seq: Sequence) -> None:
         """A sequence gave its blocks away, and has been copied or not."""
@@ -133,3 +138,5 @@ class Recorder:
         stats.blocks_held = pool.num_held
         stats.host_blocks_free = self._host_pool.num_free
         stats.host_blocks_held = self._host_pool.num_held
+        stats.host_blocks_cached = self._host_pool.num_cached
+        stats.disk_blocks_cached = self._disk_pool.num_cached

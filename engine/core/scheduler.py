@@ -11,7 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from engine.core.admission import check_request
 from engine.core.beams import Beams
@@ -33,6 +33,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step_time import decode_load
+from engine.core.tiers import Tiers, Transfer
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 
 _RUNNING = Status.RUNNING  # looking a member up on its Enum costs 70 ns (Python 3.11), for every sequence at every step
@@ -49,9 +50,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
         self.stats = stats if stats is not None else Stats()
-        self._memory = Memory(config)
-        self._swap = SwapSpace(config)
-        self._recorder = Recorder(self.stats, self._memory.pool, self._swap.pool)
+        self.tiers = Tiers(config, self.stats)
+        self._memory = Memory(config, self.tiers)
+        self._swap = SwapSpace(config, self.tiers)
+        self._recorder = Recorder(self.stats, self._memory.pool, self.tiers)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
         self._pacing = Pacing()
@@ -84,6 +86,7 @@ class Scheduler:
         if request.params.beam is not None:
             seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]
+        self._memory.prefetch(seq, request.arrival_s)
         self._roster.enqueue(seq)
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
@@ -122,7 +125,7 @@ class Scheduler:
             return None
         if self._drafts is not None:
             self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
-        flight.swap_out = self._swap.take_due()
+        flight.swap_out = self.tiers.take_due()
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
@@ -183,7 +186,12 @@ class Scheduler:
     def _admit_first(self, now: float, flight: Flight) -> None:
         """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
         seq = self._roster.waiting.first
-        if seq is not None and seq.status is not Status.SWAPPED and not seq.is_background and self._claim(seq, flight):
+        if (
+            seq is not None
+            and seq.status is not Status.SWAPPED
+            and not seq.is_background
+            and self._claim(seq, now, flight)
+        ):
             self._start(seq, now, flight)
 
     def _admit(self, now: float, flight: Flight) -> Iterator[Sequence]:
@@ -192,7 +200,7 @@ class Scheduler:
         One block stays back for each running sequence, which may be about to grow.
         """
         while (seq := self._roster.waiting.first) is not None:
-            if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, flight):
+            if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, now, flight):
                 return
             self._start(seq, now, flight)
             yield seq
@@ -207,11 +215,13 @@ class Scheduler:
         seq.is_long = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._roster.start(seq)
 
-    def _claim(self, seq: Sequence, flight: Flight) -> bool:
+    def _claim(self, seq: Sequence, now: float, flight: Flight) -> bool:
         """See to seats and blocks for a waiting sequence, taking them from the background if need be.
 
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
+        if seq.num_awaited and now < seq.awaits_until_s:
+            return False
         running = self._roster.running
         while not self._memory.claim(seq, len(running) + seq.headroom, flight):
             if self._departures.num_leaving:
@@ -237,6 +247,7 @@ class Scheduler:
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
         self._learn(flight, now)
         self._swap.settle(flight)
+        self.tiers.settle(flight, is_done=True)
         for seq in flight.arrivals:
             seq.num_in_flight -= 1
             self._departures.settle(seq)
@@ -271,6 +282,7 @@ class Scheduler:
             self._roster.enqueue(seq)
         for flight in self._flights:
             self._swap.settle(flight)
+            self.tiers.settle(flight, is_done=False)
         for seq, is_whole in take_back(self._flights).items():
             if seq.is_leaving:
                 self._departures.settle(seq)
@@ -288,6 +300,12 @@ class Scheduler:
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
         self._roster.tell()
         return events
+
+    def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
+        """Blocks have gone between host memory and the disk, or have failed to."""
+        for transfer, is_good in finished:
+            self.tiers.finish(transfer, is_good=is_good)
+        self._roster.tell()
 
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""

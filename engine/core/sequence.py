@@ -71,6 +71,7 @@ class Sequence:
 
     __slots__ = (
         "account",
+        "awaits_until_s",
         "beams",
         "chain",
         "choice",
@@ -88,10 +89,13 @@ class Sequence:
         "max_total",
         "next_register",
         "num_accepted",
+        "num_awaited",
         "num_cached",
         "num_charged",
         "num_computed",
         "num_drafted",
+        "num_from_disk",
+        "num_from_host",
         "num_in_flight",
         "num_planned",
         "num_preemptions",
@@ -165,6 +169,9 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         self.num_cached = 0
+        self.num_from_host = self.num_from_disk = 0  # of the positions it was admitted with
+        self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
+        self.awaits_until_s = 0.0  # ... and when it goes without
         self.num_preemptions = 0
         self.draft_chance = FIRST_CHANCE  # that one more drafted token is right, as far as is known
         self.max_drafts = NEVER  # no limit of its own
@@ -220,6 +227,8 @@ class Sequence:
         unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         return PromptInfo(
             num_cached_tokens=self.num_cached,
+            num_host_tokens=self.num_from_host,
+            num_disk_tokens=self.num_from_disk,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
             prefill_s=max(self.first_token_s - self.first_scheduled_s, 0.0),  # 0 where no token is drawn
@@ -258,6 +267,7 @@ class Sequence:
         child.num_in_flight = 1
         child.prompt_logprobs = self.prompt_logprobs
         child.num_cached = self.num_cached
+        child.num_from_host, child.num_from_disk = self.num_from_host, self.num_from_disk
         child.num_preemptions = self.num_preemptions
         child.first_scheduled_s = self.first_scheduled_s
         child.is_forked = True

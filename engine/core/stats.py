@@ -48,6 +48,21 @@ class SwapDirection(str, Enum):
     IN = "in"
 
 
+class CacheTier(str, Enum):
+    """Where cached tokens of a prompt were found; a label of the counter of hits."""
+
+    POOL = "pool"
+    HOST = "host"
+    DISK = "disk"
+
+
+class TransferKind(str, Enum):
+    """Which way a block went between host memory and a disk; a label of those counters."""
+
+    FETCH = "fetch"
+    STORE = "store"
+
+
 class Histogram:
     """Cumulative-free bucket counts: counts[i] are the observations in (bounds[i-1], bounds[i]], the last is +inf."""
 
@@ -101,6 +116,8 @@ class Stats:
     blocks_held: int = 0
     host_blocks_free: int = 0  # of the swap space
     host_blocks_held: int = 0
+    host_blocks_cached: int = 0
+    disk_blocks_cached: int = 0
     last_step_s: float = 0.0  # clock reading at the last commit
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
@@ -122,6 +139,9 @@ class Stats:
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))
     preempted: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
     swapped_blocks: dict[SwapDirection, int] = field(default_factory=lambda: dict.fromkeys(SwapDirection, 0))
+    prefix_hits: dict[CacheTier, int] = field(default_factory=lambda: dict.fromkeys(CacheTier, 0))  # tokens
+    transferred: dict[TransferKind, int] = field(default_factory=lambda: dict.fromkeys(TransferKind, 0))  # blocks
+    failed_transfers: dict[TransferKind, int] = field(default_factory=lambda: dict.fromkeys(TransferKind, 0))
     # histograms
     ttft_s: Histogram = field(default_factory=_request_seconds)
     tpot_s: Histogram = field(default_factory=_token_seconds)  # a request's mean time per output token after the first

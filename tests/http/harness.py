@@ -36,7 +36,15 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}|{% endif %}"
     "{{ suffix or '' }}"
 )
-CONFIG = SchedulerConfig(num_blocks=256, block_size=16, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256)
+# Only whole blocks are found: short prompts that tests have in common are nothing to any of them.
+CONFIG = SchedulerConfig(
+    num_blocks=256,
+    block_size=16,
+    max_model_len=512,
+    max_num_seqs=16,
+    max_num_batched_tokens=256,
+    min_copied_tokens=16,
+)
 APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
 
 

@@ -11,6 +11,7 @@ from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
+from engine.core.tiers import Transfer
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 
 VOCAB = 50
@@ -106,6 +107,8 @@ class Driver:
         self.prompts: dict[tuple[str, int], PromptInfo] = {}
         self.ends: dict[tuple[str, int], TokenEvent] = {}
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
+        self.transfers: list[Transfer] = []
+        self.slots: dict[int, list[int]] = {}  # of the disk
 
     def add(self, asked: Request) -> None:
         self.scheduler.add(asked)
@@ -133,7 +136,8 @@ class Driver:
         first = self.first_in_line()
         plan = self.scheduler.plan(self.now)
         if plan is None:
-            assert self.launched or not self.scheduler.has_work, "work, nothing in flight, and nothing planned"
+            may_wait = self.launched or not self.scheduler.has_work or self.scheduler.tiers.is_fetching
+            assert may_wait, "work, nothing in flight, and nothing planned"
             return False
         self.check_plan(plan)
         self.check_progress(plan, first)
@@ -157,10 +161,28 @@ class Driver:
         return {event.request_id for event in events}
 
     def step(self) -> None:
-        """One turn of the engine's loop."""
+        """One turn of the engine's loop; a disk needs some for what it is asked."""
         launched = self.launch()
         if self.launched and (not launched or len(self.launched) > self.depth):
             self.commit()
+        self.transfer(num_left=2 if launched else 0)
+
+    def transfer(self, num_left: int = 0, *, is_good: bool = True) -> None:
+        """The disk carries out what it was asked, but for the last so many."""
+        self.transfers += self.scheduler.tiers.take_orders()
+        while len(self.transfers) > num_left:
+            transfer = self.transfers.pop(0)
+            if is_good:
+                self.runner.transfer(transfer, self.slots)
+            self.scheduler.transferred([(transfer, is_good)])
+
+    def spill(self) -> int:
+        """An idle moment: how many blocks are on their way to the disk."""
+        assert not self.launched
+        pairs = self.scheduler.tiers.spill()
+        self.runner.run(StepPlan(-1, [], [], 0, 0, swap_out=pairs)).wait()
+        self.transfer()
+        return len(pairs)
 
     def drain(self, max_steps: int = 3000) -> None:
         """Run until nothing lives; a bounded number of steps must do."""
@@ -182,7 +204,8 @@ class Driver:
         assert all(0 <= block < settings.num_blocks for block in (*moved[0], *(b for _, b in plan.swap_in)))
         assert all(0 <= host < settings.num_host_blocks for host in (*moved[1], *(h for _, h in plan.swap_out)))
         named = {*(host for host, _ in plan.swap_in), *(host for _, host in plan.swap_out)}
-        assert self.scheduler.stats.host_blocks_held >= len(named), "a host block is given back before its commit"
+        stats = self.scheduler.stats
+        assert stats.host_blocks_held + stats.host_blocks_cached >= len(named), "a host block is given back too early"
         assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
         kinds = {seq.is_background for seq in self.scheduler._flights[-1].owners}
         assert len(kinds) == 1, "a step is of the background or of all others"
@@ -219,6 +242,7 @@ class Driver:
                 else:
                     assert said == expected
                     assert self.ends[request_id, choice].finish_reason == reason
+        self.transfer()
         self.scheduler.check_integrity()
         assert self.scheduler.stats.blocks_held == self.scheduler.stats.host_blocks_held == 0
         assert self.scheduler.stats.num_running == self.scheduler.stats.num_waiting == 0

@@ -32,6 +32,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "sjf", "priority", "fair", "fair"]),
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
+        host_caching=st.booleans(),
+        num_disk_blocks=st.sampled_from([0, 0, 5, 40]),
+        compute_s=st.sampled_from([0.0, 0.001, 1.0]),
         min_swap_tokens=st.sampled_from([1, 1, 9]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
         min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
@@ -47,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         **changes: int | str,
     ) -> None:
         changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
+        changes["num_disk_blocks"] = changes["num_disk_blocks"] if changes["host_caching"] else 0
         self.driver = Driver(
             config(max_num_batched_tokens=budget, enable_prefix_caching=caching, max_model_len=40, **changes),
             depth,
@@ -132,6 +136,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(failure=st.sampled_from([None, None, "no memory"]))
     def run_out_of_memory(self, failure: str | None) -> None:
         self.aborted |= self.driver.run_out_of_memory(failure)
+
+    @rule(num_left=st.integers(0, 3), is_good=st.booleans())
+    def transfer(self, num_left: int, is_good: bool) -> None:
+        """Some of what the disk was asked ends, well or not."""
+        self.driver.transfer(num_left, is_good=is_good)
+
+    @rule()
+    def spill(self) -> None:
+        if not self.driver.launched and not self.driver.scheduler.has_work:
+            self.driver.spill()
 
     @invariant()
     def books_balance(self) -> None:

@@ -1,0 +1,50 @@
+"""Blocks of one kind, findable by content: a BlockPool, and an index over it. Owned by the scheduler, engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from engine.core.block_pool import BlockPool
+
+
+class Tier:
+    """Blocks, findable by content."""
+
+    __slots__ = ("_block_of", "_digest_of", "_on_evict", "pool")
+
+    def __init__(self, num_blocks: int, eviction: str, on_evict: Callable[[int], None] | None = None) -> None:
+        self.pool = BlockPool(num_blocks, self._evicted, eviction)
+        self._on_evict = on_evict
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    def find(self, digest: bytes) -> int:
+        """The block with that content; -1 if there is none."""
+        return self._block_of.get(digest, -1)
+
+    def content(self, block: int) -> bytes | None:
+        """What a block can be found by."""
+        return self._digest_of.get(block)
+
+    def put(self, digest: bytes, block: int) -> None:
+        """A held block has, or will have, a content that no other has."""
+        self._block_of[digest] = block
+        self._digest_of[block] = digest
+        self.pool.index(block)
+
+    def forget(self, block: int) -> None:
+        """Whatever a block has, it is not to be found any more."""
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+            self.pool.forget(block)
+
+    def _evicted(self, block: int) -> None:
+        del self._block_of[self._digest_of.pop(block)]
+        if self._on_evict is not None:
+            self._on_evict(block)
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree."""
+        self.pool.check_integrity(holders)
+        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of

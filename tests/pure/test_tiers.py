@@ -1,0 +1,228 @@
+"""Cached blocks in host memory and on a disk: what is found there, what is kept, and what nobody may ever read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.core.stats import CacheTier, TransferKind
+from engine.core.types import AbortCause, Request
+from tests.pure.driver import Driver, config, request
+
+EVER = 1000.0
+
+
+def prompt(first: int, length: int = 17) -> tuple[int, ...]:
+    return tuple((first + i) % 50 for i in range(length))
+
+
+def tiered(depth: int = 0, **changes: int | bool | str) -> Driver:
+    """A pool of 12 blocks of four tokens, with host blocks and a disk behind it, both larger."""
+    tiers = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60, "compute_s": 1.0}
+    return Driver(config(**(tiers | changes)), depth)  # type: ignore[arg-type]
+
+
+def serve(driver: Driver, name: str, asked: tuple[int, ...], **params: object) -> tuple[int, int, int]:
+    """One request to its end; how many tokens were found in the pool, in host memory and on the disk."""
+    driver.add(request(name, asked, arrival_s=driver.now, **params))
+    driver.drain()
+    info = driver.prompts[name, 0]
+    return (
+        info.num_cached_tokens - info.num_host_tokens - info.num_disk_tokens,
+        info.num_host_tokens,
+        info.num_disk_tokens,
+    )
+
+
+def restarted(driver: Driver, **changes: int | bool | str) -> Driver:
+    """Another process that finds the same disk."""
+    other = tiered(**changes)
+    kept = driver.scheduler.tiers.disk
+    by_age = sorted((slot, digest) for digest, slot in kept._block_of.items())
+    other.scheduler.tiers.restore([(digest, slot) for slot, digest in by_age])
+    other.slots = dict(driver.slots)
+    return other
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
+    driver = tiered(depth, num_disk_blocks=0)
+    for index in range(4):
+        assert serve(driver, f"first{index}", prompt(10 * index)) == (0, 0, 0)
+    pool, host, disk = serve(driver, "again", prompt(0))
+    assert pool + host == 16
+    assert host > 0 == disk
+    assert driver.scheduler.stats.prefix_hits == {CacheTier.POOL: pool, CacheTier.HOST: host, CacheTier.DISK: 0}
+    driver.check_streams()
+
+
+def test_too_little_is_computed_rather_than_brought_back() -> None:
+    driver = tiered(num_disk_blocks=0, min_swap_tokens=17)
+    for index in range(4):
+        serve(driver, f"first{index}", prompt(10 * index))
+    assert serve(driver, "again", prompt(0))[1:] == (0, 0)
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
+    driver = tiered(depth)
+    for index in range(4):
+        serve(driver, f"first{index}", prompt(10 * index))
+    while driver.spill():
+        pass
+    other = restarted(driver, depth=depth)
+    for index in range(4):
+        assert serve(other, f"again{index}", prompt(10 * index)) == (0, 0, 16)
+    assert other.scheduler.stats.transferred[TransferKind.FETCH] == 16
+    assert serve(other, "and again", prompt(30))[2] == 0
+    other.check_streams()
+
+
+def test_what_is_being_read_is_waited_for_no_longer_than_computing_takes() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver, compute_s=0.005)  # 16 tokens: 80 ms
+    other.add(request("again", prompt(0)))
+    waited = 0
+    while not other.launch():
+        waited += 1
+    assert waited == 7  # every look takes 10 ms
+    other.drain()
+    assert other.prompts["again", 0].num_disk_tokens == 0
+    assert serve(other, "later", prompt(0), seed=1)[2] == 0, "it was computed by now, and is in the pool"
+    other.check_streams()
+
+
+def test_two_who_wait_for_the_same_read_it_once() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    for name in ("a", "b"):
+        other.add(request(name, prompt(0), seed=3))
+    other.drain()
+    assert other.scheduler.stats.transferred[TransferKind.FETCH] == 4
+    other.check_streams()
+
+
+def test_who_leaves_while_it_is_read_leaves_nothing_behind() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    other.add(request("gone", prompt(0)))
+    other.take(other.scheduler.abort("gone", AbortCause.DISCONNECT, other.now))
+    other.scheduler.check_integrity()
+    other.transfer()
+    assert serve(other, "later", prompt(0)) == (0, 0, 16), "what was read is there for the next one"
+    other.check_streams(aborted={"gone"})
+
+
+def test_what_cannot_be_read_is_computed_and_not_asked_for_again() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    other.add(request("again", prompt(0)))
+    other.transfer(is_good=False)
+    other.drain()
+    assert other.prompts["again", 0].num_cached_tokens == 0
+    assert other.scheduler.stats.failed_transfers[TransferKind.FETCH] == 4
+    assert other.scheduler.tiers.disk.pool.num_cached == 1, "of five, that with what was generated was not asked for"
+    other.check_streams()
+
+
+def test_what_cannot_be_written_is_not_said_to_be_there() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.scheduler.tiers.spill()
+    driver.transfer(is_good=False)
+    assert driver.scheduler.tiers.disk.pool.num_free == 60
+    driver.scheduler.check_integrity()
+
+
+def test_a_spill_that_fails_is_forgotten() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    assert driver.scheduler.tiers.spill()
+    driver.scheduler.check_integrity()
+    driver.scheduler.tiers.spill()
+    driver.scheduler.check_integrity()
+    assert driver.scheduler.tiers.host.pool.num_held == 0
+    assert driver.scheduler.tiers.disk.pool.num_free == 60
+
+
+def test_salts_keep_lower_tiers_apart() -> None:
+    driver = tiered()
+    for index in range(4):
+        serve(driver, f"first{index}", prompt(10 * index), cache_salt="alice")
+    while driver.spill():
+        pass
+    assert serve(driver, "bob", prompt(0), cache_salt="bob") == (0, 0, 0)
+    assert serve(restarted(driver), "bob", prompt(0), cache_salt="bob") == (0, 0, 0)
+
+
+def test_preempted_sequences_come_before_cached_blocks() -> None:
+    driver = tiered(num_blocks=9, num_host_blocks=10, num_disk_blocks=0)
+    for index in range(6):
+        serve(driver, f"cached{index}", prompt(10 * index, 9))
+    assert driver.scheduler.tiers.host.pool.num_cached > 0
+    for index in range(4):
+        asked = request(str(index), prompt(index, 7), max_tokens=20, seed=index, eos_token_ids=frozenset())
+        driver.add(asked)
+    driver.drain()
+    assert driver.scheduler.stats.preemptions > 0
+    driver.check_streams()
+
+
+def crowd(chance: random.Random, driver: Driver, name: str) -> Request:
+    shared = chance.choice((4, 8, 13, 16))
+    own = tuple(chance.randrange(50) for _ in range(chance.randrange(1, 6)))
+    n = chance.choice((1, 1, 2))
+    params = {"max_tokens": chance.randrange(12), "n": n, "seed": chance.randrange(9), "arrival_s": driver.now}
+    return request(name, prompt(10 * chance.randrange(4), shared) + own, **params)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(15))
+def test_whatever_happens_to_copies_on_their_way_nobody_reads_what_is_not_there(seed: int, depth: int) -> None:
+    """Steps are taken back, transfers fail or never end, requests leave, the process is started anew."""
+    chance = random.Random(seed)
+    driver, hits = None, 0
+    for life in range(3):
+        sizes = {"num_host_blocks": chance.choice((3, 12, 40)), "num_disk_blocks": chance.choice((5, 60))}
+        eviction = chance.choice(("lru", "slru", "lfu", "cost"))
+        changes = {
+            "depth": depth,
+            "eviction": eviction,
+            "num_blocks": 10,
+            "compute_s": chance.choice((0.0, 0.01, EVER)),
+        }
+        driver = tiered(**changes, **sizes) if driver is None else restarted(driver, **changes)
+        aborted: set[str] = set()
+        for turn in range(120):
+            luck = chance.random()
+            if luck < 0.2:
+                driver.add(crowd(chance, driver, f"{life}.{turn}"))
+            elif luck < 0.3:
+                driver.run_out_of_memory()
+            elif luck < 0.35 and driver.requests:
+                name = chance.choice(list(driver.requests))
+                events = driver.scheduler.abort(name, AbortCause.DISCONNECT, driver.now)
+                aborted |= {name} if events else set()
+                driver.take(events)
+            elif luck < 0.45:
+                driver.transfer(chance.randrange(4), is_good=chance.random() < 0.7)
+            elif luck < 0.5 and not driver.launched:
+                driver.spill()
+            else:
+                driver.step()
+            driver.scheduler.check_integrity()
+        driver.drain()
+        driver.transfer()
+        driver.check_streams(aborted)
+        hits += sum(driver.scheduler.stats.prefix_hits.values())
+    assert hits > 0
