@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import SequenceSlice
-from engine.runtime.models.linear import Linear
+from engine.runtime.models.config import Activation
+from engine.runtime.models.linear import Addend, Linear
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
-from engine.runtime.native.ops import Added
 
 
 class Place(IntEnum):
@@ -36,17 +36,14 @@ class Target(NamedTuple):
     first_row: int
     num_rows: int
     shape: tuple[int, int]  # of the whole: outputs, inputs
+    activation: Activation | None  # of its product
 
 
 class LowRank(NamedTuple):
     """What joins a product x W^T: (x down^T) up^T, the adapter's scale inside `up`. Of merged parts, all in one."""
 
     down: Linear  # [rank, inputs]
-    up: Linear  # [outputs, rank]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [R, inputs] -> [R, outputs]: in float32 where the native library makes it, for that adds it unrounded."""
-        return self.up.in_float32(self.down(x)) if self.up.is_native else self.up(self.down(x))
+    up: Linear  # [outputs, rank], an Addend's
 
 
 class LoraAdapter:
@@ -80,16 +77,18 @@ def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[Ad
     return [AdapterRows(adapter, torch.tensor(rows, device=device)) for adapter, rows in found.items()]
 
 
-def added(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) -> Added | None:
+def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) -> list[Addend]:
     """What the adapters add to the product of x [T, inputs] with one of the model's matrices."""
-    parts = [
-        Added(group.rows, low_rank(x.index_select(0, group.rows)))
+    return [
+        Addend(group.rows, _low(low_rank, x.index_select(0, group.rows)), low_rank.up)
         for group in groups
         if (low_rank := group.adapter.layers[layer][place]) is not None
     ]
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return Added(torch.cat([part.rows for part in parts]), torch.cat([part.values for part in parts]))
+
+
+def _low(low_rank: LowRank, x: Tensor) -> Tensor:
+    """Not rounded, where the native library goes on from it."""
+    return low_rank.down.in_float32(x) if low_rank.down.is_native else low_rank.down(x)
 
 
 class NativeAdapters:

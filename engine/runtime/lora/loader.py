@@ -137,10 +137,13 @@ class LoraLoader:
             down[at : at + own_rank] = a
             up[target.first_row : target.first_row + target.num_rows, at : at + own_rank] = b.float() * scale
             at += own_rank
-        linears = [Linear(matrix.to(self._device, self._dtype)) for matrix in (down, up)]
-        for linear in linears:
+        made = LowRank(
+            Linear(down.to(self._device, self._dtype)),
+            Linear(up.to(self._device, self._dtype), activation=parts[0][0].target.activation),
+        )
+        for linear in made:
             linear.pack(arena)
-        return LowRank(*linears)
+        return made
 
 
 def check_folder(folder: Path) -> LoraConfig:

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
-from engine.runtime.lora.adapter import AdapterRows, Place, Target, added
+from engine.runtime.lora.adapter import AdapterRows, Place, Target, addends
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm
 from engine.runtime.models.linear import Linear, Quantization
@@ -97,7 +97,10 @@ class DecoderLayer:
     def adapter_targets(self, index: int) -> Iterator[tuple[str, Target]]:
         for place, (part, matrix) in zip(Place, self._matrices(), strict=True):
             for name, first_row, num_rows in matrix.parts():
-                yield f"{part}.{name}", Target(index, place, first_row, num_rows, matrix.linear.shape)
+                yield (
+                    f"{part}.{name}",
+                    Target(index, place, first_row, num_rows, matrix.linear.shape, matrix.linear.activation),
+                )
 
     def _matrices(self) -> Iterator[tuple[str, Matrix]]:
         """All of them, in the order of Place."""
@@ -190,7 +193,7 @@ class Decoder:
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         delta: Tensor | None = None
         for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
-            own = partial(added, adapters, index) if adapters else None
+            own = partial(addends, adapters, index) if adapters else None
             delta = layer(x, delta, angles[rope], attention, own)
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)

@@ -19,16 +19,15 @@ from torch import Tensor
 from engine.runtime.attention.base import LayerAttention, Rotation
 from engine.runtime.lora.adapter import Place
 from engine.runtime.models.config import Activation, ModelConfig, QKNorm
-from engine.runtime.models.linear import FP8_MULTIPLE, Linear, Quantization
+from engine.runtime.models.linear import FP8_MULTIPLE, Addend, Linear, Quantization
 from engine.runtime.models.ops import add_rms_norm
 from engine.runtime.models.rope import rotate
-from engine.runtime.native.ops import Added
 from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]
 Angles = tuple[Tensor, Tensor]
 # What a step's adapters add to the product of x with a matrix of one layer.
-LayerAdapters = Callable[[Place, Tensor], Added | None]
+LayerAdapters = Callable[[Place, Tensor], Sequence[Addend]]
 
 
 class Maker(NamedTuple):
@@ -157,8 +156,8 @@ class FullNorm:
         return torch.cat((self.q(flat[:, :split]), self.k(flat[:, split:])), 1).view(qk.shape)
 
 
-def _added(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Added | None:
-    return None if adapters is None else adapters(place, x)
+def _addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
+    return () if adapters is None else adapters(place, x)
 
 
 _QK_NORMS: Mapping[QKNorm, Callable[[ModelConfig, Maker], HeadNorm | FullNorm]] = {
@@ -191,7 +190,7 @@ class Attention:
 
         What `attention` gets are views into wider rows: a token's heads lie together, tokens do not.
         """
-        qkv = self.qkv(x, _added(adapters, Place.QKV, x)).view(self._shape)
+        qkv = self.qkv(x, _addends(adapters, Place.QKV, x)).view(self._shape)
         if attention.from_projected is not None:
             out = attention.from_projected(self._index, self._norm_whole(qkv), self._rotation(angles))
             return self._project(out.flatten(1), adapters)
@@ -204,7 +203,7 @@ class Attention:
         return self._project(out.flatten(1), adapters)
 
     def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        return self.o(x, _added(adapters, Place.O, x))
+        return self.o(x, _addends(adapters, Place.O, x))
 
     def _norm_whole(self, qkv: Tensor) -> Tensor:
         """Norms that a Rotation does not know, in place."""
@@ -257,8 +256,8 @@ class MLP:
         self.down = make.linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
-        inner = self.gate_up(x, _added(adapters, Place.GATE_UP, x))
-        return self.down(inner, _added(adapters, Place.DOWN, inner))
+        inner = self.gate_up(x, _addends(adapters, Place.GATE_UP, x))
+        return self.down(inner, _addends(adapters, Place.DOWN, inner))
 
     def tensors(self) -> Named:
         for matrix in self.matrices():

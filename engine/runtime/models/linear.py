@@ -16,10 +16,10 @@ are quantised as they are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -29,7 +29,7 @@ from engine.runtime.models.config import Activation
 from engine.runtime.models.ops import act_mul
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import Added, PackedLinear
+from engine.runtime.native.ops import PackedAddend, PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
 from engine.runtime.weights.checkpoint import StoredTensor
 
@@ -50,6 +50,17 @@ class Quantization(Enum):
     GGUF = "gguf"  # they stay as their file has them
     INT8 = "int8"
     FP8 = "fp8"
+
+
+class Addend(NamedTuple):
+    """What joins some rows of a product before its activation: low [R, rank] up^T. rows [R] int64 ascend.
+
+    `up` was made for the same activation, so that its rows are packed alike; it does not apply it.
+    """
+
+    rows: Tensor
+    low: Tensor
+    up: Linear
 
 
 class Linear:
@@ -83,13 +94,15 @@ class Linear:
 
             self._kernel = self._fp8 = Fp8Linear(weight, bias)
 
-    def __call__(self, x: Tensor, added: Added | None = None) -> Tensor:
-        """x [T, inputs] -> [T, outputs], half as many with an activation; what is `added` joins before that."""
+    def __call__(self, x: Tensor, addends: Sequence[Addend] = ()) -> Tensor:
+        """x [T, inputs] -> [T, outputs], half as many with an activation. No row is in two addends."""
         if isinstance(self._kernel, _NATIVE):
-            return self._kernel(x, added=added)
+            packed = [PackedAddend(rows, low, up.args) for rows, low, up in addends if up.args is not None]
+            assert len(packed) == len(addends), "what the library adds to, it has packed"
+            return self._kernel(x, addends=packed)
         y = self._kernel(x)
-        if added is not None:
-            y.index_add_(0, added.rows, added.values)
+        for rows, low, up in addends:
+            y.index_add_(0, rows, up._kernel(low))  # noqa: SLF001 - its product, without the activation
         return y if self._activation is None else act_mul(y, self._activation)
 
     def in_float32(self, x: Tensor) -> Tensor:
@@ -138,6 +151,11 @@ class Linear:
     def args(self) -> LinearArgs | None:
         """The packed matrix as the native library knows it, where it multiplies it."""
         return self._kernel.args if isinstance(self._kernel, _NATIVE) else None
+
+    @property
+    def activation(self) -> Activation | None:
+        """Of the product."""
+        return self._activation
 
     @property
     def is_native(self) -> bool:

@@ -40,19 +40,6 @@ static size_t packed_bytes(const struct decoder *d, int64_t rows) {
     return most;
 }
 
-/* Inputs or outputs, of the matrix that has most. */
-static int64_t widest(const struct decoder *d) {
-    int64_t most = d->hidden;
-    for (int64_t i = 0; i < d->num_layers; i++) {
-        const struct linear *all[] = {&d->layers[i].qkv, &d->layers[i].o, &d->layers[i].gate_up, &d->layers[i].down};
-        for (int j = 0; j < 4; j++) {
-            if (all[j]->n > most) most = all[j]->n;
-            if (all[j]->k > most) most = all[j]->k;
-        }
-    }
-    return most;
-}
-
 static size_t lay_out(const struct forward_args *f, char *base, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t tokens = f->num_tokens > f->num_rows ? f->num_tokens : f->num_rows, angles = 0;
@@ -71,8 +58,7 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->normed = NULL;
     if (f->adapters.num) {
         w->normed = carve(base, &used, tokens * d->hidden, size);
-        used += adapter_rows_lay_out(&w->adapters, &f->adapters, d->num_layers, tokens, widest(d), size,
-                                     base ? base + used : NULL);
+        used += adapter_rows_lay_out(&w->adapters, &f->adapters, d->num_layers, tokens, base ? base + used : NULL);
     }
     return used;
 }
@@ -100,7 +86,7 @@ static int32_t linear(const struct forward_args *f, int64_t layer, enum place pl
     const struct linear *all[NUM_PLACES] = {&at->qkv, &at->o, &at->gate_up, &at->down}, *weight = all[place];
     struct gemm_args args = {*weight, x, w->rows, y, rows, weight->k, num_columns_of(weight), y_dtype, NULL};
     if (f->adapters.num) {
-        int32_t status = adapter_rows_multiply(&w->adapters, layer, place, x, weight->n, f->decoder->dtype);
+        int32_t status = adapter_rows_multiply(&w->adapters, layer, place, x);
         if (status) return status;
         args.addends = w->adapters.addends;
     }

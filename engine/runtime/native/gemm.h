@@ -95,6 +95,46 @@ static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *pa
 #undef DOT_CASE
 }
 
+/* sums[R][PANEL] += R rows, `stride` bytes apart, . panel: as panel_dot, of few lanes, whose rows are not packed. */
+INLINE void low_dot(enum kind kind, int R, const uint32_t *panel, const char *rows, size_t stride, size_t lanes,
+                    float *sums) {
+    vf acc[GROUP][PANEL / W];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < PANEL / W; v++) acc[r][v] = load_f(sums + r * PANEL + v * W);
+    for (size_t l = 0; l < lanes; l++) {
+        vu lane[PANEL / W];
+        UNROLL for (int v = 0; v < PANEL / W; v++) lane[v] = load_u(panel + l * PANEL + v * W);
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int v = 0; v < PANEL / W; v++)
+                acc[r][v] = lane_fma(acc[r][v], lane[v], (const float *)(rows + (size_t)r * stride), l, kind);
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < PANEL / W; v++) store_f(sums + r * PANEL + v * W, acc[r][v]);
+}
+
+static void low_dot_rows(const struct linear *up, int64_t num, int64_t panel, const char *rows, float *sums) {
+    enum kind kind = kind_of(up->format == WEIGHT_F32 ? DT_F32 : DT_BF16);
+    size_t lanes = (size_t)up->k / pair_of(kind), stride = lanes * row_lane_bytes(kind);
+    const uint32_t *from = (const uint32_t *)up->packed + (size_t)panel * lanes * PANEL;
+#define LOW_CASE(R)                                                                                \
+    case R:                                                                                        \
+        if (R > GROUP) break;                                                                      \
+        if (kind == KIND_F32) low_dot(KIND_F32, R, from, rows, stride, lanes, sums);               \
+        else low_dot(kind_of(DT_BF16), R, from, rows, stride, lanes, sums);                        \
+        break;
+    switch (num) { EACH_GROUP_SIZE(LOW_CASE) }
+#undef LOW_CASE
+}
+
+/* What is to be added to the sums of some rows and one panel, neighbours of one adapter together. */
+static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_rows, int64_t panel, float *sums) {
+    for (int64_t r = 0, num; r < num_rows; r += num) {
+        const struct addend *at = a->addends + first + r;
+        for (num = 1; num < GROUP && r + num < num_rows && at[num].up == at->up; num++) continue;
+        if (at->up) low_dot_rows(at->up, num, panel, at->low, sums + r * PANEL);
+    }
+}
+
 /* Where one row's results of a panel go. */
 INLINE char *gemm_target(const struct gemm_args *a, int64_t row, int64_t panel) {
     int64_t column = panel * panel_columns_of(&a->w);
@@ -121,7 +161,7 @@ INLINE vf activate(vf x, enum activation activation) {
     return 0.5f * x * (1.f + erf_lanes(x * 0.707106781f));
 }
 
-/* Sums of some rows and one panel, plus bias and addends, perhaps activated, rounded into y. */
+/* Sums of some rows and one panel, plus bias, perhaps activated, rounded into y. */
 INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t first_row, int64_t num_rows,
                            int64_t panel, enum dtype y_dtype) {
     int64_t most = panel_columns_of(&a->w), first = panel * most, rest = num_columns_of(&a->w) - first;
@@ -130,18 +170,13 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
     up_bias.at += (size_t)(a->w.n / 2);
     for (int64_t r = 0; r < num_rows; r++) {
         const float *from = sums + r * PANEL;
-        const float *addend = a->addends ? a->addends[first_row + r] : NULL;
         struct view y = {gemm_target(a, first_row + r, panel), 0, y_dtype};
-        struct view more = {(void *)addend, (size_t)first, DT_F32}, up_more = more;
-        up_more.at += (size_t)(a->w.n / 2);
         for (int64_t i = 0; i < num_columns; i += W) {
             vf sum = load_f(from + i);
             if (a->w.bias) sum += get(bias, i, num_columns);
-            if (addend) sum += get(more, i, num_columns);
             if (a->w.activation) {
                 vf up = load_f(from + PANEL / 2 + i);
                 if (a->w.bias) up += get(up_bias, i, num_columns);
-                if (addend) up += get(up_more, i, num_columns);
                 sum = activate(sum, (enum activation)a->w.activation) * up;
             }
             put(y, i, num_columns, sum);
@@ -167,6 +202,7 @@ static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *s
             gemm_prepare(a, first, num_rows, p);
             quant_panel(&a->w, a->rows, first, num_rows, p, sums, g - share->group_begin,
                         share->group_end - share->group_begin);
+            if (a->addends) add_low_rank(a, first, num_rows, p, sums);
             gemm_finish(a, sums, first, num_rows, p);
         }
 }
@@ -200,7 +236,10 @@ static void gemm(const struct gemm_args *a, const struct gemm_share *share) {
                                 sums + (first - block_start) * PANEL, at == 0, ahead,
                                 (g - share->group_begin) * (int64_t)lines < LINES_AHEAD ? lines : 0);
                 ahead += num / 4 * lines * 64;
-                if (is_last) gemm_finish(a, sums + (first - block_start) * PANEL, first, num_rows, p);
+                if (!is_last) continue;
+                float *done = sums + (first - block_start) * PANEL;
+                if (a->addends) add_low_rank(a, first, num_rows, p, done);
+                gemm_finish(a, done, first, num_rows, p);
             }
         }
     }

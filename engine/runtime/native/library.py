@@ -178,7 +178,7 @@ class DecoderArgs(Structure):
 
 
 class LowRankArgs(Structure):
-    """Two thin matrices, one after the other; without a first one, nothing."""
+    """Two thin matrices, of which the second is an addend's `up`; without a first one, nothing."""
 
     _fields_ = _fields(down__up=LinearArgs)
 
@@ -236,6 +236,8 @@ class Library:
         self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
         self._quant_bytes = functions.quire_quant_bytes
         self._quant_bytes.argtypes, self._quant_bytes.restype = (c_int32, c_int64, c_int64), c_int64
+        self._low_dtype = functions.quire_low_dtype
+        self._low_dtype.argtypes, self._low_dtype.restype = (POINTER(LinearArgs),), c_int32
         self.store = _entry(functions.quire_store, StoreArgs)
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
@@ -270,6 +272,10 @@ class Library:
     def gemm_pack(self, weight: int, linear: LinearArgs) -> None:
         """Reorder the matrix at an address to where `linear` has it: zeros, with room for n rounded up to PANEL rows."""
         self._gemm_pack(weight, linear.packed, linear.n, linear.k, linear.format, linear.activation)
+
+    def low_dtype(self, up: LinearArgs) -> torch.dtype:
+        """The type of what is multiplied with `up` on its way into another product."""
+        return next(dtype for dtype, code in DTYPES.items() if code == self._low_dtype(up))
 
     def quant_bytes(self, format: WeightFormat, num_rows: int, num_columns: int) -> int:  # noqa: A002 - as C has it
         """Bytes of a packed matrix in a quantised format."""

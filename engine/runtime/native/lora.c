@@ -1,38 +1,43 @@
-/* Low-rank adapters (lora.h): rows are gathered adapter by adapter, and go through two thin products each. */
+/* Low-rank adapters (lora.h): rows are gathered adapter by adapter and multiplied with the first of its two matrices; the
+ * model's own product goes on from there. */
 #include "lora.h"
 
 #include <string.h>
 
-static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
 
-/* Bytes that rows take at most, packed for any of the adapters' matrices, and the highest rank. */
-static size_t most_packed(const struct adapters *a, int64_t num_layers, int64_t num_rows, int64_t *rank) {
-    size_t most = 0;
-    for (int64_t i = 0; i < a->num * num_layers * NUM_PLACES; i++) {
-        const struct low_rank *low = &a->layers[i / (num_layers * NUM_PLACES)][i / NUM_PLACES % num_layers].at[i % NUM_PLACES];
-        if (!low->down.packed) continue;
-        struct gemm_args down = {.w = low->down, .m = num_rows}, up = {.w = low->up, .m = num_rows};
-        size_t bytes = quire_rows_bytes(&down), up_bytes = quire_rows_bytes(&up);
-        if (up_bytes > bytes) bytes = up_bytes;
-        if (bytes > most) most = bytes;
-        if (low->down.n > *rank) *rank = low->down.n;
-    }
-    return most;
+/* What the products of an adapter's layer need at most. */
+struct room {
+    size_t x, low, packed;
+};
+
+static void widen(struct room *room, const struct low_rank *low, int64_t num_rows) {
+    struct gemm_args down = {.w = low->down, .m = num_rows};
+    size_t x = (size_t)(num_rows * low->down.k) * size_of(low->down.dtype), packed = quire_rows_bytes(&down);
+    size_t out = (size_t)(num_rows * low->up.k) * size_of(quire_low_dtype(&low->up));
+    if (x > room->x) room->x = x;
+    if (out > room->low) room->low = out;
+    if (packed > room->packed) room->packed = packed;
 }
 
 size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_layers,
-                            int64_t num_rows, int64_t widest, size_t value_size, char *base) {
+                            int64_t num_rows, char *base) {
     if (!adapters->num) return 0;
-    int64_t rank = 0;
-    size_t packed = most_packed(adapters, num_layers, num_rows, &rank), rows = (size_t)num_rows, used = 0;
-    void **parts[] = {(void **)&r->starts, (void **)&r->order, (void **)&r->addends, (void **)&r->x,
-                      (void **)&r->low, (void **)&r->sums, &r->packed};
-    size_t sizes[] = {((size_t)adapters->num + 1) * sizeof(int64_t), rows * sizeof(int64_t), rows * sizeof(float *),
-                      rows * (size_t)widest * value_size, rows * (size_t)rank * value_size,
-                      rows * (size_t)widest * sizeof(float), packed};
-    for (int i = 0; i < 7; i++) {
+    struct room room = {0};
+    for (int64_t i = 0; i < adapters->num; i++)
+        for (int64_t layer = 0; layer < num_layers; layer++)
+            for (int place = 0; place < NUM_PLACES; place++) {
+                const struct low_rank *low = &adapters->layers[i][layer].at[place];
+                if (low->down.packed) widen(&room, low, num_rows);
+            }
+    void **parts[] = {(void **)&r->starts, (void **)&r->order, (void **)&r->addends, (void **)&r->x, (void **)&r->low,
+                      &r->packed};
+    size_t rows = (size_t)num_rows, used = 0;
+    size_t sizes[] = {((size_t)adapters->num + 1) * sizeof(int64_t), rows * sizeof(int64_t),
+                      rows * sizeof(struct addend), room.x, room.low, room.packed};
+    for (int i = 0; i < 6; i++) {
         if (base) *parts[i] = base + used;
-        used += aligned(sizes[i]);
+        used += (sizes[i] + 63) / 64 * 64;
     }
     r->adapters = adapters;
     return used;
@@ -47,26 +52,34 @@ void adapter_rows_sort(struct adapter_rows *r, const int64_t *rows, int64_t num_
             if (a->of_rows[rows ? rows[row] : row] == i) r->order[at++] = row;
     }
     r->starts[a->num] = at;
+    r->num_rows = num_rows;
     memset(r->addends, 0, (size_t)num_rows * sizeof(*r->addends));
 }
 
-int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x,
-                              int64_t num_outputs, int32_t dtype) {
-    size_t value_size = dtype == DT_F32 ? 4 : 2;
+/* The rows of an adapter one behind the other; x itself, if those are all. */
+static const void *gather(const struct adapter_rows *r, const void *x, const int64_t *order, int64_t num, size_t bytes) {
+    if (num == r->num_rows) return x;
+    for (int64_t i = 0; i < num; i++)
+        memcpy(r->x + (size_t)i * bytes, (const char *)x + (size_t)order[i] * bytes, bytes);
+    return r->x;
+}
+
+int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x) {
+    char *low = r->low;
     for (int64_t i = 0; i < r->adapters->num; i++) {
-        const struct low_rank *low = &r->adapters->layers[i][layer].at[place];
-        int64_t first = r->starts[i], num = r->starts[i + 1] - first;
-        float *sums = r->sums + first * num_outputs;
-        for (int64_t j = 0; j < num; j++) r->addends[r->order[first + j]] = low->down.packed ? sums + j * num_outputs : NULL;
-        if (!low->down.packed || !num) continue;
-        size_t row_bytes = (size_t)low->down.k * value_size;
+        const struct low_rank *of = &r->adapters->layers[i][layer].at[place];
+        const struct linear *down = &of->down, *up = down->packed ? &of->up : NULL;
+        const int64_t *order = r->order + r->starts[i], num = r->starts[i + 1] - r->starts[i];
+        int32_t dtype = up ? quire_low_dtype(up) : DT_F32;
+        size_t row_bytes = up ? (size_t)up->k * size_of(dtype) : 0;
         for (int64_t j = 0; j < num; j++)
-            memcpy(r->x + (size_t)j * row_bytes, (const char *)x + (size_t)r->order[first + j] * row_bytes, row_bytes);
-        struct gemm_args down = {low->down, r->x, r->packed, r->low, num, low->down.k, low->down.n, dtype, NULL};
-        struct gemm_args up = {low->up, r->low, r->packed, sums, num, low->up.k, num_outputs, DT_F32, NULL};
-        int32_t status = quire_gemm(&down);
-        if (!status) status = quire_gemm(&up);
+            r->addends[order[j]] = (struct addend){up, low + (size_t)j * row_bytes};
+        if (!up || !num) continue;
+        const void *rows = gather(r, x, order, num, (size_t)down->k * size_of(down->dtype));
+        struct gemm_args args = {*down, rows, r->packed, low, num, down->k, down->n, dtype, NULL};
+        int32_t status = quire_gemm(&args);
         if (status) return status;
+        low += (size_t)num * row_bytes;
     }
     return QUIRE_OK;
 }

@@ -7,7 +7,7 @@
 /* The matrices of a layer that adapters may change. */
 enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, NUM_PLACES };
 
-/* y += (x down^T) up^T; down.packed NULL: nothing. */
+/* y += (x down^T) up^T, as struct addend has it; down.packed NULL: nothing. */
 struct low_rank {
     struct linear down, up;
 };
@@ -26,24 +26,23 @@ struct adapters {
 /* Rows sorted by adapter, and room for what is computed of them. */
 struct adapter_rows {
     const struct adapters *adapters;
-    int64_t *starts;       /* [num + 1], of each adapter's rows in `order` */
-    int64_t *order;        /* [rows] */
-    const float **addends; /* [rows], for gemm_args */
-    char *x, *low;         /* [rows, inputs] and [rows, rank] of one product, of the model's type */
-    float *sums;           /* [rows, outputs] */
-    void *packed;          /* rows of x or of `low`, packed for a product */
+    int64_t num_rows;
+    int64_t *starts;        /* [num + 1], of each adapter's rows in `order` */
+    int64_t *order;         /* [rows] */
+    struct addend *addends; /* [rows], for gemm_args */
+    char *x, *low;          /* [rows, inputs] and [rows, rank] of one product */
+    void *packed;           /* rows of x, packed for a product */
 };
 
 /* Point `r` at its parts of `base`, or with NULL count their bytes, which are returned: for at most `num_rows` rows of
- * `num_layers` layers in products with at most `widest` inputs or outputs. */
+ * `num_layers` layers. */
 size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_layers,
-                            int64_t num_rows, int64_t widest, size_t value_size, char *base);
+                            int64_t num_rows, char *base);
 
 /* Sort a step's rows, or those of them that `rows` names. */
 void adapter_rows_sort(struct adapter_rows *r, const int64_t *rows, int64_t num_rows);
 
-/* What is to be added to the product of x with a matrix of `num_outputs`; NULL in `r` without a base. */
-int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x,
-                              int64_t num_outputs, int32_t dtype);
+/* See to what is to be added to the product of x with a matrix. */
+int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x);
 
 #endif

@@ -6,6 +6,8 @@ type the library does not know, go through torch. Engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import addressof
 from typing import NamedTuple
 
 import torch
@@ -131,21 +133,29 @@ class PackedLinear:
         self._library.embed(args)
         return out.to(self._packed.dtype)
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, added: Added | None = None) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
         """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""
         assert x.dtype is self._packed.dtype
-        return multiply(self._library, self.args, x, dtype, added)
+        return multiply(self._library, self.args, x, dtype, addends)
 
 
-class Added(NamedTuple):
-    """What joins some rows of a product, before its activation: values [R, outputs], rows [R] int64, each at most once."""
+class PackedAddend(NamedTuple):
+    """What joins the sums of some rows of a product, before its bias and activation: low [R, rank] up^T.
+
+    rows [R] int64 ascend. `up` is packed as the matrix is that it is added to: as many rows, the same activation.
+    """
 
     rows: Tensor
-    values: Tensor
+    low: Tensor
+    up: LinearArgs
 
 
 def multiply(
-    library: Library, linear: LinearArgs, x: Tensor, dtype: torch.dtype | None = None, added: Added | None = None
+    library: Library,
+    linear: LinearArgs,
+    x: Tensor,
+    dtype: torch.dtype | None = None,
+    addends: Sequence[PackedAddend] = (),
 ) -> Tensor:
     """x [T, inputs], contiguous and of the linear's type -> [T, columns] in `dtype`, that type or float32."""
     assert x.is_contiguous()
@@ -153,16 +163,14 @@ def multiply(
     y = torch.empty(x.shape[0], linear.num_columns, dtype=dtype or x.dtype)
     args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
     args.y_dtype = DTYPES[y.dtype]
-    if added is None:
-        library.gemm(args)
-        return y
-    rows, values = added
-    assert values.dtype is torch.float32
-    assert values.is_contiguous()
-    assert values.shape == (len(rows), linear.n)
-    addends = torch.zeros(len(x), dtype=torch.int64)  # an address for each row
-    addends[rows] = values.data_ptr() + torch.arange(len(rows)) * (values.stride(0) * values.itemsize)
-    args.addends = addends.data_ptr()
+    lows = [addend.low.to(library.low_dtype(addend.up)).contiguous() for addend in addends]
+    of_rows = torch.zeros(len(x) if addends else 0, 2, dtype=torch.int64)  # addresses, as struct addend has them
+    for (rows, _, up), low in zip(addends, lows, strict=True):
+        assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
+        of_rows[rows, 0] = addressof(up)
+        of_rows[rows, 1] = low.data_ptr() + torch.arange(len(rows)) * (low.stride(0) * low.itemsize)
+    if addends:
+        args.addends = of_rows.data_ptr()
     library.gemm(args)
     return y
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.native.library import DTYPES, Library, LinearArgs, QuantSource, WeightFormat
-from engine.runtime.native.ops import PANEL, Added, multiply
+from engine.runtime.native.ops import PANEL, PackedAddend, multiply
 
 
 class QuantisedRows(NamedTuple):
@@ -126,7 +126,7 @@ class QuantisedLinear:
         source.kind, source.format, source.activation = kind, self.args.format, self.args.activation
         self._library.quant_pack(source)
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, added: Added | None = None) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
         """x [T, inputs], contiguous and of the type it was made for -> [T, outputs], of that type too or float32."""
         assert DTYPES[x.dtype] == self.args.dtype
-        return multiply(self._library, self.args, x, dtype, added)
+        return multiply(self._library, self.args, x, dtype, addends)

@@ -151,6 +151,12 @@ static void multiply(const struct gemm_args *a) {
 /* Bytes that packed rows of x take. */
 size_t quire_rows_bytes(const struct gemm_args *a) { return active->gemm_rows_bytes(a); }
 
+/* The type of an addend's `low`: pairs that the machine cannot multiply as they are stay two float32. */
+EXPORT int32_t quire_low_dtype(const struct linear *up) {
+    struct gemm_args row = {.w = *up, .m = 1};
+    return quire_rows_bytes(&row) == (size_t)up->k * sizeof(float) ? DT_F32 : up->dtype;
+}
+
 EXPORT int32_t quire_gemm(const struct gemm_args *a) {
     if (a->m == 0) return QUIRE_OK;
     struct gemm_args own = *a;

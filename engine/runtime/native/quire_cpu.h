@@ -128,6 +128,13 @@ struct quant_source {
     int32_t kind, format, activation;
 };
 
+/* What goes on from the sums of a row, before bias and activation: += low up^T. `up` has the order of the rows that it is
+ * added to (its n and activation are theirs), and is float32 or bfloat16. */
+struct addend {
+    const struct linear *up; /* NULL: nothing */
+    const void *low;         /* [up->k], as quire_low_dtype has it; neighbours with the same `up` lie behind one another */
+};
+
 /* y [m, columns] = x [m, k] w^T + bias.
  *
  * Rows of x are first packed as the weight's format wants to meet them (gemm.h): into `rows`, or where that is NULL into
@@ -138,7 +145,7 @@ struct gemm_args {
     void *rows, *y;
     int64_t m, x_stride, y_stride;
     int32_t y_dtype;
-    const float *const *addends; /* NULL; or for each row NULL, or [w.n] that join its sums as the bias does */
+    const struct addend *addends; /* [m], or NULL */
 };
 
 /* What one thread takes of a product: some panels, for some groups of rows. */
@@ -232,6 +239,7 @@ const struct kernels *active_kernels(void);
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
+EXPORT int32_t quire_low_dtype(const struct linear *up);
 EXPORT int32_t quire_store(const struct store_args *);
 EXPORT int32_t quire_attend(const struct attend_args *);
 EXPORT int32_t quire_add_rms_norm(const struct norm_args *);
