@@ -27,6 +27,7 @@ class Flight:
     num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
     arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it fills, and how far they were before
     host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
+    num_samples: int = 0
     step_id: int = -1
     planned_s: float = 0.0
     load: Load = _NO_LOAD  # told of steps with prompts only
@@ -69,6 +70,7 @@ class Flight:
             )
         )
         self.owners.append(seq)
+        self.num_samples += len(samples)
         seq.num_in_flight += 1
 
     def undo(self) -> dict[Sequence, bool]:

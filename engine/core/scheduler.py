@@ -131,8 +131,7 @@ class Scheduler:
         self._flights.append(flight)
         self._roster.tell()
         num_tokens = limit - budget
-        num_samples = sum([len(piece.samples) for piece in flight.slices])
-        moves = flight.copies, num_tokens, num_samples, flight.swap_out, flight.swap_in
+        moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
         return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
 
     def _plan_decodes(self, flight: Flight, limit: int) -> list[Sequence]:
@@ -143,6 +142,7 @@ class Scheduler:
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
+        num_before = len(slices)
         for seq in self._roster.due(limit):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
@@ -169,6 +169,7 @@ class Scheduler:
             owners.append(seq)
             seq.num_planned = start + 1
             seq.num_in_flight += 1
+        flight.num_samples += len(slices) - num_before
         # A search gives way as a whole: with the last of its beams go those that were passed before.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
