@@ -24,7 +24,7 @@ from loadtest.plots import require_matplotlib
 from loadtest.report import percentile
 from loadtest.simulation.costs import Front, StepCosts
 from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measure
-from loadtest.simulation.observe import Observed, median_tpot, observe
+from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
 from loadtest.steps import build
@@ -32,7 +32,8 @@ from loadtest.steps import build
 _NUM_HELD_OUT = 32
 _WAVES = (1, 4, 16, 48)  # requests at once, of 64 words and 64 tokens each
 _NUM_WAVES = 3  # of each size
-_PROMPTS = (16, 128, 384)  # words, one request at a time: what a prompt's length adds to its way in
+# Single requests of so many words, one every so many seconds: what a prompt's length adds to its way in.
+_PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 6, 0.6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -114,45 +115,49 @@ def _advance(progress: Progress, task: Any) -> Callable[[], None]:
 def _calibrate_front(costs: StepCosts, settings: Sequence[str], progress: Progress) -> StepCosts:
     """What a daemon of the same settings takes longer than the costs say."""
     waves = [[TraceRequest(0.0, 64, 64)] * num for num in _WAVES] * _NUM_WAVES
-    singles = [[TraceRequest(0.0, words, 4)] for words in _PROMPTS] * 8
-    plan = [*waves[:3], *waves, *singles]  # the first are to warm up
+    single = [TraceRequest(_APART_S * index, words, 4) for index, words in enumerate(_PROMPTS * _NUM_SINGLE)]
+    plan = [*waves, single]
     task = progress.add_task("the daemon", total=sum(map(len, plan)))
     with daemon(settings) as port:
+        asyncio.run(warm_up(port))
         found = [
             asyncio.run(observe(port, rows, seed=seed, on_answer=_advance(progress, task)))
             for seed, rows in enumerate(plan)
         ]
-    return fit_front(costs, found[3:])
+    return fit_front(costs, [*found[:-1], *([each] for each in found[-1])])
 
 
 def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
-    """Costs with a front that explains TPOT of requests sent at once, and TTFT of single ones."""
-    import numpy as np
+    """Costs with a front that explains what clients see of requests that are sent at once.
 
-    from loadtest.simulation.fit import non_negative
+    TPOT is explained by each step and each of its tokens, TTFT by each request and each of a prompt's tokens; twice
+    over, since either has some part in the other.
+    """
+    from loadtest.simulation.fit import least_deviations
 
     config = SchedulerConfig(**costs.settings)
 
-    def explain(features: Sequence[Sequence[float]], missing: Sequence[float], weights: Sequence[float]) -> list[float]:
-        weight = np.array(weights)
-        found = non_negative(np.array(features) / weight[:, None], np.array(missing) / weight)
-        return [float(each) for each in found]
+    def explained(figure: str, front: Front, features: Callable[[list[Observed]], list[float]]) -> list[float]:
+        """What of each feature makes up for what the front leaves unexplained, relative to what was seen."""
+        told = replace(costs, front=front)
+        seen = [median(getattr(each, figure) for each in wave) for wave in waves]
+        replays = [replay([each.row for each in wave], config, told).served for wave in waves]
+        simulated = [median(getattr(each, figure) for each in served) for served in replays]
+        missing = [(real - guess) / real for real, guess in zip(seen, simulated, strict=True)]
+        rows = [[each / real for each in features(wave)] for wave, real in zip(waves, seen, strict=True)]
+        return least_deviations(rows, missing)
 
-    tpots = [(len(wave), median_tpot(wave), _simulated(costs, config, wave, "tpot_s")) for wave in waves]
-    step_s, token_s = explain([[1, n] for n, *_ in tpots], [r - s for _, r, s in tpots], [r for _, r, _ in tpots])
-    costs = replace(costs, front=Front(step_s=step_s, token_s=token_s))
-    alone = [wave for wave in waves if len(wave) == 1]
-    ttfts = [(wave[0].row.prompt_tokens, wave[0].ttft_s, _simulated(costs, config, wave, "ttft_s")) for wave in alone]
-    intake_s, intake_token_s = explain(
-        [[1, n] for n, *_ in ttfts], [r - s for _, r, s in ttfts], [r for _, r, _ in ttfts]
-    )
-    return replace(costs, front=Front(intake_s, intake_token_s, step_s, token_s))
-
-
-def _simulated(costs: StepCosts, config: SchedulerConfig, wave: Sequence[Observed], figure: str) -> float:
-    """The median of a figure over the requests of a wave, as the costs have it."""
-    served = replay([each.row for each in wave], config, costs).served
-    return float(median(getattr(each, figure) for each in served))
+    front = Front()
+    for _ in range(2):
+        step_s, token_s = explained("tpot_s", replace(front, step_s=0.0, token_s=0.0), lambda wave: [1.0, len(wave)])
+        front = replace(front, step_s=step_s, token_s=token_s)
+        intake_s, prompt_token_s = explained(
+            "ttft_s",
+            replace(front, intake_s=0.0, prompt_token_s=0.0),
+            lambda wave: [len(wave), sum(each.row.prompt_tokens for each in wave)],
+        )
+        front = replace(front, intake_s=intake_s, prompt_token_s=prompt_token_s)
+    return replace(costs, front=front)
 
 
 def _tell(costs: StepCosts, console: Console) -> None:
@@ -163,6 +168,6 @@ def _tell(costs: StepCosts, console: Console) -> None:
         f"{about['held_out_p90_error']:.1%})."
     )
     console.print(
-        f"The daemon adds {front.step_s * 1e3:.2f} ms a step, {front.token_s * 1e6:.0f} us a token, and to a first "
-        f"token {front.intake_s * 1e3:.2f} ms + {front.intake_token_s * 1e6:.1f} us a prompt token."
+        f"The daemon adds {front.step_s * 1e3:.2f} ms a step and {front.token_s * 1e6:.0f} us a token, and for each "
+        f"request {front.intake_s * 1e3:.2f} ms and {front.prompt_token_s * 1e6:.1f} us a computed token."
     )

@@ -40,12 +40,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What a client sees beyond the engine: the way of a request in and of its tokens out."""
+    """What the HTTP side takes from the engine, whose cores and interpreter it shares."""
 
-    intake_s: float = 0.0  # from the client's send to the engine's queue, and back with the first token
-    intake_token_s: float = 0.0  # the same, a prompt token: tokenizing
-    step_s: float = 0.0  # which a step takes longer in the daemon than alone
-    token_s: float = 0.0  # the same, a sampled token
+    intake_s: float = 0.0  # which the step after a request's arrival takes longer
+    step_s: float = 0.0  # which any step takes longer in the daemon than alone
+    token_s: float = 0.0  # the same, a token that is drawn and streamed
+    prompt_token_s: float = 0.0  # the same, any other token that is computed
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,10 @@ class StepCosts:
         count = int(self.settings.get("max_num_seqs", 256))
         return [self._fixed(num, num) for num in range(count + 1)]
 
-    def intake(self, prompt_tokens: int) -> float:
-        """Seconds that pass outside the engine before a client has its first token."""
-        return self.front.intake_s + self.front.intake_token_s * prompt_tokens
-
     def _fixed(self, num_tokens: int, num_samples: int) -> float:
         front = self.front
-        return self.rows(num_tokens) + self.samples(num_samples) + front.step_s + front.token_s * num_samples
+        streamed_s = front.token_s * num_samples + front.prompt_token_s * (num_tokens - num_samples)
+        return self.rows(num_tokens) + self.samples(num_samples) + front.step_s + streamed_s
 
     def decode_step(self, num_seqs: int, context: int) -> float:
         """A step in which nothing but decoding happens; `context` is the sum of all sequences'."""

@@ -80,6 +80,16 @@ def non_negative(design: Matrix, wanted: Matrix) -> Matrix:
     return np.asarray(found / scale)
 
 
+def least_deviations(design: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    """The x >= 0 with the smallest sum of |design x - wanted|: a few wild values do not bend it."""
+    matrix, target = np.array(design), np.array(wanted)
+    found = non_negative(matrix, target)
+    for _ in range(30):
+        weights = np.sqrt(1.0 / np.maximum(np.abs(matrix @ found - target), 1e-4))
+        found = non_negative(matrix * weights[:, None], target * weights)
+    return [float(each) for each in found]
+
+
 def predict(costs: StepCosts, shape: Shape) -> float:
     """What the costs say of a shape."""
     pairs = sum(count * (start + (count + 1) / 2) for start, count in shape.chunks)

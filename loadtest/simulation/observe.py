@@ -10,13 +10,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import NamedTuple
 
 from loadtest.bench import Asking, first_model
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.simulation.trace import TraceRequest
 from loadtest.workload import WORDS, Job
+
+_NUM_WARM_UP = 50  # requests, over ten seconds
 
 OnAnswer = Callable[[], None]
 
@@ -27,11 +28,6 @@ class Observed(NamedTuple):
     row: TraceRequest
     ttft_s: float
     tpot_s: float  # nan for an answer of one token
-
-
-def median_tpot(observed: Sequence[Observed]) -> float:
-    """Of answers with more than one token."""
-    return median(each.tpot_s for each in observed if not math.isnan(each.tpot_s))
 
 
 async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answer: OnAnswer) -> list[Observed]:
@@ -52,6 +48,12 @@ async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answ
         return [_observed(row, outcome, begun) for row, outcome in zip(rows, outcomes, strict=True)]
     finally:
         client.close()
+
+
+async def warm_up(port: int) -> None:
+    """Traffic before what is measured: a daemon is slower in its first seconds, its memory being touched first."""
+    rows = [TraceRequest(index * 0.2, 100, 64) for index in range(_NUM_WARM_UP)]
+    await observe(port, rows, seed=-1, on_answer=lambda: None)
 
 
 def _observed(row: TraceRequest, outcome: Outcome | None, begun: float) -> Observed:

@@ -78,7 +78,10 @@ def replay(
     router: Router = one,
     on_progress: OnProgress = lambda _: None,
 ) -> History:
-    """Simulate until everything is answered. Requests that can never be served are refused, as the daemon refuses them."""
+    """Simulate until everything is answered, from rows in order of arrival.
+
+    Requests that can never be served are refused, as the daemon refuses them.
+    """
     history = History([])
     places: dict[str, tuple[TraceRequest, int]] = {}  # of the living: the row, and the replica that has it
 
@@ -88,7 +91,7 @@ def replay(
         if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             history.num_dropped += 1
             return
-        ttft_s = costs.intake(row.prompt_tokens) + timings.queue_s + timings.prefill_s
+        ttft_s = timings.queue_s + timings.prefill_s
         figures = ttft_s, timings.queue_s, timings.decode_s, row.output_tokens, timings.num_preemptions
         history.served.append(Served(row, replica, *figures))
 
@@ -98,18 +101,16 @@ def replay(
     ]
     begun = time.process_time()
     with _no_collections():
-        arriving = sorted((row.arrival_s + costs.intake(row.prompt_tokens), index) for index, row in enumerate(rows))
-        for count, (arrival_s, index) in enumerate(arriving):
+        for index, row in enumerate(rows):
             for replica in history.replicas:
-                replica.advance(arrival_s)
-            row = rows[index]
-            chosen = router(history.replicas, row, count)
+                replica.advance(row.arrival_s)
+            chosen = router(history.replicas, row, index)
             try:
-                history.replicas[chosen].submit(to_request(row, index, arrival_s))
+                history.replicas[chosen].submit(to_request(row, index))
                 places[str(index)] = row, chosen
             except ClientError as error:
                 history.refused[str(error)] = history.refused.get(str(error), 0) + 1
-            on_progress(count)
+            on_progress(index)
         for replica in history.replicas:
             replica.advance(inf)
             replica.check_integrity()

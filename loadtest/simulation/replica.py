@@ -72,6 +72,7 @@ class Replica:
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
         self._launched: deque[tuple[StepPlan, list[int], float]] = deque()
         self._device_free_s = 0.0
+        self._owed_s = 0.0  # by the next step, for requests that were taken in
         self._num_ended = 0
         self._sample_every_s, self._next_sample_s = sample_every_s, 0.0
 
@@ -86,6 +87,7 @@ class Replica:
         if not self._scheduler.has_work:
             self.now = max(self.now, request.arrival_s)
         self._scheduler.add(request)
+        self._owed_s += self._costs.front.intake_s
 
     def advance(self, until_s: float) -> None:
         """Simulate all turns that begin before a moment."""
@@ -117,6 +119,8 @@ class Replica:
         else:
             drawn = [piece.start + piece.num_tokens - 1 for piece in slices if piece.samples]
             seconds = self._costs.step(plan)
+        seconds += self._owed_s
+        self._owed_s = 0.0
         self.busy_s += seconds
         self._device_free_s = max(self.now, self._device_free_s) + seconds
         self._launched.append((plan, drawn, self._device_free_s))

@@ -10,7 +10,6 @@ import csv
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +33,7 @@ class TraceRequest(NamedTuple):
     prefix_tokens: int = 0  # ... this much of the beginning of their prompts
     tenant: str = ""
     priority: int = 0
+    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: as everybody's
 
 
 class Trace(NamedTuple):
@@ -53,12 +53,10 @@ _COLUMNS = {
     "prefix_tokens": ("prefix_tokens",),
     "tenant": ("tenant", "user"),
     "priority": ("priority",),
+    "weight": ("weight",),
 }
 _REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
 _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime reads six
-
-# A request's tenant is handed to the scheduler as soon as its requests have one.
-_TENANT_FIELD = next((field.name for field in fields(Request) if field.name in ("tenant", "user")), None)
 
 
 def read_trace(path: Path) -> Trace:
@@ -132,8 +130,18 @@ def _request(values: dict[str, str], where: str) -> TraceRequest:
     if prefix > prompt:
         raise TraceError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
-    arrival_s = _seconds(values["arrival_s"], where)
-    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, whole("priority", None))
+    arrival_s, weight = _seconds(values["arrival_s"], where), _weight(values.get("weight", ""), where)
+    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, whole("priority", None), weight)
+
+
+def _weight(text: str, where: str) -> float:
+    try:
+        weight = float(text or 0)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise TraceError(f"{where}: weight is {text!r}; it must be a number from 0, which is as everybody's.")
+    return weight
 
 
 def _seconds(text: str, where: str) -> float:
@@ -204,7 +212,7 @@ def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceR
     return cut
 
 
-def to_request(row: TraceRequest, index: int, arrival_s: float) -> Request:
+def to_request(row: TraceRequest, index: int) -> Request:
     """What the scheduler is asked for. Equal beginnings of a group's prompts are equal tokens, all others differ.
 
     A simulated runner draws each token as its own position (replica.py), so an answer ends where its last position is an
@@ -217,12 +225,12 @@ def to_request(row: TraceRequest, index: int, arrival_s: float) -> Request:
         temperature=0.0,
         eos_token_ids=frozenset((row.prompt_tokens + row.output_tokens - 2,)),
     )
-    tenant = {_TENANT_FIELD: row.tenant} if _TENANT_FIELD and row.tenant else {}
     return Request(
         request_id=str(index),
         prompt=(*prefix, *range(own, own + row.prompt_tokens - row.prefix_tokens)),
         params=params,
-        arrival_s=arrival_s,
+        arrival_s=row.arrival_s,
         priority=row.priority,
-        **tenant,  # type: ignore[arg-type]  # a field's name that is looked up
+        tenant=row.tenant,
+        weight=row.weight or 1.0,
     )

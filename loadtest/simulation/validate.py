@@ -24,7 +24,7 @@ from loadtest.plots import require_matplotlib
 from loadtest.report import Spread
 from loadtest.simulation.calibrate import progress_bar
 from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts
-from loadtest.simulation.observe import Observed, observe
+from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
 
@@ -116,14 +116,13 @@ def _drive(
     """What clients of a real daemon see."""
     seen = []
     with progress_bar(console) as progress, daemon(settings) as port:
+        asyncio.run(warm_up(port))
         for number, (case, rows) in enumerate(zip(CASES, traces, strict=True)):
             task = progress.add_task(case.name, total=len(rows))
 
             def on_answer(task: Any = task) -> None:
                 progress.advance(task)
 
-            warm_up = [TraceRequest(0.0, 100, 32)] * 8
-            asyncio.run(observe(port, warm_up, seed=-1 - number, on_answer=lambda: None))
             seen.append(asyncio.run(observe(port, rows, seed=1000 * seed + number, on_answer=on_answer)))
     return seen
 

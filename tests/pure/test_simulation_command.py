@@ -92,14 +92,15 @@ def seen(rows: list[TraceRequest], costs: StepCosts) -> list[Observed]:
 
 
 def test_a_front_is_found_from_what_clients_see() -> None:
-    truth = replace(COSTS, front=Front(intake_s=0.002, intake_token_s=2e-5, step_s=0.0005, token_s=5e-5))
+    truth = replace(COSTS, front=Front(intake_s=0.002, step_s=0.0005, token_s=5e-5, prompt_token_s=2e-5))
     waves = [seen([TraceRequest(0.0, 64, 32)] * num, truth) for num in (1, 4, 16, 48)]
-    waves += [seen([TraceRequest(0.0, prompt, 4)], truth) for prompt in (16, 100, 200)]
+    waves += [seen([TraceRequest(0.0, prompt, 4)], truth) for prompt in (16, 100, 200)] * 2
+    waves[-1] = [each._replace(ttft_s=3 * each.ttft_s, tpot_s=5 * each.tpot_s) for each in waves[-1]]  # was disturbed
     found = fit_front(COSTS, waves).front
     assert found.step_s == pytest.approx(0.0005, rel=0.1)
     assert found.token_s == pytest.approx(5e-5, rel=0.1)
     assert found.intake_s == pytest.approx(0.002, rel=0.1)
-    assert found.intake_token_s == pytest.approx(2e-5, rel=0.1)
+    assert found.prompt_token_s == pytest.approx(2e-5, rel=0.1)
 
 
 def test_a_validation_of_a_simulation_by_itself_is_exact() -> None:

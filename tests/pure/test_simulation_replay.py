@@ -27,7 +27,7 @@ COSTS = StepCosts(
     samples=Table((0, 64), (0.0, 0.0064)),
     decode_context_s=1e-6,
     prefill_pair_s=1e-7,
-    front=Front(intake_s=0.001, intake_token_s=1e-5, step_s=0.0002, token_s=1e-5),
+    front=Front(intake_s=0.001, step_s=0.0002, token_s=1e-5, prompt_token_s=2e-5),
 )
 GENEROUS = Targets(10.0, 1.0)
 
@@ -44,9 +44,9 @@ def test_a_table_is_linear_between_its_points_and_beyond() -> None:
 
 def test_one_request_takes_the_time_of_the_arithmetic() -> None:
     (served,) = replay([TraceRequest(3.0, 20, 3)], config(), COSTS).served
-    prompt_s = 0.0025 + 20 * 0.0005 + 0.0001 + 1e-7 * 20 * 10.5 + 0.0002 + 1e-5
+    prompt_s = 0.0025 + 20 * 0.0005 + 0.0001 + 1e-7 * 20 * 10.5 + 0.0002 + 1e-5 + 19 * 2e-5
     decode_s = [0.0025 + 0.0005 + 0.0001 + 1e-6 * context + 0.0002 + 1e-5 for context in (21, 22)]
-    assert served.ttft_s == pytest.approx(0.001 + 20e-5 + prompt_s)
+    assert served.ttft_s == pytest.approx(0.001 + prompt_s)
     assert served.decode_s == pytest.approx(sum(decode_s))
     assert served.tpot_s == pytest.approx(sum(decode_s) / 2)
     assert served.queue_s == 0.0
@@ -54,15 +54,22 @@ def test_one_request_takes_the_time_of_the_arithmetic() -> None:
 
 def test_who_comes_during_a_step_waits_for_its_end() -> None:
     first, second = replay([TraceRequest(0.0, 50, 1), TraceRequest(0.001, 1, 1)], config(), COSTS).served
-    began_s = 0.001 + 50e-5  # when the first had been taken in
     assert first.queue_s == 0.0
-    assert second.queue_s == pytest.approx(began_s + (first.ttft_s - began_s) - (0.001 + 0.001 + 1e-5))
+    assert second.queue_s == pytest.approx(first.ttft_s - 0.001)
+
+
+def test_taking_requests_in_delays_the_step_after_them() -> None:
+    alone = replay([TraceRequest(0.0, 8, 20)], config(), COSTS).served[0]
+    rows = [TraceRequest(0.0, 8, 20), TraceRequest(alone.ttft_s + 0.001, 30, 1)]
+    first = max(replay(rows, config(), COSTS).served, key=lambda served: served.num_tokens)
+    with_another = 0.0005 * 30 + 1e-7 * 30 * 15.5 + 0.0001 + 1e-5 + 29 * 2e-5  # its part in one of the steps
+    assert first.decode_s == pytest.approx(alone.decode_s + with_another + 0.001)
 
 
 def test_a_decode_step_costs_what_its_plan_does() -> None:
     scheduler = Scheduler(config())
     for index in range(4):
-        scheduler.add(to_request(TraceRequest(0.0, 5 + index, 9), index, 0.0))
+        scheduler.add(to_request(TraceRequest(0.0, 5 + index, 9), index))
     plan = scheduler.plan(0.0)
     assert plan is not None
     decoding = plan._replace(slices=[piece._replace(start=30, num_tokens=1) for piece in plan.slices], num_tokens=4)

@@ -80,6 +80,7 @@ def test_burstgpts_columns(tmp_path: Path) -> None:
         ("arrival_s,prompt,output,max_tokens\n0,1,9,8\n", "max_tokens is 8, less than the 9 tokens"),
         ("arrival_s,prompt,output,prefix_tokens\n0,4,9,8\n", "prefix_tokens is 8, more than the 4 tokens"),
         ("arrival_s,prompt,output,priority\n0,4,9,high\n", "priority is 'high'"),
+        ("arrival_s,prompt,output,weight\n0,4,9,-1\n", "weight is '-1'"),
     ],
 )
 def test_what_is_no_trace_is_told_with_its_line(tmp_path: Path, text: str, sentence: str) -> None:
@@ -137,8 +138,14 @@ def test_speed_scales_arrivals_alone() -> None:
 
 def test_prompts_of_a_group_share_their_prefix_and_nothing_else() -> None:
     rows = [TraceRequest(0.0, 40, 5, 0, group, 24) for group in ("a", "a", "b")]
-    one, other, stranger = (to_request(row, index, 0.0).prompt for index, row in enumerate(rows))
+    one, other, stranger = (to_request(row, index).prompt for index, row in enumerate(rows))
     assert one[:24] == other[:24]
     assert not set(one[24:]) & set(other)
     assert not set(one) & set(stranger)
     assert len(one) == 40
+
+
+def test_tenant_and_weight_reach_the_scheduler() -> None:
+    request = to_request(TraceRequest(7.0, 4, 2, tenant="alice", priority=3, weight=2.5), 0)
+    assert (request.tenant, request.priority, request.weight, request.arrival_s) == ("alice", 3, 2.5, 7.0)
+    assert to_request(TraceRequest(0.0, 4, 2), 0).weight == 1.0
