@@ -7,11 +7,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from operator import attrgetter
 
-from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
+from engine.core.account import Account
+from engine.core.fairness import (
+    COMPANY_SHARE,
+    INPUT_COST,
+    YIELD_RATIO,
+    charge_generated,
+    interleave,
+    place_of,
+    sitting_out,
+    takeable,
+)
 from engine.core.flight import Flight
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
@@ -77,6 +87,18 @@ class Roster:
         if self.is_fair:
             charge_generated(flight.sequences)
 
+    def sitting_out(self, limit: int) -> set[Account]:
+        """With `fair`: whose sequences have no part in the next step, for a newcomer's sake."""
+        return sitting_out(list(self.due(limit)), limit)
+
+    def prompt_limit(self, limit: int, catching_up: Iterable[Sequence], now: float) -> int:
+        """With `fair`: the most prompt tokens of a step. Less than `limit` if all are of tenants that hold much already."""
+        first = self.waiting.first
+        prompts = [*catching_up, *([] if first is None else [first])]
+        if self.waiting.is_in_company(now) and all(seq.account.share >= YIELD_RATIO for seq in prompts):
+            return -(-limit // COMPANY_SHARE)
+        return limit
+
     def takeable(self, seq: Sequence) -> list[Sequence]:
         """Who may be preempted, if need be all of them, so that a waiting sequence can run; first to go first.
 
@@ -110,12 +132,16 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int) -> Iterator[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned; drawn from the queue as it changes."""
+    def due(self, limit: int, out: Collection[Account] = ()) -> Iterator[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned; drawn from the queue as it changes.
+
+        Without those who sit `out`.
+        """
         num_due = self.num_due
-        if num_due <= limit:
+        if num_due <= limit and not out:
             return islice(self.running, num_due)
-        return islice((seq for seq in islice(self.running, num_due) if not seq.is_waiting), limit)
+        due = islice(self.running, num_due)
+        return islice((seq for seq in due if not seq.is_waiting and seq.account not in out), limit)
 
     def tell(self) -> None:
         """Bring the gauges up to date."""

@@ -11,8 +11,9 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+from engine.core.account import Account
 from engine.core.admission import check_request
 from engine.core.beams import Beams
 from engine.core.config import SchedulerConfig
@@ -112,15 +113,20 @@ class Scheduler:
         if self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
+        out: Collection[Account] = ()
         if self._roster.is_fair:
             self._admit_first(now, flight)
-        catching_up = self._plan_decodes(flight, limit)
+            out = self._roster.sitting_out(limit)
+        catching_up = self._plan_decodes(flight, limit, out)
         num_decodes = len(flight.slices)
+        if self._roster.is_fair:
+            limit = min(limit, num_decodes + self._roster.prompt_limit(limit, catching_up, now))
         budget = limit - num_decodes
-        if catching_up or self._roster.waiting.first is not None:
+        if catching_up or (not out and self._roster.waiting.first is not None):
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens
-            budget = self._prompts.plan(catching_up, self._admit(now, flight), budget, flight, shares=shares)
+            admitted = () if out else self._admit(now, flight)
+            budget = self._prompts.plan(catching_up, admitted, budget, flight, shares=shares)
         if not flight.slices:
             return None
         if self._drafts is not None:
@@ -134,16 +140,16 @@ class Scheduler:
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
         return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
 
-    def _plan_decodes(self, flight: Flight, limit: int) -> list[Sequence]:
+    def _plan_decodes(self, flight: Flight, limit: int, out: Collection[Account]) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
 
         The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted. The
-        background, at its end, pauses while there is anybody else.
+        background, at its end, pauses while there is anybody else, and tenants that sit `out` for a newcomer do.
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
         num_before = len(slices)
-        for seq in self._roster.due(limit):
+        for seq in self._roster.due(limit, out):
             if seq.status is not _RUNNING:
                 catching_up.append(seq)
                 continue

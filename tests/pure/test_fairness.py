@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.account import Account
-from engine.core.fairness import INPUT_COST, OUTPUT_COST, YIELD_RATIO, interleave
+from engine.core.fairness import COMPANY_SHARE, INPUT_COST, OUTPUT_COST, YIELD_RATIO, interleave
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, TokenEvent
@@ -257,6 +257,74 @@ def test_memory_is_taken_from_whoever_holds_most(depth: int) -> None:
     assert timings.num_preemptions == 0
     driver.drain()
     driver.check_streams()
+
+
+def owners(driver: Driver) -> list[str]:
+    """Whose tokens the last plan computes."""
+    return [seq.request_id for seq in driver.scheduler._flights[-1].owners]
+
+
+def crowd(num: int, **changes: int) -> Metered:
+    """A greedy tenant's long answers, all running."""
+    driver = Metered(max_num_seqs=8, max_num_batched_tokens=24, num_blocks=200, **changes)
+    for i in range(num):
+        driver.add(request(f"g{i}", (i, 1), max_tokens=60, eos_token_ids=ENDLESS, tenant="greedy"))
+    for _ in range(6):
+        driver.step()
+    return driver
+
+
+def test_the_step_of_a_newcomers_first_token_is_its_own() -> None:
+    driver = crowd(6)
+    driver.add(request("new", tuple(range(20)), max_tokens=9, arrival_s=driver.now, tenant="light"))
+    driver.launch()
+    assert owners(driver) == ["new"]
+    driver.commit()
+    driver.launch()
+    assert sorted(owners(driver)) == ["g0", "g1", "g2", "g3", "g4", "g5", "new"]
+    driver.commit()
+    driver.drain()
+    driver.check_streams()
+
+
+def test_nobody_sits_out_for_a_prompt_of_many_steps() -> None:
+    driver = crowd(6)
+    driver.add(request("new", tuple(range(50)), max_tokens=9, arrival_s=driver.now, tenant="light"))
+    driver.launch()
+    assert set(owners(driver)) == {"g0", "g1", "g2", "g3", "g4", "g5", "new"}
+    driver.commit()
+    driver.drain()
+    driver.check_streams()
+
+
+def test_a_stream_of_newcomers_stops_nobody() -> None:
+    """One in every step: the crowd goes on as soon as the newcomers' tenant was served as much."""
+    driver = crowd(4)
+    before = driver.served["greedy"]
+    for i in range(40):
+        driver.add(request(f"n{i}", (i, 3, 5), max_tokens=1, arrival_s=driver.now, tenant="light"))
+        driver.step()
+    gained = driver.served["greedy"] - before
+    assert gained >= driver.served["light"] - INPUT_COST * 3 - OUTPUT_COST
+
+
+def test_in_company_prompts_of_whoever_holds_much_come_in_small_pieces() -> None:
+    """Whoever comes next has to wait for the step that runs. Alone, a tenant has the whole of every step."""
+    for company, largest in ((False, 24), (True, 24 // COMPANY_SHARE + 4)):
+        driver = crowd(4)
+        driver.now += 100.0
+        if company:
+            driver.add(request("new", max_tokens=1, arrival_s=driver.now, tenant="light"))
+            driver.step()
+        driver.add(request("long", tuple(range(40)), max_tokens=2, arrival_s=driver.now, tenant="greedy"))
+        sizes = []
+        while ("long", 0) not in driver.streams:
+            driver.launch()
+            sizes.append(driver.scheduler._flights[-1].num_tokens)
+            driver.commit()
+        assert max(sizes) == largest
+        driver.drain()
+        driver.check_streams()
 
 
 def test_cached_prompts_and_work_done_anew_are_free() -> None:
