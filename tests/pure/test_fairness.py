@@ -287,6 +287,16 @@ def test_the_step_of_a_newcomers_first_token_is_its_own() -> None:
     driver.check_streams()
 
 
+def test_in_the_smallest_of_steps_there_is_somebody() -> None:
+    """After a want of memory a step may have one token: whoever the others sit out for has to be among those due."""
+    driver = crowd(6)
+    for _ in range(8):
+        driver.run_out_of_memory()
+    driver.add(request("new", (1,), max_tokens=9, arrival_s=driver.now, tenant="light"))
+    driver.drain()
+    driver.check_streams()
+
+
 def test_nobody_sits_out_for_a_prompt_of_many_steps() -> None:
     driver = crowd(6)
     driver.add(request("new", tuple(range(50)), max_tokens=9, arrival_s=driver.now, tenant="light"))
