@@ -102,14 +102,16 @@ class ModelSettings(BaseModel):
         _choices("quire", "auto"),
         "sampling where a request names none: OpenAI's defaults, or what the model's generation_config says",
     )
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml"] = _setting(
-        "auto",
-        _choices("auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml"),
-        "how the model writes calls of tools; auto reads it off the chat template, none leaves them in the text",
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml", "harmony"] = (
+        _setting(
+            "auto",
+            _choices("auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml", "harmony"),
+            "how the model writes calls of tools; auto reads it off the chat template, none leaves them in the text",
+        )
     )
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = _setting(
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"] = _setting(
         "auto",
-        _choices("auto", "none", "qwen3", "deepseek_r1", "mistral"),
+        _choices("auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"),
         "how the model marks its reasoning; auto reads it off the chat template, none leaves it in the text",
     )
     pooling: Literal["last", "mean"] = _setting(

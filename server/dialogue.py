@@ -7,16 +7,17 @@ takes the text of an answer apart. Knows text, no HTTP and no tokens but the ids
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ConfigError
 from server.app_config import AppConfig
+from server.channels import MARKS, ChannelSplitter, speaks_in_channels
 from server.reasoning import REASONING_TAGS, ReasoningSplitter, ReasoningTags, detect_reasoning
 from server.text import Tokenizer
 from server.thinking import TagIds
-from server.tools.dialects import DIALECTS, HERMES, detect_dialect, parser_of
+from server.tools.dialects import DIALECTS, HARMONY, HERMES, detect_dialect, parser_of
 from server.tools.parser import Dialect, ToolParser
 from server.tools.pieces import Content, Piece
 from server.tools.xml_parser import XmlToolParser
@@ -30,7 +31,9 @@ _EFFORT_SWITCH = "reasoning_effort"
 class MessageReader:
     """push text as it comes, finish at its end; thoughts first, and only in what is none of them calls are found."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, parser: ToolParser | XmlToolParser | None) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter | ChannelSplitter | None, parser: ToolParser | XmlToolParser | None
+    ) -> None:
         self._splitter = splitter
         self._parser = parser
 
@@ -65,6 +68,7 @@ class Dialogue:
     calls_stay_text: bool = False  # nobody wants them read
     shows_tools: bool = False  # its template does; else they are described in the system message
     tags: ReasoningTags | None = None
+    has_channels: bool = False  # thoughts, words and calls are told apart by server/channels.py
     switches: frozenset[str] = frozenset()  # what its template can be told about reasoning
     tag_ids: TagIds | None = None  # of the tags, if each is one token
     hidden_ids: frozenset[int] | None = None  # special tokens that are no mark, if any mark is one
@@ -79,14 +83,22 @@ class Dialogue:
         dialect = _choose_dialect(config.tool_call_parser, source, shows_tools=shows_tools)
         detected = detect_reasoning(source) if config.reasoning_parser == "auto" else None
         tags = REASONING_TAGS.get(config.reasoning_parser, detected)
+        has_channels = config.reasoning_parser in ("auto", HARMONY.name) and speaks_in_channels(source)
+        if dialect is HARMONY and not has_channels:
+            raise ConfigError(
+                f"Calls are read as in {HARMONY.name}, where the channels tell them, but --reasoning-parser is "
+                f"{config.reasoning_parser} and the chat template {'has' if speaks_in_channels(source) else 'has no'} channels; "
+                "leave both parsers at auto, or set --tool-call-parser none."
+            )
         dialogue = cls(
             dialect=dialect,
             calls_stay_text=config.tool_call_parser == "none",
             shows_tools=shows_tools,
             tags=tags,
+            has_channels=has_channels,
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
-            hidden_ids=_hidden_ids(tokenizer, dialect, tags),
+            hidden_ids=_hidden_ids(tokenizer, dialect, tags, MARKS if has_channels else ()),
         )
         if template:
             logger.info("%s", dialogue.describe())
@@ -99,7 +111,12 @@ class Dialogue:
             how += ", tools described in the system message (the chat template has no place for them)"
         elif self.dialect is None and not self.calls_stay_text:
             how = "are written in a way not known here; name one with --tool-call-parser"
-        return f"calls of tools {how}; reasoning " + (f"as in {self.tags.name}" if self.tags else "is not expected")
+        return f"calls of tools {how}; reasoning {self._thoughts()}"
+
+    def _thoughts(self) -> str:
+        if self.has_channels:
+            return "in channels"
+        return f"as in {self.tags.name}" if self.tags else "is not expected"
 
     def template_kwargs(self, effort: str | None) -> dict[str, Any]:
         """What the template is told about an effort."""
@@ -121,10 +138,14 @@ class Dialogue:
     ) -> Callable[[], MessageReader] | None:
         """What makes a reader for each choice of an answer; None where nothing is to be found in it."""
         tags = self.tags
-        if tags is None and dialect is None:
+        if tags is None and dialect is None and not self.has_channels:
             return None
 
         def make() -> MessageReader:
+            if self.has_channels:
+                reads_calls = dialect is HARMONY
+                parser = None if reads_calls or dialect is None else parser_of(dialect, tools)
+                return MessageReader(ChannelSplitter(reads_calls=reads_calls), parser)
             splitter = None if tags is None else ReasoningSplitter(tags, begins_within=begins_within)
             return MessageReader(splitter, None if dialect is None else parser_of(dialect, tools))
 
@@ -151,9 +172,12 @@ def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
     return TagIds(opening[0], closing[0]) if len(opening) == len(closing) == 1 else None
 
 
-def _hidden_ids(tokenizer: Tokenizer, dialect: Dialect | None, tags: ReasoningTags | None) -> frozenset[int] | None:
+def _hidden_ids(
+    tokenizer: Tokenizer, dialect: Dialect | None, tags: ReasoningTags | None, more: Sequence[str]
+) -> frozenset[int] | None:
     """A mark that is a special token must reach the text, though special tokens do not; the others then go by id."""
     marks = {mark for pair in dialect.marks for mark in pair} | {dialect.name_end} if dialect else set()
+    marks |= {*more}
     if tags is not None:
         marks |= {tags.opening, tags.closing}
     special = tokenizer.special_tokens

@@ -37,7 +37,7 @@ from server.protocol.limits import Limits
 from server.reasoning import REASONING_TAGS
 from server.startup import StartupStory
 from server.tokenizer import load_tokenizer
-from server.tools.dialects import DIALECTS
+from server.tools.dialects import DIALECTS, HARMONY
 
 _RETRY_S = 0.01
 
@@ -66,7 +66,7 @@ class LLM:
         **engine: Any,
     ) -> None:
         _check_choice("tool_call_parser", tool_call_parser, DIALECTS)
-        _check_choice("reasoning_parser", reasoning_parser, REASONING_TAGS)
+        _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, HARMONY.name))
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = _engine_config(source.path, {"lora_modules": modules, **engine})

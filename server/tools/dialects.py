@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from server.channels import speaks_in_channels
 from server.tools.parser import Dialect, ToolParser
 from server.tools.xml_parser import CLOSING, FUNCTION, OPENING, XmlToolParser
 
@@ -17,9 +18,10 @@ JSON = Dialect(
     name="json", marks=(("```json", "```"), ("<|tool_call|>", "<|/tool_call|>")), is_bare=True, only_known=True
 )
 QWEN3_XML = Dialect(name="qwen3_xml", marks=((OPENING, CLOSING),), is_xml=True)
+HARMONY = Dialect(name="harmony")  # calls have channels of their own: server/channels.py
 FORCED = Dialect(name="forced", is_bare=True, only_known=True)  # what server/tools/forced.py lets a model write
 
-DIALECTS = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON, QWEN3_XML)}
+DIALECTS = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON, QWEN3_XML, HARMONY)}
 
 
 def detect_dialect(template: str) -> Dialect | None:
@@ -28,6 +30,8 @@ def detect_dialect(template: str) -> Dialect | None:
         return MISTRAL
     if "<tool_call>" in template:
         return QWEN3_XML if FUNCTION in template else HERMES  # the same mark around another language
+    if speaks_in_channels(template):
+        return HARMONY
     if "<|tool_call|>" in template:
         return JSON
     if "<|start_header_id|>" in template and '"parameters"' in template:

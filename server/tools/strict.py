@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from server.tools import strict_xml
+from server.tools import strict_channels, strict_xml
+from server.tools.dialects import HARMONY
 from server.tools.offered import MAX_CALLS, OfferedTool, embedded
 from server.tools.parser import Dialect
 
@@ -26,6 +27,8 @@ def free_text_grammar(
 
     Raises InvalidRequestError for what cannot be enforced in it.
     """
+    if dialect is HARMONY:
+        return strict_channels.free_text_grammar(tools, special_tokens)
     if dialect.is_xml:
         return strict_xml.free_text_grammar(tools, special_tokens, parallel=parallel)
     marks = [mark for mark in dialect.marks if not mark[0].startswith(_FENCE)]
