@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from engine.build import _pool_budget, build_engine
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.config import EngineConfig, LoraModule, SchedulerConfig
 from engine.core.draft_costs import DraftCosts
-from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
+from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.reference import ReferenceAttention
 from engine.runtime.cuda.budget import CudaMemory, full_steps, other_steps
 from engine.runtime.kv_cache import PoolSize, fit_pool
-from engine.runtime.native.library import native
+from engine.runtime.native.library import Library, native
 from engine.runtime.runner import ModelRunner
+from tests.cpu.lora_folders import save_adapter
 
 GIB = 1 << 30
 FREE_DRAFTS = DraftCosts(plain=((1, 1.0),), checking=((1, 1.0),), drafting=((1, 0.0),))
@@ -264,3 +265,48 @@ def test_a_draft_model_shares_the_memory_and_changes_no_answer(
         build(folder, speculative_config={"model": str(other)})
     with pytest.raises(ModelLoadError, match="--speculative-config: the draft model could not be loaded"):
         build(folder, speculative_config={"model": "./nowhere"})
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def lora_folder(engine: Engine, folder: Path) -> LoraModule:
+    """An adapter of the model that an engine runs."""
+    model = engine._runner._model  # type: ignore[attr-defined]  # a ModelRunner's
+    return LoraModule(folder.name, str(save_adapter(model, folder)))
+
+
+def test_adapters_are_there_from_the_start_and_others_may_come(folder: str, tmp_path: Path) -> None:
+    plain = build(folder)
+    modules = [lora_folder(plain, tmp_path / name) for name in ("first", "second", "third")]
+    assert plain.adapters.all() == []
+    report: list[Progress] = []
+    engine = build(
+        folder, report, lora_modules=tuple(modules[:2]), allow_runtime_lora_updating=True, max_loras=3, max_lora_rank=4
+    )
+    (told,) = [progress.detail for progress in report if progress.stage == "adapters"]
+    assert told == "first, second; there may be 3 at once, of ranks up to 4"
+    assert [loaded.path for loaded in engine.adapters.all()] == [module.path for module in modules[:2]]
+    engine.adapters.load(*modules[2])
+    with pytest.raises(AdapterConflictError, match="3 adapters are held"):
+        engine.adapters.load("fourth", modules[2].path)
+
+
+def test_what_an_adapter_cannot_be_is_told_before_anything_is_loaded(folder: str, tmp_path: Path) -> None:
+    report: list[Progress] = []
+    nowhere = LoraModule("a", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"--lora-modules has a=.*nowhere: There is no folder"):
+        build(folder, report, lora_modules=(nowhere,))
+    module = lora_folder(build(folder), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="transformers' code runs this model, to which they cannot be added"):
+        build(folder, report, lora_modules=(module,), model_impl="transformers")
+    with pytest.raises(ConfigError, match="--allow-runtime-lora-updating is on, but transformers' code"):
+        build(folder, report, allow_runtime_lora_updating=True, model_impl="transformers")
+    assert not [progress for progress in report if progress.stage == "weights"]
+    with pytest.raises(ConfigError, match=r"--lora-modules has adapter=.*more than --max-lora-rank 3; raise that"):
+        build(folder, lora_modules=(module,), max_lora_rank=3)
+
+
+def test_quantised_weights_in_float16_take_no_adapters(folder: str, library: Library) -> None:
+    with pytest.raises(ConfigError, match="cannot be added to quantised weights in float16; set --dtype"):
+        build(folder, allow_runtime_lora_updating=True, dtype="float16", quantization="int8")

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
+from engine.runtime.speculation.ngram import NgramDrafter
 from server.model_source import find_model
 from tests.cpu import test_models_families as families
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
-from tests.cpu.model_driver import request, serve, settings
+from tests.cpu.model_driver import make_runner, request, serve, settings
 
 CPU = torch.device("cpu")
 NAMES = ("llama", "llama-tied-biased", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "granite")
@@ -83,11 +85,10 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
     model = families.load(tmp_path / "model")
     first, second = (load_adapter(model, folder) for folder in folders)
     prompts = prompts_of([first, None, second, first, None, second])
-    plain = families.save_tiny(families.CASES[name], tmp_path / "model")
-    merged = [families.save_tiny(families.CASES[name], tmp_path / "model") for _ in folders]
+    merged = [deepcopy(theirs) for _ in folders]
     for each, folder in zip(merged, folders, strict=True):
         merge(each, folder)
-    oracle = {first: merged[0], None: plain, second: merged[1]}
+    oracle = {first: merged[0], None: theirs, second: merged[1]}
     for in_one_call in (True, False):
         for last_rows in (False, True):
             found = forward(model, prompts, in_one_call=in_one_call, last_rows=last_rows)
@@ -98,7 +99,7 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
                     expected = expected[-3:].repeat(2, 1)
                 torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
     with torch.no_grad():
-        apart = [each(prompts[0][0][None]).logits for each in (plain, *merged)]
+        apart = [each(prompts[0][0][None]).logits for each in (theirs, *merged)]
     assert min((apart[i] - apart[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
 
 
@@ -161,7 +162,7 @@ def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: py
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-def test_text_is_the_same_alone_busy_chunked_preempted_and_swapped(tmp_path: Path) -> None:
+def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_drafted(tmp_path: Path) -> None:
     """The default model in bfloat16; one prompt for all, so that a block of K/V lent to another's adapter would show."""
     if native() is None:
         pytest.skip("no native library and no C compiler")
@@ -171,11 +172,11 @@ def test_text_is_the_same_alone_busy_chunked_preempted_and_swapped(tmp_path: Pat
         load_adapter(model, save_adapter(model, tmp_path / str(seed), rank=8, seed=seed, size=0.15), f"adapter {seed}")
         for seed in (1, 2)
     ]
-    prompt = [504, 3575, 282, 4649, 314, *range(1000, 1020)]
+    prompt = [504, 3575, 282, 4649, 314, *range(1000, 1008), *range(1000, 1012)]
     asked = [
-        request(f"{i}-{n}", prompt, max_tokens=10, seed=i, temperature=float(i % 2), n=n, adapter=adapter)
+        request(f"{i}-{n}", prompt, max_tokens=8, seed=i, temperature=float(i % 2), n=n, adapter=adapter)
         for i, adapter in enumerate([*adapters, None] * 2)
-        for n in (1, 2)
+        for n in range(1, 1 + i % 2 + 1)
     ]
     uncached = settings(enable_prefix_caching=False)
     alone = {}
@@ -186,17 +187,21 @@ def test_text_is_the_same_alone_busy_chunked_preempted_and_swapped(tmp_path: Pat
     regimes = {
         "busy": settings(max_num_seqs=18),
         "chunked": settings(max_num_batched_tokens=16),
-        "preempting": settings(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=32),
-        "swapping": settings(num_blocks=20, max_num_seqs=18, max_num_batched_tokens=32, num_host_blocks=80),
+        "preempting": settings(num_blocks=18, max_num_seqs=18, max_num_batched_tokens=32),
+        "swapping": settings(num_blocks=18, max_num_seqs=18, max_num_batched_tokens=32, num_host_blocks=80),
+        "drafting": settings(max_num_seqs=18, num_speculative_tokens=3),
     }
     for depth, (name, config) in enumerate(regimes.items()):
-        scheduler = Scheduler(config)
-        served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler)
+        scheduler, runner = Scheduler(config), make_runner(model, config)
+        if config.num_speculative_tokens:
+            runner.speculate(NgramDrafter(1, 4))
+        served = serve(model, config, asked, depth=depth % 2, apart=1, scheduler=scheduler, runner=runner)
         assert served.ids == alone, name
         assert scheduler.stats.prefix_hit_tokens > 0, "requests of one adapter do share"
         preempted = scheduler.stats.preempted
         assert (preempted[PreemptionKind.RECOMPUTE] > 0) == (name == "preempting")
         assert (preempted[PreemptionKind.SWAP] > 0) == (name == "swapping")
+        assert (scheduler.stats.spec_draft_tokens > 0) == (name == "drafting")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

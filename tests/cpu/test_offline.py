@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import jsonschema
+import pytest
+import torch
 
+from engine.core.config import EngineConfig
+from engine.core.errors import InvalidRequestError
 from engine.llm import LLM, SamplingParams
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
+from server.model_source import find_model
+from tests.cpu.lora_folders import save_adapter
+from tests.cpu.model_driver import CPU
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 99}}, "required": ["n"]}
 CLOSED = {**SCHEMA, "additionalProperties": False}
@@ -34,3 +44,23 @@ def test_grammars_and_calls_hold() -> None:
         [call] = output.outputs[0].tool_calls
         assert call.name == "count"
         jsonschema.validate(json.loads(call.arguments), CLOSED)
+
+
+def test_adapters_by_name(tmp_path: Path) -> None:
+    """Adapters that change so much that nobody needs to look twice."""
+    settings = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "dtype": "bfloat16"}
+    model = load_model(EngineConfig(model=find_model(None).path), CPU, torch.bfloat16, lambda progress: None)
+    assert isinstance(model, Decoder)
+    modules = {name: str(save_adapter(model, tmp_path / name, seed=seed)) for seed, name in enumerate("ab")}
+    params = SamplingParams(max_tokens=6, temperature=0)
+    with LLM(**settings, lora_modules=modules) as llm:
+        said = [
+            llm.generate("Once upon a time", params, lora=lora)[0].outputs[0].text for lora in (None, "a", "b", "a")
+        ]
+        assert said[1] == said[3]
+        assert len(set(said)) == 3
+        chat = [{"role": "user", "content": "Hello"}]
+        answers = [llm.chat(chat, params, lora=lora)[0].outputs[0].text for lora in (None, "a")]
+        assert answers[0] != answers[1]
+        with pytest.raises(InvalidRequestError, match="lora is 'c'; of lora_modules there are: a, b"):
+            llm.generate("x", params, lora="c")

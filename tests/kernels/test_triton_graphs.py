@@ -137,3 +137,14 @@ def test_sizes() -> None:
     assert graph_sizes(3) == [1, 2, 3]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert graph_sizes(300)[-4:] == [256, 272, 288, 300]
+
+
+def test_no_graph_knows_adapters() -> None:
+    class Other:
+        name, digest = "other", b""
+
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    for adapter in (None, Other()):
+        params = SamplingParams(max_tokens=1, adapter=adapter)
+        piece = SequenceSlice(0, [1], 1, 0, 1, [0], (Sample(0, 0),), params, -1, 0)
+        assert graphs.takes(StepPlan(0, [piece], [], 1, 1)) == (adapter is None)
