@@ -102,6 +102,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         eviction=config.prefix_cache_eviction,
         min_copied_tokens=_MIN_COPIED_TOKENS[device.type],
         policy=config.scheduling_policy,
+        target_itl_s=_seconds(config.target_itl_ms),
+        target_ttft_s=_seconds(config.target_ttft_ms),
     )
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
     captures = _captures(config, model, device)
@@ -325,6 +327,10 @@ def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]
     if seqs is None:
         seqs = min(_MAX_NUM_SEQS[device.type], tokens)
     return seqs, tokens
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _check_model_len(config: EngineConfig, model: CausalLM) -> None:

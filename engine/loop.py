@@ -197,6 +197,7 @@ class Engine:
 
     def _step(self, events: list[TokenEvent]) -> None:
         """Launch a step, commit the oldest."""
+        events += self._scheduler.drop_hopeless(self.clock())
         plan = self._scheduler.plan(self.clock())
         if plan is not None:
             begun_s = self.clock()  # before run: without a device queue, run itself is the step

@@ -81,7 +81,7 @@ class Choice:
 
     def accept(self, event: TokenEvent) -> bool:
         """Take in an event; True if it was the last to be shown. Raises its error, if it has one, or ShuttingDownError if the daemon cut it short."""
-        if event.finish_reason is FinishReason.ERROR:
+        if event.finish_reason in (FinishReason.ERROR, FinishReason.DROPPED):
             raise event.error or ServerError("This request failed in the engine; the server's log says why.")
         if event.finish_reason is FinishReason.ABORT:
             raise ShuttingDownError("The server is shutting down and cut this answer short; send the request again.")
@@ -97,6 +97,10 @@ class Choice:
                 self._show(self._reader.finish())
             self._finish(event.finish_reason, event.stop_reason)
         return self.is_done
+
+    def drop(self) -> None:
+        """End without an answer, instead of by the error that says why."""
+        self._finish(FinishReason.DROPPED, None)
 
     @property
     def is_silent(self) -> bool:

@@ -180,6 +180,15 @@ class SchedulingSettings(BaseModel):
         _ENGINE.max_num_batched_tokens, "N", "most tokens in one step", unset="chosen for the device"
     )
     scheduling_policy: str = _setting(_ENGINE.scheduling_policy, _choices(*POLICIES), "who goes first")
+    target_itl_ms: float | None = _setting(
+        _ENGINE.target_itl_ms,
+        "MS",
+        "gap between two tokens that steps are kept within, by taking less of prompts into them",
+        unset="none; long prompts alone are held back",
+    )
+    target_ttft_ms: float | None = _setting(
+        _ENGINE.target_ttft_ms, "MS", "wait for the first token that long prompts are hurried to keep", unset="none"
+    )
     enable_prefix_caching: bool = _setting(
         _ENGINE.enable_prefix_caching, "", "reuse the KV blocks of shared prompt prefixes"
     )

@@ -87,6 +87,7 @@ class LiveView:
                 "preemptions": snapshot.preemptions,
                 "finished": stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH],
             },
+            "targets": {"held": stats.targeted, "met": stats.met},
             "ttft": {"sum_s": snapshot.ttft_sum_s, "count": snapshot.ttft_count},
             "itl": {"sum_s": snapshot.itl_sum_s, "count": snapshot.itl_count},
             "cached_runs": runs(sorted(snapshot.cached_blocks)),

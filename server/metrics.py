@@ -113,6 +113,14 @@ def _accepted(stats: Stats) -> Mapping[str, float]:
     return {str(position): num for position, num in enumerate(stats.spec_accepted_at)}
 
 
+def _missed(stats: Stats) -> Mapping[str, float]:
+    return {target.value: num for target, num in stats.missed.items()}
+
+
+def _dropped(stats: Stats) -> Mapping[str, float]:
+    return {target.value: num for target, num in stats.dropped.items()}
+
+
 def _swapped(stats: Stats) -> Mapping[str, float]:
     return {direction.value: stats.swapped_blocks[direction] for direction in SwapDirection}
 
@@ -198,6 +206,19 @@ METRICS = (
         lambda s: s.out_of_memory_steps,
     ),
     _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", lambda s: s.rejected),
+    _counter(
+        "quire_requests_targeted_total",
+        "Answers completed or dropped that were held to a latency target or a deadline.",
+        lambda s: s.targeted,
+    ),
+    _counter("quire_requests_met_targets_total", "Of these, those that met all of theirs: goodput.", lambda s: s.met),
+    _counter("quire_requests_missed_targets_total", "Targets missed: ttft, itl, deadline, queue.", _missed, "target"),
+    _counter(
+        "quire_requests_dropped_total",
+        "Requests dropped before anything of them was computed, for they could not be in time any more.",
+        _dropped,
+        "reason",
+    ),
     _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", _finished, "reason"),
     _counter("quire_requests_failed_total", "Sequences ended on an error, by cause.", _failed, "cause"),
     _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", _aborted, "cause"),

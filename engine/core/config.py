@@ -71,6 +71,8 @@ class EngineConfig:
     num_threads: int | None = None
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    target_itl_ms: float | None = None
+    target_ttft_ms: float | None = None
     lora_modules: tuple[LoraModule, ...] = ()
     max_loras: int | None = None
     max_lora_rank: int = 64
@@ -115,6 +117,11 @@ class EngineConfig:
             threads is None or threads <= MAX_NUM_THREADS,
             f"--num-threads is {threads}; it must be at most {MAX_NUM_THREADS}, best the number of cores.",
         )
+        for name in ("target_itl_ms", "target_ttft_ms"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0.0 < value < inf, f"{_flag(name)} is {value}; it must be a number of ms above 0."
+            )
         size = self.block_size
         _require(
             1 <= size <= 1024 and size & (size - 1) == 0,
@@ -150,6 +157,8 @@ class SchedulerConfig:
     eviction: str = "lru"
     min_copied_tokens: int = 1  # of a cached block that a prompt shares the beginning of, for it to be copied
     policy: str = "fcfs"
+    target_itl_s: float | None = None  # between two tokens of a sequence
+    target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
     min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there, or cached ones come back
     host_caching: bool = False  # cached blocks that the pool gives up go there too

@@ -8,6 +8,7 @@
     │   ├── AdapterConflictError  an adapter's name is taken, or there is no room for one more
     │   ├── ContextLengthError    prompt (+ max_tokens) does not fit the model's context
     │   └── NeverFitsError        the request can never fit this pool or this batch
+    ├── DeadlineError             it could not be in time, by its own fields; nothing of it was computed
     ├── OverloadedError           try again later: the queue is full; carries the wait in seconds
     └── ServerError               the caller did nothing wrong
         ├── ConfigError           a setting is wrong, at start-up
@@ -74,6 +75,10 @@ class OverloadedError(QuireError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineError(QuireError):
+    """The request was dropped from the queue: it set a time that cannot be kept any more. Nothing of it was computed."""
 
 
 class ServerError(QuireError):

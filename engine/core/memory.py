@@ -86,6 +86,13 @@ class Memory:
         if self._caching and self._tiers.disk.pool.num_blocks and not seq.needs_every_position:
             self._tiers.prefetch(seq, len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1)), now)
 
+    def num_cached(self, seq: Sequence) -> int:
+        """Positions of a waiting sequence that the prefix cache would spare it."""
+        if not self._caching or seq.needs_every_position:
+            return 0
+        num_hits = len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1))
+        return (num_hits + len(self._tiers.find(seq, num_hits))) * self._block_size
+
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
         num_seats, num_blocks, found = len(self._seats), self.pool.num_available, list[Sequence]()

@@ -6,27 +6,35 @@ which throughput would pay. A long one is paced, for everybody who runs feels ea
     beside others    SHARE * n * n of what the step takes without them, where n long prompts are in line
     alone            ALONE * n times what a step costs however little is in it: whoever comes waits for the one that runs
 
-One is hardly felt; where many wait, prompts are the load, and it is they who should not wait for long. Until steps with prompts have been seen, nothing is held back. Owned by the scheduler, engine thread; knows no clock.
+One is hardly felt; where many wait, prompts are the load, and it is they who should not wait for long. With a target ITL it is that, and nothing else, which all prompts of a step share. With a target TTFT a long prompt takes what
+it needs to be in time, while it still can be. Until steps with prompts have been seen, nothing is held back. Owned by the scheduler, engine thread; knows no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from math import inf
 
+from engine.core.sequence import Sequence
 from engine.core.step_time import Load, StepTime
+from engine.core.targets import Targets
 
 SHARE = 0.4  # a step with one long prompt takes 1.4 times as long: half as much again is felt, and steps vary
 ALONE = 8  # an eighth of a lone prompt's time is the price
+AIM = 0.9  # of a target: steps vary
+FLOOR = 0.1  # of what decoding takes: so much longer a step may take if it misses the target ITL without any prompt
+_MAX_URGENCY = 0.9  # of all time, for long prompts that are about to miss the target TTFT
 _DECODES_SKIPPED = 8  # of steps without prompts one in so many is learned from: they are many and alike
 
 
 class Pacing:
     """Learns from steps, and says how many seconds of prompts the next one may hold."""
 
-    __slots__ = ("_num_skipped", "times")
+    __slots__ = ("_num_skipped", "_targets", "times")
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Targets) -> None:
         self.times = StepTime()
+        self._targets = targets
         self._num_skipped = 0
 
     def is_due(self, has_prompts: bool) -> bool:
@@ -37,14 +45,35 @@ class Pacing:
         self._num_skipped = 0
         return True
 
-    def long_s(self, others: Load, num_in_line: int) -> float:
-        """Seconds that long prompts may add to a step with `others`, while so many long ones are in line."""
-        times = self.times
-        if not times.is_known:
+    def prompts_s(self, decodes: Load) -> float:
+        """Seconds that prompts may add to a step with such decodes, all together."""
+        target_s, times = self._targets.itl_s, self.times
+        if target_s is None or not decodes.num_decodes or not times.is_known:
+            return inf
+        base_s = times.seconds(decodes) + times.chunked_s
+        return max(AIM * target_s - base_s, FLOOR * base_s)
+
+    def long_s(self, others: Load, long: Seq[Sequence], now: float) -> float:
+        """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""
+        times, num_in_line = self.times, len(long)
+        if not times.is_known or (others.num_decodes and self._targets.itl_s is not None):
             return inf
         if not others.num_decodes and not others.num_prompt_tokens:
             return ALONE * num_in_line * times.fixed_s
-        share_s = SHARE * num_in_line**2 * times.seconds(others)
+        urgency = self._urgency(long, now)
+        share_s = max(SHARE * num_in_line**2, urgency / (1 - urgency)) * times.seconds(others)
         if others.num_prompt_tokens:
             return share_s
         return max(share_s - times.chunked_s, times.chunked_s)
+
+    def _urgency(self, long: Seq[Sequence], now: float) -> float:
+        """The part of all time that these need for their first tokens to be in time, as far as they still can be."""
+        if self._targets.ttft_s is None:
+            return 0.0
+        target_s, urgency = self._targets.ttft_s, 0.0
+        for seq in long:
+            waited_s = now - seq.request.arrival_s
+            needed_s = self.times.chunk_s(seq.num_planned, len(seq.tokens) - seq.num_planned)
+            if seq.first_token_s < 0 and waited_s + needed_s < target_s:
+                urgency += needed_s / max(AIM * target_s - waited_s, needed_s)
+        return min(urgency, _MAX_URGENCY)

@@ -14,6 +14,7 @@ Owned by the scheduler, engine thread.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from engine.core.flight import Flight
 from engine.core.memory import Memory
@@ -35,23 +36,37 @@ class PromptPlanner:
         self._memory, self._roster, self._pacing = memory, roster, pacing
 
     def plan(
-        self, catching_up: list[Sequence], admitted: Iterable[Sequence], budget: int, flight: Flight, *, shares: bool
+        self,
+        catching_up: list[Sequence],
+        admitted: Iterable[Sequence],
+        budget: int,
+        now: float,
+        flight: Flight,
+        *,
+        shares: bool,
     ) -> int:
         """Plan chunks of at most `budget` positions in all; returns what is left. Without `shares` all go in order.
 
-        `admitted` is asked for one more sequence at a time, while there is budget for it. What is swapped in computes in the
+        `admitted` is asked for one more sequence at a time, while there is room for it. What is swapped in computes in the
         next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
         flight.load = decode_load(flight.slices)
+        flight.spare_s = self._pacing.prompts_s(flight.load)
         long = [seq for seq in catching_up if seq.is_long and shares]
-        reserve = -(-budget // RESERVE) if long and long[0] is catching_up[0] else 0
+        reserve, reserve_s = 0, 0.0
+        if long and long[0] is catching_up[0]:
+            reserve = -(-budget // RESERVE)
+            reserve_s = flight.spare_s / RESERVE if flight.spare_s < inf else 0.0
         left = budget - reserve
+        flight.spare_s -= reserve_s
+        is_full = not left
         for seq in catching_up:
             if not (seq.is_long and shares):
                 left -= self._plan_chunk(seq, left, flight)
+                is_full = is_full or seq.status is Status.PREFILL
         late: list[Sequence] = []
         num_moves = len(flight.swap_in)
-        for seq in admitted if left else ():
+        for seq in () if is_full or not left else admitted:
             if len(flight.swap_in) > num_moves:
                 num_moves = len(flight.swap_in)
                 late.append(seq)
@@ -59,37 +74,42 @@ class PromptPlanner:
                 long.append(seq)
             else:
                 left -= self._plan_chunk(seq, left, flight)
-            if not left:
-                break
+                if seq.status is Status.PREFILL or not left:
+                    break
         left += reserve
+        flight.spare_s += reserve_s
         # Some may have given way to others that were admitted.
         if long := [seq for seq in long if seq.status is Status.PREFILL]:
-            left -= self._plan_long(long, left, flight)
+            left -= self._plan_long(long, left, now, flight)
         elif not flight.slices and (late := [seq for seq in late if seq.status is Status.PREFILL]):
             left -= self._plan_chunk(late[0], left, flight)
         return left
 
-    def _plan_long(self, long: list[Sequence], budget: int, flight: Flight) -> int:
+    def _plan_long(self, long: list[Sequence], budget: int, now: float, flight: Flight) -> int:
         """The part of the long ones: half is for the first, half for the one that is soonest through; returns how many."""
-        pacing = self._pacing
-        seconds = pacing.long_s(flight.load, len(long))
+        times = self._pacing.times
+        seconds = min(self._pacing.long_s(flight.load, long, now), flight.spare_s)
         first, soonest = long[0], min(long, key=_num_to_plan)
-        seconds *= 1.0 if first is soonest else 0.5
-        count = self._plan_chunk(first, max(self._within(seconds, first, budget), min(budget, 1)), flight)
+        flight.spare_s = seconds if first is soonest else seconds / 2
+        count = self._plan_chunk(first, budget, flight, least=1)
         if soonest is not first:
-            count += self._plan_chunk(soonest, self._within(seconds, soonest, budget - count), flight)
+            flight.spare_s = seconds - times.chunk_s(first.num_planned - count, count)
+            count += self._plan_chunk(soonest, budget - count, flight)
         return count
 
-    def _within(self, seconds: float, seq: Sequence, budget: int) -> int:
-        """Positions of a sequence that fit both."""
-        return int(min(self._pacing.times.tokens_within(seconds, seq.num_planned), budget))
+    def _plan_chunk(self, seq: Sequence, budget: int, flight: Flight, least: int = 0) -> int:
+        """Plan the next chunk of a sequence that is catching up, of at most `budget` positions; returns how many.
 
-    def _plan_chunk(self, seq: Sequence, budget: int, flight: Flight) -> int:
-        """Plan the next chunk of a sequence that is catching up, of at most `budget` positions; returns how many."""
-        start = seq.num_planned
+        It is as long as the seconds that the step has left for prompts, but never shorter than `least`, nor is a step's first.
+        """
+        start, times = seq.num_planned, self._pacing.times
+        if flight.spare_s < inf:
+            least = least or not flight.load.num_prompt_tokens
+            budget = min(budget, max(int(min(times.tokens_within(flight.spare_s, start), budget)), least))
         count = min(len(seq.tokens) - start, budget)
         if not count:
             return 0
+        flight.spare_s -= times.chunk_s(start, count)
         seq.num_planned = start + count
         samples: tuple[Sample, ...] = ()
         if seq.num_planned == len(seq.tokens):

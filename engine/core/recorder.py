@@ -9,7 +9,8 @@ from __future__ import annotations
 from engine.core.block_pool import BlockPool
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, Status
-from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection
+from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
+from engine.core.targets import Targets
 from engine.core.tiers import Tiers
 from engine.core.types import FinishReason, RequestTimings
 
@@ -17,9 +18,10 @@ from engine.core.types import FinishReason, RequestTimings
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "gaps")
+    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps")
 
-    def __init__(self, stats: Stats, pool: BlockPool, tiers: Tiers) -> None:
+    def __init__(self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets) -> None:
+        self._targets = targets
         self._stats = stats
         self._pool = pool
         self._host_pool, self._disk_pool = tiers.host.pool, tiers.disk.pool
@@ -121,7 +123,20 @@ class Recorder:
             num_preemptions=seq.num_preemptions,
         )
 
+    def dropped(self, seq: Sequence, target: Target) -> None:
+        """A request left the queue, for it could not be in time."""
+        stats, num_choices = self._stats, seq.params.n
+        stats.dropped[target] += num_choices
+        stats.missed[target] += num_choices
+        stats.targeted += num_choices
+
     def _completed(self, seq: Sequence, now: float, decode_s: float, num_generated: int) -> None:
+        missed = self._targets.judge(seq, now, num_generated)
+        if missed is not None:
+            self._stats.targeted += 1
+            self._stats.met += not missed
+            for target in missed:
+                self._stats.missed[target] += 1
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
         if seq.first_token_s >= 0:
             self._stats.decode_s.observe(decode_s)

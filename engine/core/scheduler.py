@@ -17,6 +17,7 @@ from engine.core.account import Account
 from engine.core.admission import check_request
 from engine.core.beams import Beams
 from engine.core.config import SchedulerConfig
+from engine.core.deadlines import Deadlines
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
@@ -34,6 +35,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step_time import decode_load
+from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 
@@ -54,10 +56,12 @@ class Scheduler:
         self.tiers = Tiers(config, self.stats)
         self._memory = Memory(config, self.tiers)
         self._swap = SwapSpace(config, self.tiers)
-        self._recorder = Recorder(self.stats, self._memory.pool, self.tiers)
+        targets = Targets(config.target_ttft_s, config.target_itl_s)
+        self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
-        self._pacing = Pacing()
+        self._pacing = Pacing(targets)
+        self._deadlines = Deadlines(self._memory, self._pacing.times, config.max_num_batched_tokens)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
@@ -89,6 +93,15 @@ class Scheduler:
         self._roster.requests[request.request_id] = [seq]
         self._memory.prefetch(seq, request.arrival_s)
         self._roster.enqueue(seq)
+        self._deadlines.watch(seq)
+
+    def drop_hopeless(self, now: float) -> list[TokenEvent]:
+        """End the requests that wait and cannot be in time any more; to be called before a plan is made."""
+        events: list[TokenEvent] = []
+        for seq, target, error in self._deadlines.take_hopeless(now):
+            self._recorder.dropped(seq, target)
+            events += self._departures.end(seq, FinishReason.DROPPED, now, error=error)
+        return events
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
         """End a request, or one of its choices once its prompt is computed. Unknown or ended ones are ignored."""
@@ -126,7 +139,7 @@ class Scheduler:
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens
             admitted = () if out else self._admit(now, flight)
-            budget = self._prompts.plan(catching_up, admitted, budget, flight, shares=shares)
+            budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
         if not flight.slices:
             return None
         if self._drafts is not None:

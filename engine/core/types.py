@@ -22,6 +22,7 @@ class FinishReason(str, Enum):
     LENGTH = "length"  # max_tokens were generated
     ABORT = "abort"  # the client left, or the daemon shut down
     ERROR = "error"  # this request alone failed; the event says why
+    DROPPED = "dropped"  # nothing of it was computed, for it could not be in time; the event says why
 
 
 class AbortCause(str, Enum):
@@ -108,6 +109,8 @@ class Request:
     arrival_s: float
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests with different salts never share cached blocks
+    deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
+    max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that nobody else needs, under every policy
     tenant: str = ""  # on whose account it runs; "" is a tenant like any other
     weight: float = 1.0  # that tenant's, under the policy `fair`: with 2 it gets twice what others get

@@ -28,7 +28,9 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str  # "stop", "length", or "tool_calls" if a conversation's answer stopped and has any
+    finish_reason: (
+        str  # "stop", "length", "tool_calls" if a conversation's answer stopped and has any; "dropped", see deadline_ms
+    )
     stop_reason: int | str | None  # the stop token or stop string that was met
     logprobs: PromptLogprobs | None  # by token id, one entry a token
     timings: RequestTimings | None
@@ -86,6 +88,8 @@ class Job:
     def accept(self, event: TokenEvent) -> bool:
         """Take in an event; True if a stop string has just ended its choice. Raises the event's error."""
         choice = self._choices[event.choice]
+        if event.finish_reason is FinishReason.DROPPED:
+            choice.drop()
         is_first_end = not choice.is_done and choice.accept(event)
         if event.finish_reason is None:
             return is_first_end

@@ -34,6 +34,7 @@ from server.app_config import AppConfig
 from server.choice import TextRules
 from server.model_source import find_model
 from server.protocol.limits import Limits
+from server.protocol.sampling import SamplingBody, seconds
 from server.reasoning import REASONING_TAGS
 from server.startup import StartupStory
 from server.tokenizer import load_tokenizer
@@ -202,7 +203,7 @@ class LLM:
             prompt_logprobs=body.prompt_logprobs,
         )
         inner = replace(self._grammars.constrain(body.grammar_spec(), inner), adapter=adapter)
-        return self._job(text, ids, inner, body.text_rules(inner), body.priority)
+        return self._job(text, ids, inner, body.text_rules(inner), body)
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
         """What can be wrong with a conversation is found here. Raises ClientError."""
@@ -213,15 +214,23 @@ class LLM:
             ids = body.truncate(self._encode(text, "messages", add_special_tokens=False), limits)
             inner = self._grammars.constrain(body.message_grammar(limits), body.params(limits, len(ids)))
             inner = replace(body.with_thoughts(inner, limits, text), adapter=adapter)
-            return self._job(text, ids, inner, body.message_rules(inner, limits, text), body.priority)
+            return self._job(text, ids, inner, body.message_rules(inner, limits, text), body)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         self._limits.check_length(text, param)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _job(self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, priority: int) -> Job:
+    def _job(
+        self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, body: SamplingBody
+    ) -> Job:
         request = Request(
-            request_id=str(next(self._ids)), prompt=tuple(ids), params=params, arrival_s=0.0, priority=priority
+            request_id=str(next(self._ids)),
+            prompt=tuple(ids),
+            params=params,
+            arrival_s=0.0,
+            priority=body.priority,
+            deadline_s=seconds(body.deadline_ms),
+            max_queue_s=seconds(body.max_queue_ms),
         )
         check_request(request, self._engine.config)
         return Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)

@@ -63,6 +63,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int = 0
+    deadline_ms: int | None = None
+    max_queue_ms: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
 

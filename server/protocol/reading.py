@@ -11,7 +11,7 @@ from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
-from server.protocol.sampling import MAX_CACHE_SALT, MAX_USER
+from server.protocol.sampling import MAX_CACHE_SALT, MAX_DEADLINE_MS, MAX_USER
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 
@@ -30,6 +30,8 @@ class ReadingBody(RequestBody):
     add_special_tokens: bool = True
     include_metrics: bool = False
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)
+    max_queue_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
     user: str = Field("", max_length=MAX_USER)
 

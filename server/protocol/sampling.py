@@ -22,6 +22,7 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT = 128
+MAX_DEADLINE_MS = 86_400_000  # a day
 MAX_USER = 512
 MAX_LENGTH_PENALTY = 10
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
@@ -140,6 +141,8 @@ class SamplingBody(RequestBody):
     stream_options: StreamOptions | None = None
     include_metrics: bool = False  # tell in the answer, or a stream's last chunk, what its time went into
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # for the whole answer, from its arrival
+    max_queue_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # until it is started
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
     user: str = Field("", max_length=MAX_USER)  # whom `fair` shares with, where no keys tell
     safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for it
@@ -293,6 +296,11 @@ class SamplingBody(RequestBody):
         biases = {int(key): bias for key, bias in self.logit_bias.items()}
         limits.check_ids(tuple(biases), "logit_bias")
         return tuple(biases.items())
+
+
+def seconds(milliseconds: int | None) -> float | None:
+    """The engine's unit."""
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _first(asked: Any, default: Any) -> Any:

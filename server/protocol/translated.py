@@ -24,10 +24,12 @@ PASSED_ON = frozenset(
     {
         "cache_salt",
         "chat_template_kwargs",
+        "deadline_ms",
         "frequency_penalty",
         "ignore_eos",
         "include_stop_str_in_output",
         "logit_bias",
+        "max_queue_ms",
     }
     | {"min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens"}
     | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "user", "safety_identifier"}

@@ -25,7 +25,7 @@ from server.ledger import Entry
 from server.middleware import ENTRY, REQUEST_ID
 from server.protocol.form import Form
 from server.protocol.reading import ReadingBody
-from server.protocol.sampling import SamplingBody
+from server.protocol.sampling import SamplingBody, seconds
 from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.routes.context import Context
 from server.sse import EventStream
@@ -55,6 +55,8 @@ def engine_requests(
             arrival_s=context.engine.clock(),
             priority=body.priority,
             cache_salt=body.cache_salt,
+            deadline_s=seconds(body.deadline_ms),
+            max_queue_s=seconds(body.max_queue_ms),
             is_background=context.is_background,
             tenant="" if context.tenancy.has_file else body.tenant,
         )

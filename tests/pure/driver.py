@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
 
 from engine.core.beam_search import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
@@ -33,7 +34,7 @@ def config(**changes: int | bool | str) -> SchedulerConfig:
 
 def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **changes: object) -> Request:
     """A request with few words: unknown keywords go to SamplingParams."""
-    names = ("arrival_s", "priority", "cache_salt", "is_background", "tenant", "weight")
+    names = {field.name for field in fields(Request)}
     outer = {name: changes.pop(name) for name in names if name in changes}
     params = SamplingParams(**({"max_tokens": 5, "eos_token_ids": frozenset([EOS])} | changes))  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]

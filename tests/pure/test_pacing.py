@@ -6,59 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.fake_runner import FakeRunner
-from engine.core.pacing import ALONE, SHARE
-from engine.core.plan import StepPlan
+from engine.core.pacing import AIM, ALONE, FLOOR, SHARE
 from engine.core.prompts import RESERVE
-from tests.pure.driver import VOCAB, Driver, config, request
-
-FIXED_S, TOKEN_S, CONTEXT_S = 4e-3, 0.25e-3, 0.1e-6  # about SmolLM2-135M on two cores
-STREAMS = 4
-
-
-def seconds(plan: StepPlan) -> float:
-    """Linear, so that the model can be exact."""
-    context = sum(piece.num_tokens * (piece.start + piece.num_tokens / 2) for piece in plan.slices)
-    return FIXED_S + TOKEN_S * plan.num_tokens + CONTEXT_S * context
-
-
-class World:
-    """Streams that run for ever, in an engine that has seen enough to know what its steps take."""
-
-    def __init__(self, num_streams: int = STREAMS, **changes: int) -> None:
-        sizes = {"num_blocks": 4000, "block_size": 16, "max_model_len": 40_000, "max_num_seqs": 64}
-        settings = config(**sizes | {"max_num_batched_tokens": 512, "enable_prefix_caching": False} | changes)
-        self.driver = Driver(settings, cost=seconds)
-        self.driver.runner = FakeRunner(settings, vocab_size=VOCAB, memory=False)
-        for index in range(12):
-            self.add(f"warm{index}", 40 * index + 10, max_tokens=3)
-            self.run(3)
-        self.driver.drain()
-        for index in range(num_streams):
-            self.add(f"stream{index}", 50, max_tokens=30_000)
-        self.run(4)
-
-    def add(self, name: str, num_prompt: int, max_tokens: int = 2) -> None:
-        asked = request(name, (1,) * num_prompt, max_tokens=max_tokens, eos_token_ids=frozenset())
-        self.driver.add(asked)
-
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.driver.step()
-
-    def until(self, *names: str, max_steps: int = 20_000) -> list[float]:
-        """Run until these have their first tokens; the seconds of each step."""
-        taken = []
-        while not all((name, 0) in self.driver.streams for name in names):
-            before = self.driver.now
-            self.driver.step()
-            taken.append(self.driver.now - before)
-            assert len(taken) < max_steps, "starved"
-        return taken
-
-
-def decode_s(num_streams: int, context: int) -> float:
-    return FIXED_S + num_streams * (TOKEN_S + CONTEXT_S * context)
+from engine.core.stats import Target
+from tests.pure.driver import Driver, config, request
+from tests.pure.world import CONTEXT_S, FIXED_S, STREAMS, TOKEN_S, World, decode_s, seconds
 
 
 def test_a_long_prompt_is_hardly_felt_by_those_who_run() -> None:
@@ -151,6 +103,63 @@ def test_no_starvation_bound(num_streams: int, num_prompt: int, shorts: list[int
     work_s = num_prompt * (TOKEN_S + CONTEXT_S * num_prompt / 2)
     share = min(SHARE / (1 + SHARE) / 2, 1 / RESERVE)
     assert world.driver.now - begun <= work_s / share + 2 * seconds_of_a_full_step(world)
+
+
+@pytest.mark.parametrize("target_s", [0.010, 0.030, 0.080])
+def test_no_step_outlasts_a_target_itl(target_s: float) -> None:
+    world = World(target_itl_s=target_s)
+    world.add("long", 6000)
+    world.run(3)
+    for index in range(30):
+        world.add(f"short{index}", 300, max_tokens=1)
+    taken = world.until("long", *(f"short{index}" for index in range(30)))
+    rounding_s = TOKEN_S + CONTEXT_S * 6000
+    assert max(taken) <= 1.02 * AIM * target_s + rounding_s
+    work_s = 6000 * (TOKEN_S + CONTEXT_S * 3000) + 30 * 300 * (TOKEN_S + CONTEXT_S * 150)
+    share = 1 - decode_s(STREAMS, 50 + len(taken)) / (AIM * target_s)
+    assert sum(taken) <= 1.2 * work_s / share, "all that it leaves is used"
+
+
+def test_a_target_itl_that_decoding_alone_misses_starves_nobody() -> None:
+    world = World(target_itl_s=0.001)
+    world.add("long", 1000)
+    for index in range(5):
+        world.add(f"short{index}", 100)
+    taken = world.until("long", *(f"short{index}" for index in range(5)))
+    assert max(taken) <= (1 + FLOOR) * decode_s(STREAMS + 6, 1000) + 2 * TOKEN_S
+
+
+def test_a_generous_target_itl_lets_prompts_go_faster_than_without() -> None:
+    taken = []
+    for target_s in (None, 0.1):
+        world = World(target_itl_s=target_s)
+        world.add("long", 8000)
+        taken.append(sum(world.until("long")))
+    assert taken[1] < taken[0] / 2
+
+
+def test_a_long_prompt_is_hurried_to_keep_a_target_ttft() -> None:
+    kept = {}
+    for target_s in (None, 9.0, 4.0):
+        world = World(target_ttft_s=target_s)
+        world.add("long", 8000)
+        kept[target_s] = sum(world.until("long"))
+    assert kept[None] > 12
+    assert 8 * AIM < kept[9.0] <= 9
+    assert kept[4.0] == pytest.approx(kept[None], rel=0.05), "what cannot be kept is not paid for"
+
+
+def test_goodput_counts_what_met_its_targets() -> None:
+    world = World(num_streams=0, target_itl_s=0.05, target_ttft_s=0.2)
+    stats = world.driver.scheduler.stats
+    before = stats.targeted, stats.met
+    world.add("good", 100, max_tokens=5)
+    world.driver.drain()
+    world.add("late", 8000, max_tokens=5)
+    world.driver.drain()
+    assert (stats.targeted - before[0], stats.met - before[1]) == (2, 1)
+    assert stats.missed[Target.TTFT] == 1
+    assert stats.missed[Target.ITL] == stats.missed[Target.DEADLINE] == 0
 
 
 def seconds_of_a_full_step(world: World) -> float:

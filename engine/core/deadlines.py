@@ -1,0 +1,97 @@
+"""Requests that say by when they are of use, and leave the queue when they cannot be any more: `deadline_ms`, `max_queue_ms`.
+
+A request is dropped at the moment from which it could not be in time even if it were started at once and had the engine to
+itself, by what steps are known to take. That is the least it needs, so nothing is dropped that might have been in time;
+others may still make it late. Once started it is never dropped. Only requests with such fields cost anything: a heap of
+the moments at which they are to be looked at. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from engine.core.errors import DeadlineError
+from engine.core.memory import Memory
+from engine.core.sequence import Sequence, Status
+from engine.core.stats import Target
+from engine.core.step_time import Load, StepTime
+
+_MIN_PRUNED = 64  # entries: those of requests that have left the queue are cleared out when they may be half of all
+
+
+class Deadlines:
+    """watch a sequence when it comes; take_hopeless at every step."""
+
+    __slots__ = ("_heap", "_max_step_tokens", "_memory", "_prune_at", "_times")
+
+    def __init__(self, memory: Memory, times: StepTime, max_step_tokens: int) -> None:
+        self._memory, self._times, self._max_step_tokens = memory, times, max_step_tokens
+        self._heap: list[tuple[float, int, Sequence]] = []
+        self._prune_at = _MIN_PRUNED
+
+    def watch(self, seq: Sequence) -> None:
+        """A sequence comes to wait for the first time."""
+        if seq.request.deadline_s is None and seq.request.max_queue_s is None:
+            return
+        if len(self._heap) >= self._prune_at:
+            self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
+            heapify(self._heap)
+            self._prune_at = 2 * len(self._heap) + _MIN_PRUNED
+        heappush(self._heap, (min(self._last_starts(seq, 0)), seq.seq_id, seq))
+
+    def take_hopeless(self, now: float) -> list[tuple[Sequence, Target, DeadlineError]]:
+        """Those that wait and cannot be in time any more."""
+        hopeless = []
+        while self._heap and self._heap[0][0] < now:
+            _, seq_id, seq = heappop(self._heap)
+            if seq.status is not Status.WAITING:
+                continue
+            by_deadline, by_queue = self._last_starts(seq, self._memory.num_cached(seq))
+            if now <= min(by_deadline, by_queue):  # steps are known better by now, or its prompt is in the cache
+                heappush(self._heap, (min(by_deadline, by_queue), seq_id, seq))
+            elif by_queue < now:
+                hopeless.append((seq, Target.QUEUE, DeadlineError(_queue_sentence(seq, now))))
+            else:
+                hopeless.append((seq, Target.DEADLINE, DeadlineError(self._deadline_sentence(seq, now))))
+        return hopeless
+
+    def _last_starts(self, seq: Sequence, num_cached: int) -> tuple[float, float]:
+        """When it has to be started at the latest, for its deadline and for its patience."""
+        request = seq.request
+        by_deadline = inf if request.deadline_s is None else request.deadline_s - self._least_s(seq, num_cached)
+        by_queue = inf if request.max_queue_s is None else request.max_queue_s
+        return request.arrival_s + by_deadline, request.arrival_s + by_queue
+
+    def _least_s(self, seq: Sequence, num_cached: int) -> float:
+        """What it takes alone: the prompt in steps as large as can be, then as many tokens as it must have at least."""
+        times = self._times
+        if not times.is_known:
+            return 0.0
+        num_tokens = seq.num_prompt - num_cached
+        num_steps = -(-num_tokens // self._max_step_tokens)
+        prompt_s = num_steps * times.fixed_s + times.chunk_s(num_cached, num_tokens)
+        num_decodes = max(seq.params.min_tokens - 1, 0)
+        return prompt_s + num_decodes * times.seconds(Load(1, seq.num_prompt))
+
+    def _deadline_sentence(self, seq: Sequence, now: float) -> str:
+        request, waited_s = seq.request, now - seq.request.arrival_s
+        assert request.deadline_s is not None
+        least_s = self._least_s(seq, self._memory.num_cached(seq))
+        return (
+            f"The answer cannot be there in time: deadline_ms is {_ms(request.deadline_s)}, of which {_ms(waited_s)} have "
+            f"passed in the queue, and computing it takes at least {_ms(least_s)}. Nothing of it was computed."
+        )
+
+
+def _queue_sentence(seq: Sequence, now: float) -> str:
+    request = seq.request
+    assert request.max_queue_s is not None
+    return (
+        f"The request was not started in time: max_queue_ms is {_ms(request.max_queue_s)}, and it has been waiting for "
+        f"{_ms(now - request.arrival_s)} ms. Nothing of it was computed."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}"
