@@ -102,6 +102,8 @@ SHOWN = {
     "quire_integrity_failures_total": "integrity_failures",
     "quire_out_of_memory_steps_total": "out_of_memory_steps",
     "quire_requests_rejected_total": "rejected",
+    "quire_requests_targeted_total": "targeted",
+    "quire_requests_met_targets_total": "met",
     "quire_spec_decode_num_drafts_total": "spec_drafts",
     "quire_spec_decode_num_draft_tokens_total": "spec_draft_tokens",
     "quire_spec_decode_num_accepted_tokens_total": "spec_accepted_tokens",
@@ -119,7 +121,7 @@ SHOWN = {
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
 }
-LABELLED = {"finished", "failed", "aborted", "preempted", "swapped_blocks"}
+LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_held"}
 ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
