@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
+from engine.core.block_size import BlockSizeChooser, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
@@ -22,6 +23,7 @@ from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
+from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.budget import (
     describe_use,
@@ -61,6 +63,7 @@ _MEASURED_TOKENS = {"cpu": 128, "cuda": 8192}  # of a prompt, to know what compu
 # Tokens that a copied block has to save. On a CPU a copy takes 0.03 ms and a token 0.3 (SmolLM2-135M, two cores). On CUDA,
 # where nothing was measured, a copy launches kernels for every layer, which about so many tokens of a full step cost.
 _MIN_COPIED_TOKENS = {"cpu": 1, "cuda": 32}
+_FIRST_BLOCK_SIZE = 16  # of --block-size auto, until it is known which are fast
 _MAX_QUEUED_REQUESTS = 1024
 _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in times of what the pool holds
 
@@ -91,10 +94,11 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
 
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
-    bytes_per_block = block_bytes(model.attention_specs, config.block_size, kv_dtype)
+    block_size = config.block_size or _FIRST_BLOCK_SIZE
+    bytes_per_block = block_bytes(model.attention_specs, block_size, kv_dtype)
     settings = SchedulerConfig(
-        num_blocks=max_num_batched_tokens // config.block_size + 1,  # to measure a full step with
-        block_size=config.block_size,
+        num_blocks=max_num_batched_tokens // block_size + 1,  # to measure a full step with
+        block_size=block_size,
         max_model_len=config.max_model_len or model.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -113,9 +117,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         budget = budget._replace(num_bytes=budget.num_bytes - adapter_bytes)
     if budget.account:
         report(Progress("memory", budget.account))
-    size = fit_pool(
-        budget, pool_block_bytes, config.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
-    )
+    size = fit_pool(budget, pool_block_bytes, block_size, model_len=model.max_model_len, asked_len=config.max_model_len)
     settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
     report(Progress("kv_pool", _describe(config.max_model_len, settings, pool_block_bytes, model)))
     runner = make_runner(settings)
@@ -124,6 +126,9 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cuda(runner, config, settings, model.vocab_size, device, report, captures)
     else:
         _warm_up_cpu(runner, settings)
+    chooser = None
+    if config.block_size is None:
+        chooser, settings = _choose_block_size(runner, settings, report)
     if config.swap_space:
         settings = _open_swap_space(runner, config.swap_space, settings, bytes_per_block, device, report)
     if speculation is not None:
@@ -135,8 +140,9 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         depth=0 if speculation else _depth(config.async_scheduling, device),
         limits=QueueLimits(
             config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
-            config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * config.block_size,
+            config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * block_size,
         ),
+        block_sizes=chooser,
         adapters=adapters,
     )
 
@@ -264,6 +270,20 @@ def _open_swap_space(
         return settings
     report(Progress("swap_space", f"{num_blocks} blocks, for sequences from {least} tokens: {rates}"))
     return replace(settings, num_host_blocks=num_blocks, min_swap_tokens=least)
+
+
+def _choose_block_size(
+    runner: ModelRunner, settings: SchedulerConfig, report: Report
+) -> tuple[BlockSizeChooser, SchedulerConfig]:
+    """Begin with the fastest blocks, and remember how fast the others are."""
+    speeds = measure_speeds(runner, settings)
+    chooser = BlockSizeChooser(speeds)
+    settings = with_block_size(settings, chooser.first)
+    runner.repartition(settings)
+    best = max(speeds.values())
+    told = ", ".join(f"{size}: {speed / best:.0%}" for size, speed in speeds.items())
+    report(Progress("block_size", f"{settings.block_size}; speed of decoding by size: {told}"))
+    return chooser, settings
 
 
 def _depth(asked: bool | None, device: torch.device) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from engine.adapters import Adapters
 from engine.core.admission import check_request
+from engine.core.block_size import BlockSizeChooser, waste, with_block_size
 from engine.core.errors import (
     DeviceLostError,
     DeviceMemoryError,
@@ -74,6 +75,7 @@ class Engine:
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
         adapters: Adapters | None = None,
+        block_sizes: BlockSizeChooser | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
@@ -85,6 +87,7 @@ class Engine:
         self._runner = runner
         self._depth = depth
         self._limits = limits
+        self._block_sizes = block_sizes
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._open: set[tuple[str, int]] = set()  # (request id, choice) without a terminal event; engine thread only
@@ -231,11 +234,33 @@ class Engine:
         messages = self._inbox.take(wait_s=_QUIET_S)
         if not messages:
             self._check_integrity()
+            self._fit_blocks()
             while not (messages := self._inbox.take(wait_s=0)) and self._runner.use_idle_moment():
                 pass
             messages = messages or self._inbox.take(wait_s=None)
         self._progress_s = self.clock()
         return messages
+
+    def _fit_blocks(self) -> None:
+        """With --block-size auto, cut the pool anew where that serves sequences like the recent ones better."""
+        scheduler, stats, current = self._scheduler, self.stats, self.config.block_size
+        lengths = scheduler.recent_lengths
+        stats.blocks_waste = waste(lengths, current)
+        if self._block_sizes is None:
+            return
+        better = self._block_sizes.better_than(current, lengths, stats.request_prompt_tokens.count)
+        if better is None:
+            return
+        config = with_block_size(self.config, better)
+        self._runner.repartition(config)
+        scheduler.repartition(config)
+        self.config = config
+        stats.repartitions += 1
+        before, stats.blocks_waste = stats.blocks_waste, waste(lengths, better)
+        log.info(
+            "Blocks of %d tokens instead of %d: the last %d sequences would leave %.1f %% of their K/V memory empty, not %.1f %%",
+            better, current, len(lengths), 100 * stats.blocks_waste, 100 * before,
+        )  # fmt: skip
 
     def _tell(self, events: list[TokenEvent]) -> None:
         for event in events:

@@ -41,6 +41,7 @@ class Speculation:
         """What a block of the pool costs beside the target's K/V."""
         if self.model is None:
             return 0
+        assert self.config.block_size is not None, "auto does not go with speculation"
         return block_bytes(self.model.attention_specs, self.config.block_size, self._kv_dtype(self.model))
 
     def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:

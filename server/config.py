@@ -164,7 +164,11 @@ class DeviceSettings(BaseModel):
         _choices(*KV_CACHE_DTYPES),
         "number format of the KV pool; auto is the model's, int8, and on CUDA fp8, hold nearly twice the tokens",
     )
-    block_size: int = _setting(_ENGINE.block_size, "TOKENS", "tokens a KV block holds, a power of two")
+    block_size: Length = _setting(
+        _ENGINE.block_size,
+        "TOKENS",
+        "tokens a KV block holds, a power of two; auto weighs speed against waste for the requests that come",
+    )
     swap_space: float = _setting(
         _ENGINE.swap_space, "GIB", "host memory for the K/V of preempted sequences; 0 computes them anew"
     )

@@ -197,6 +197,16 @@ METRICS = (
         "position",
     ),
     _counter("quire_swapped_blocks_total", "KV blocks copied out to host memory, and in again.", _swapped, "direction"),
+    _gauge(
+        "quire_kv_block_waste_ratio",
+        "Share of the blocks of the sequences that ended last that stayed empty, 0-1; told while idle.",
+        lambda s: s.blocks_waste,
+    ),
+    _counter(
+        "quire_kv_repartitions_total",
+        "Times that --block-size auto cut the idle pool into blocks of another size.",
+        lambda s: s.repartitions,
+    ),
     _counter(
         "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
     ),

@@ -22,14 +22,18 @@ class Memory:
     """Blocks and seats, claimed and released sequence by sequence."""
 
     def __init__(self, config: SchedulerConfig, tiers: Tiers) -> None:
-        self._block_size = config.block_size
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._min_copied = config.min_copied_tokens
         self._tiers = tiers
-        listener = tiers if config.host_caching else None
-        self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction, listener)
+        self._listener = tiers if config.host_caching else None
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self.partition(config)
+
+    def partition(self, config: SchedulerConfig) -> None:
+        """Have blocks of that number and size, all free. Nobody may hold any."""
+        self._block_size = config.block_size
+        self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction, self._listener)
         self.pool = self._cache.pool
 
     def chain_root(self, request: Request) -> bytes:

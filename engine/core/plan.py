@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
 from engine.core.types import Pooling, SamplingParams, TokenLogprob
 
@@ -149,6 +150,10 @@ class Runner(Protocol):
         Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
         later plan, with the same positions and blocks, repeats it. Any other exception ends the engine.
         """
+        ...
+
+    def repartition(self, config: SchedulerConfig) -> None:
+        """Cut the pool into blocks of another size; no step is under way, and nothing of what was there is kept."""
         ...
 
     def use_idle_moment(self) -> bool:

@@ -6,6 +6,8 @@ set alarms on.
 
 from __future__ import annotations
 
+from collections import deque
+
 from engine.core.block_pool import BlockPool
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, Status
@@ -14,11 +16,13 @@ from engine.core.targets import Targets
 from engine.core.tiers import Tiers
 from engine.core.types import FinishReason, RequestTimings
 
+_NUM_LENGTHS = 1024
+
 
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps")
+    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps", "lengths")
 
     def __init__(self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets) -> None:
         self._targets = targets
@@ -26,6 +30,12 @@ class Recorder:
         self._pool = pool
         self._host_pool, self._disk_pool = tiers.host.pool, tiers.disk.pool
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
+        self.lengths: deque[int] = deque(maxlen=_NUM_LENGTHS)  # in tokens, of the sequences that were completed last
+        self.gauges(0, 0)
+
+    def follow(self, pool: BlockPool) -> None:
+        """The pool is another one now."""
+        self._pool = pool
         self.gauges(0, 0)
 
     def queued(self, seq: Sequence, change: int) -> None:
@@ -111,6 +121,7 @@ class Recorder:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             stats.request_prompt_tokens.observe(seq.num_prompt)
             stats.request_generation_tokens.observe(num_generated)
+            self.lengths.append(seq.num_prompt + num_generated)
             if not has_token:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 from engine.core.account import Account
 from engine.core.admission import check_request
@@ -326,6 +327,19 @@ class Scheduler:
         for transfer, is_good in finished:
             self.tiers.finish(transfer, is_good=is_good)
         self._roster.tell()
+
+    def repartition(self, config: SchedulerConfig) -> None:
+        """Cut an idle pool into blocks of another number and size. What was cached is forgotten, what was learned stays."""
+        assert not self.has_work
+        assert not config.num_host_blocks
+        self.config = config
+        self._memory.partition(config)
+        self._recorder.follow(self._memory.pool)
+
+    @property
+    def recent_lengths(self) -> Seq[int]:
+        """Tokens, prompts included, of the sequences that were completed last."""
+        return self._recorder.lengths
 
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""

@@ -135,6 +135,8 @@ class Stats:
     generation_tokens: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    blocks_waste: float = 0.0  # share of the recent sequences' blocks that was empty at their end; told while idle
+    repartitions: int = 0  # times that the idle pool was cut into blocks of another size
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
     out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
     yielded: int = 0  # preemptions for the sake of a tenant that held far less; counted in `preempted` too

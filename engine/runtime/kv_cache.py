@@ -51,7 +51,20 @@ class KVCache:
         not know the type, MemoryBudgetError if it has not that much memory."""
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
-        self._specs, self._backend, self._device = specs, backend, device
+        self._specs, self._backend, self._dtype, self._device = specs, backend, dtype, device
+        self._rotating = backend if isinstance(backend, RotatingBackend) else None
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._blocks: list[Tensor] = []
+        self._allocate(num_blocks, block_size)
+
+    def repartition(self, num_blocks: int, block_size: int) -> None:
+        """Start anew with blocks of another size; nothing of what was there is kept."""
+        self._keys, self._values, self._blocks = [], [], []
+        self._allocate(num_blocks, block_size)
+
+    def _allocate(self, num_blocks: int, block_size: int) -> None:
+        specs, backend, dtype, device = self._specs, self._backend, self._dtype, self._device
         if isinstance(backend, ParticularBackend):
             for spec in specs:
                 backend.check(spec, dtype, block_size, device)
@@ -78,7 +91,6 @@ class KVCache:
             ) from error
 
         self._paged_step = backend.paged_step(self._keys, self._values)
-        self._rotating = backend if isinstance(backend, RotatingBackend) else None
 
     @property
     def blocks(self) -> list[Tensor]:

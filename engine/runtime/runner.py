@@ -139,6 +139,15 @@ class ModelRunner:
         graphs.capture(report)
         self._graphs = graphs
 
+    def repartition(self, config: SchedulerConfig) -> None:
+        """Cut the pool into blocks of another size; nothing of what was there is kept."""
+        self._kv_cache.repartition(config.num_blocks, config.block_size)
+        self._batches = BatchBuilder(config, self._device)
+        self._config = config
+        if self._graphs is not None:  # they name the old pool
+            self._graphs = None
+            self.capture(lambda _: None)
+
     def speculate(self, drafter: Drafter) -> None:
         """Draft where plans have room for it, from now on; steps are then to be taken one at a time."""
         self._drafter = drafter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.plan import PendingStep, Runner, StepPlan, StepResult
 
@@ -57,6 +58,10 @@ class CudaRunner:
                 fault = to_fault(error)
         self._is_lost |= isinstance(fault, DeviceLostError)
         return fault
+
+    def repartition(self, config: SchedulerConfig) -> None:
+        """What the runner behind does with it."""
+        self._runner.repartition(config)
 
     def use_idle_moment(self) -> bool:
         """What the runner behind does with it."""

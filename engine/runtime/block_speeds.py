@@ -1,0 +1,70 @@
+"""How fast sequences decode with blocks of each size: timed on a runner before it serves (--block-size auto)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from engine.core.block_size import CANDIDATES, with_block_size
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ConfigError
+from engine.core.page_table import blocks_for
+from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.types import SamplingParams
+from engine.runtime.runner import ModelRunner
+
+_NUM_SEQS, _CONTEXT = 8, 512  # of the step that is timed
+_NUM_STEPS, _NUM_ROUNDS = 5, 2
+
+
+def measure_speeds(runner: ModelRunner, config: SchedulerConfig) -> dict[int, float]:
+    """Tokens a second by block size, of those that the pool and the attention backend take; the runner's pool is void."""
+    speeds: dict[int, float] = {}
+    for _ in range(_NUM_ROUNDS):
+        for size in CANDIDATES:
+            candidate = with_block_size(config, size)
+            if candidate.num_blocks * size < config.max_model_len:
+                continue  # the longest sequence would not fit any more
+            try:
+                runner.repartition(candidate)
+            except ConfigError:
+                continue  # this backend has other sizes
+            speeds[size] = max(speeds.get(size, 0.0), _speed(runner, candidate))
+    return speeds
+
+
+def _speed(runner: ModelRunner, config: SchedulerConfig) -> float:
+    plan = _decode_plan(config)
+    return len(plan.slices) / min(_time_steps(runner, plan))  # the least: what disturbs only makes slower
+
+
+def _time_steps(runner: ModelRunner, plan: StepPlan) -> Iterator[float]:
+    runner.run(plan).wait()  # touches its memory for the first time
+    for _ in range(_NUM_STEPS):
+        begun = time.perf_counter()
+        runner.run(plan).wait()
+        yield time.perf_counter() - begun
+
+
+def _decode_plan(config: SchedulerConfig) -> StepPlan:
+    """Sequences side by side in the pool, as many and as long as it holds."""
+    context = min(_CONTEXT, config.max_model_len - 1, config.num_blocks * config.block_size - 1)
+    per_sequence = blocks_for(context + 1, config.block_size)
+    num_seqs = min(_NUM_SEQS, config.max_num_seqs, config.num_blocks // per_sequence)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    slices = [
+        SequenceSlice(
+            seat=seat,
+            tokens=[0] * (context + 1),
+            num_prompt=context + 1,
+            start=context,
+            num_tokens=1,
+            block_table=range(seat * per_sequence, (seat + 1) * per_sequence),
+            samples=(Sample(seat, 0),),
+            params=params,
+            prompt_logprobs=-1,
+            seq_id=-1 - seat,
+        )
+        for seat in range(num_seqs)
+    ]
+    return StepPlan(0, slices, [], num_seqs, num_seqs)
