@@ -18,7 +18,6 @@ from engine.core.block_size import BlockSizeChooser, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
-from engine.core.swap_costs import min_swap_tokens
 from engine.core.types import Progress
 from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.base import AdaptableLM, CausalLM
@@ -37,6 +36,7 @@ from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.swap import STAGING_BYTES
 from engine.runtime.host_cpus import usable_cpus
+from engine.runtime.host_tiers import open_tiers
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -50,7 +50,6 @@ from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
-from engine.runtime.swap import count_host_blocks, measure_costs
 from engine.speculation import load_speculation
 
 Report = Callable[[Progress], None]
@@ -59,7 +58,6 @@ _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
 # while those who decode beside them wait for the step: room for 384 of prompts beside a full house of decoding sequences.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-_MEASURED_TOKENS = {"cpu": 128, "cuda": 8192}  # of a prompt, to know what computing anew costs
 # Tokens that a copied block has to save. On a CPU a copy takes 0.03 ms and a token 0.3 (SmolLM2-135M, two cores). On CUDA,
 # where nothing was measured, a copy launches kernels for every layer, which about so many tokens of a full step cost.
 _MIN_COPIED_TOKENS = {"cpu": 1, "cuda": 32}
@@ -129,12 +127,14 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     chooser = None
     if config.block_size is None:
         chooser, settings = _choose_block_size(runner, settings, report)
-    if config.swap_space:
-        settings = _open_swap_space(runner, config.swap_space, settings, bytes_per_block, device, report)
+    settings, store = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
+    scheduler = Scheduler(settings)
+    if store is not None:
+        scheduler.tiers.restore(store.kept)
     return Engine(
-        Scheduler(settings),
+        scheduler,
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
         depth=0 if speculation else _depth(config.async_scheduling, device),
@@ -144,6 +144,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         ),
         block_sizes=chooser,
         adapters=adapters,
+        store=store,
     )
 
 
@@ -200,7 +201,7 @@ def _pool_budget(
         captures=captures,
     )
     remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
-    staging = 2 * STAGING_BYTES if config.swap_space else 0
+    staging = 2 * STAGING_BYTES if config.swap_space or config.kv_offload_gib else 0
     return PoolBudget(memory.pool - staging, str(memory), remedy)
 
 
@@ -236,40 +237,6 @@ def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
     library = native()
     if library is not None:
         library.keep_memory()  # now that all that lives long has its place
-
-
-def _open_swap_space(
-    runner: ModelRunner,
-    swap_space: float,
-    settings: SchedulerConfig,
-    bytes_per_block: int,
-    device: torch.device,
-    report: Report,
-) -> SchedulerConfig:
-    """Host blocks for preempted sequences, and from which length they are used here; none if never."""
-    on_cpu = device.type == "cpu"
-    num_taken = settings.num_blocks * bytes_per_block if on_cpu else 0
-    num_blocks = count_host_blocks(swap_space, bytes_per_block, num_taken)
-    num_tokens = min(_MEASURED_TOKENS[device.type], settings.max_num_batched_tokens, settings.max_model_len)
-
-    def compute() -> int:
-        runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait()
-        return num_tokens
-
-    wait = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, device)
-    pool = runner.open_host_pool(num_blocks)
-    costs = measure_costs(pool, compute, min(num_blocks, settings.num_blocks), wait)
-    least = min_swap_tokens(costs, settings.block_size)
-    rates = (
-        f"a block of {settings.block_size} tokens takes {costs.block_s * 1e3:.3g} ms out and back, and "
-        f"{settings.block_size * costs.token_s * 1e3:.3g} ms to compute"
-    )
-    if least is None:
-        runner.close_host_pool()
-        report(Progress("swap_space", f"none: {rates}, so preempted sequences are computed anew"))
-        return settings
-    report(Progress("swap_space", f"{num_blocks} blocks, for sequences from {least} tokens: {rates}"))
-    return replace(settings, num_host_blocks=num_blocks, min_swap_tokens=least)
 
 
 def _choose_block_size(

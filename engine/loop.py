@@ -32,8 +32,10 @@ from engine.core.plan import PendingStep, Runner, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
+from engine.core.tiers import BlockStore
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from engine.inbox import Abort, Inbox, Look, Message, Stop
+from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
 
@@ -76,6 +78,7 @@ class Engine:
         limits: QueueLimits = NO_LIMITS,
         adapters: Adapters | None = None,
         block_sizes: BlockSizeChooser | None = None,
+        store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
@@ -85,6 +88,7 @@ class Engine:
         self.clock = clock
         self._scheduler = scheduler
         self._runner = runner
+        self._offload = Offload(scheduler, runner, store)
         self._depth = depth
         self._limits = limits
         self._block_sizes = block_sizes
@@ -179,11 +183,13 @@ class Engine:
             while not self._is_done():
                 self._turn()
             self._check_integrity()
+            self._offload.flush(self.clock)
         except Exception as error:
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)
             self._die(error)
         finally:
+            self._offload.close()
             self._runner.close()
 
     def _is_done(self) -> bool:
@@ -197,6 +203,7 @@ class Engine:
         except DeviceMemoryError as error:
             self._take_back(error, events)
         self._tell(events)
+        self._offload.exchange()
 
     def _step(self, events: list[TokenEvent]) -> None:
         """Launch a step, commit the oldest."""
@@ -212,7 +219,7 @@ class Engine:
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events += self._commit_oldest()
-        elif plan is None and self._scheduler.has_work:
+        elif plan is None and self._scheduler.has_work and not self._offload.wait_for_fetch():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
     def _take_back(self, error: DeviceMemoryError, events: list[TokenEvent]) -> None:
@@ -235,7 +242,7 @@ class Engine:
         if not messages:
             self._check_integrity()
             self._fit_blocks()
-            while not (messages := self._inbox.take(wait_s=0)) and self._runner.use_idle_moment():
+            while not (messages := self._inbox.take(wait_s=0)) and self._use_idle_moment():
                 pass
             messages = messages or self._inbox.take(wait_s=None)
         self._progress_s = self.clock()
@@ -261,6 +268,9 @@ class Engine:
             "Blocks of %d tokens instead of %d: the last %d sequences would leave %.1f %% of their K/V memory empty, not %.1f %%",
             better, current, len(lengths), 100 * stats.blocks_waste, 100 * before,
         )  # fmt: skip
+
+    def _use_idle_moment(self) -> bool:
+        return self._offload.spill() or self._runner.use_idle_moment()
 
     def _tell(self, events: list[TokenEvent]) -> None:
         for event in events:

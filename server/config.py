@@ -172,6 +172,13 @@ class DeviceSettings(BaseModel):
     swap_space: float = _setting(
         _ENGINE.swap_space, "GIB", "host memory for the K/V of preempted sequences; 0 computes them anew"
     )
+    kv_offload_gib: float = _setting(
+        _ENGINE.kv_offload_gib, "GIB", "host memory for cached blocks that the KV pool has no room for"
+    )
+    kv_offload_dir: str | None = _setting(
+        _ENGINE.kv_offload_dir, "DIR", "a folder for cached blocks that survive a restart", unset="none"
+    )
+    kv_offload_disk_gib: float = _setting(_ENGINE.kv_offload_disk_gib, "GIB", "how much of them that folder may hold")
 
 
 class SchedulingSettings(BaseModel):

@@ -35,6 +35,8 @@ class Generation:
         self._tells_reasoning = rules.make_reader is not None
         self._num_open = len(self._choices)
         self._cached_tokens: dict[int, int] = {}  # by prompt
+        self._host_tokens: dict[int, int] = {}  # of these
+        self._disk_tokens: dict[int, int] = {}
         self.timeline = Timeline(len(self._choices))
 
     @property
@@ -42,7 +44,8 @@ class Generation:
         """Counts so far."""
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices) if self._tells_reasoning else None
-        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning)
+        below = (sum(self._host_tokens.values()), sum(self._disk_tokens.values()))
+        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning, below)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -96,6 +99,8 @@ class Generation:
                 continue  # a stop string was found in it; what the engine drew since is not shown
             if event.prompt is not None:
                 self._cached_tokens[prompt] = event.prompt.num_cached_tokens
+                self._host_tokens[prompt] = event.prompt.num_host_tokens
+                self._disk_tokens[prompt] = event.prompt.num_disk_tokens
             try:
                 is_done = choice.accept(event)
             except QuireError:

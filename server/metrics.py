@@ -26,7 +26,16 @@ from prometheus_client import Histogram as PrometheusHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.core.stats import REQUEST_BUCKETS_S, FailureCause, Histogram, PreemptionKind, Stats, SwapDirection
+from engine.core.stats import (
+    REQUEST_BUCKETS_S,
+    CacheTier,
+    FailureCause,
+    Histogram,
+    PreemptionKind,
+    Stats,
+    SwapDirection,
+    TransferKind,
+)
 from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
 from server.tenant_metrics import TenantMetrics
@@ -102,7 +111,19 @@ def _blocks(stats: Stats) -> Mapping[str, float]:
 
 
 def _host(stats: Stats) -> Mapping[str, float]:
-    return {"free": stats.host_blocks_free, "held": stats.host_blocks_held}
+    return {"free": stats.host_blocks_free, "cached": stats.host_blocks_cached, "held": stats.host_blocks_held}
+
+
+def _hits(stats: Stats) -> Mapping[str, float]:
+    return {tier.value: stats.prefix_hits[tier] for tier in CacheTier}
+
+
+def _transferred(stats: Stats) -> Mapping[str, float]:
+    return {kind.value: stats.transferred[kind] for kind in TransferKind}
+
+
+def _failed_transfers(stats: Stats) -> Mapping[str, float]:
+    return {kind.value: stats.failed_transfers[kind] for kind in TransferKind}
 
 
 def _preempted(stats: Stats) -> Mapping[str, float]:
@@ -151,8 +172,12 @@ METRICS = (
     ),
     _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
     _gauge(
-        "quire_swap_blocks", "Blocks of the swap space by state: held by preempted sequences, free.", _host, "state"
+        "quire_swap_blocks",
+        "Blocks in host memory by state: held by preempted sequences or on their way, cached behind the pool, free.",
+        _host,
+        "state",
     ),
+    _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.disk_blocks_cached),
     _gauge(
         "quire_kv_cache_usage_ratio",
         "Share of the KV pool that live sequences hold, 0-1.",
@@ -169,6 +194,21 @@ METRICS = (
     ),
     _counter(
         "quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens
+    ),
+    _counter(
+        "quire_prefix_cache_tier_hit_tokens_total",
+        "The same, by where they were: the KV pool, host memory, the disk.",
+        _hits,
+        "tier",
+    ),
+    _counter(
+        "quire_kv_offload_blocks_total", "Blocks fetched from the disk and stored there.", _transferred, "direction"
+    ),
+    _counter(
+        "quire_kv_offload_failures_total",
+        "Blocks that could not be, were torn or have rotted; what they held was computed.",
+        _failed_transfers,
+        "direction",
     ),
     _counter(
         "quire_preemptions_total",

@@ -63,6 +63,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     swap_space: float = 0.0  # GiB
+    kv_offload_gib: float = 0.0
+    kv_offload_dir: str | None = None
+    kv_offload_disk_gib: float = 8.0
     attention_backend: str = "auto"
     cpu_kernels: str = "auto"
     async_scheduling: bool | None = None
@@ -127,7 +130,7 @@ class EngineConfig:
             size is None or (1 <= size <= 1024 and size & (size - 1) == 0),
             f"--block-size is {size}; it must be a power of two from 1 to 1024, or auto.",
         )
-        for name in ("swap_space", "speculative_config"):
+        for name in ("swap_space", "kv_offload_gib", "speculative_config"):
             _require(
                 size is not None or not getattr(self, name),
                 f"--block-size auto does not go with {_flag(name)}, whose costs are known for one size; name a size.",
@@ -136,9 +139,17 @@ class EngineConfig:
             0.0 < self.gpu_memory_utilization <= 1.0,
             f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].",
         )
+        for name in ("swap_space", "kv_offload_gib", "kv_offload_disk_gib"):
+            value = getattr(self, name)
+            _require(0.0 <= value < inf, f"{_flag(name)} is {value}; it must be a number of GiB, 0 for none.")
         _require(
-            0.0 <= self.swap_space < inf,
-            f"--swap-space is {self.swap_space}; it must be a number of GiB, 0 for none.",
+            self.kv_offload_dir is None or self.kv_offload_gib > 0,
+            f"--kv-offload-dir is {self.kv_offload_dir!r}, and blocks go there through main memory; set --kv-offload-gib "
+            "to some of that, such as 1.",
+        )
+        _require(
+            self.enable_prefix_caching or not self.kv_offload_gib,
+            "--kv-offload-gib keeps blocks of the prefix cache, which is switched off; leave out one of the two.",
         )
         names = [module.name for module in self.lora_modules]
         twice = next((name for name in names if names.count(name) > 1), None)

@@ -62,7 +62,7 @@ class SequenceSlice(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One forward pass: blocks to move, then every slice as one flat batch.
+    """One forward pass: blocks to move, then every slice as one flat batch; or blocks alone.
 
     Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
     then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.

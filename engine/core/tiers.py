@@ -167,6 +167,11 @@ class Tiers:
         """True while a sequence may wait for what is on its way."""
         return bool(self._waiting)
 
+    @property
+    def is_transferring(self) -> bool:
+        """True while anything is on its way, or is to go."""
+        return bool(self._under_way or (self._fresh and self._takes_stores and self.host.pool.num_available))
+
     def spill(self) -> list[tuple[int, int]]:
         """What is to be copied to the host at once, so that it can go to the disk: (block of the pool, host block)."""
         for _, transfer in self._staged:  # that copy never came about

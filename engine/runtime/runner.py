@@ -162,6 +162,11 @@ class ModelRunner:
             self._host_pool = MainMemoryPool(self._kv_cache.blocks, num_blocks)
         return self._host_pool
 
+    @property
+    def blocks(self) -> list[Tensor]:
+        """Views of the pool, as KVCache has them."""
+        return self._kv_cache.blocks
+
     def close_host_pool(self) -> None:
         """No plan swaps any more."""
         if self._host_pool is not None:
@@ -177,6 +182,8 @@ class ModelRunner:
             self._kv_cache.copy_blocks(plan.copies)
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
+        if not plan.slices:
+            return self._send(plan, None, [], None)
         if self._drafter is not None:
             plan = self._draft(self._drafter, plan)
         if self._graphs is not None and self._graphs.takes(plan):

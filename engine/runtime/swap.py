@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
@@ -34,6 +35,14 @@ class HostPool(Protocol):
         """Copy in what the plan swaps in, before any slice that reads it."""
         ...
 
+    def row(self, host_block: int) -> memoryview:
+        """The bytes of a host block, for another thread; which is to call `finish_copies` before."""
+        ...
+
+    def finish_copies(self) -> None:
+        """Return when all copies of plans that were launched are done. Any thread."""
+        ...
+
     def close(self) -> None:
         """Give the memory back."""
         ...
@@ -47,8 +56,13 @@ def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:
     except (RuntimeError, MemoryError) as error:
         gib = num_blocks * size * pool[0].itemsize / _GIB
         raise MemoryBudgetError(
-            f"--swap-space needs {gib:.2f} GiB of main memory, which there is not; lower it."
+            f"--swap-space and --kv-offload-gib need {gib:.2f} GiB of main memory, which there is not; lower them."
         ) from error
+
+
+def rows_as_bytes(rows: Tensor) -> list[memoryview]:
+    """The same memory, row by row."""
+    return [memoryview(row) for row in rows.view(torch.uint8).numpy()]
 
 
 def split_rows(rows: Tensor, pool: Sequence[Tensor]) -> list[Tensor]:
@@ -62,7 +76,9 @@ class MainMemoryPool:
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int) -> None:
         self._pool = list(pool)
-        self._rows = split_rows(host_rows(pool, num_blocks), pool)
+        rows = host_rows(pool, num_blocks)
+        self._bytes = rows_as_bytes(rows)
+        self._rows = split_rows(rows, pool)
 
     def begin(self, plan: StepPlan) -> None:
         """Copy out."""
@@ -74,9 +90,16 @@ class MainMemoryPool:
         for pool, rows in zip(self._pool, self._rows, strict=True):
             _copy(rows, pool, plan.swap_in)
 
+    def row(self, host_block: int) -> memoryview:
+        """As it lies there."""
+        return self._bytes[host_block]
+
+    def finish_copies(self) -> None:
+        """They are done when a plan was launched."""
+
     def close(self) -> None:
         """Let go of the memory."""
-        self._pool, self._rows = [], []
+        self._pool, self._rows, self._bytes = [], [], []
 
 
 def _copy(sources: Tensor, destinations: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -85,22 +108,22 @@ def _copy(sources: Tensor, destinations: Tensor, pairs: Sequence[tuple[int, int]
         destinations[destination].copy_(sources[source])
 
 
-def count_host_blocks(swap_space: float, bytes_per_block: int, num_taken: int) -> int:
-    """Blocks in `swap_space` GiB of main memory, `num_taken` bytes of which have an owner who has not touched them yet.
+def count_host_blocks(num_gib: float, bytes_per_block: int, num_taken: int, flag: str = "--swap-space") -> int:
+    """Blocks in `num_gib` GiB, which `flag` asks for, of main memory, `num_taken` bytes of which have an owner who has not touched them yet.
 
     Raises ConfigError if it is less than a block or more than there is.
     """
-    num_blocks = int(swap_space * _GIB) // bytes_per_block
+    num_blocks = int(num_gib * _GIB) // bytes_per_block
     left = max(available_memory() - num_taken, 0)
     if num_blocks * bytes_per_block > left:
         beside = f" beside the KV pool's {num_taken / _GIB:.1f}" if num_taken else ""
         raise ConfigError(
-            f"--swap-space is {swap_space:g} GiB, and main memory has {left / _GIB:.1f} left{beside}; set it to at most "
+            f"{flag} is {num_gib:g} GiB, and main memory has {left / _GIB:.1f} left{beside}; set it to at most "
             f"{left // (_GIB // 10) / 10:g}."
         )
-    if swap_space and not num_blocks:
+    if num_gib and not num_blocks:
         raise ConfigError(
-            f"--swap-space is {swap_space:g} GiB, less than one block of K/V ({bytes_per_block / (1 << 20):.2f} MiB); "
+            f"{flag} is {num_gib:g} GiB, less than one block of K/V ({bytes_per_block / (1 << 20):.2f} MiB); "
             "raise it, or set it to 0."
         )
     return num_blocks

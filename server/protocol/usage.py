@@ -7,6 +7,8 @@ from server.protocol.base import ResponseBody
 
 class PromptTokensDetails(ResponseBody):
     cached_tokens: int
+    cached_tokens_host: int | None = None  # of these, where other tiers than the KV pool are in use
+    cached_tokens_disk: int | None = None
 
 
 class CompletionTokensDetails(ResponseBody):
@@ -24,15 +26,24 @@ class Usage(ResponseBody):
 
     @classmethod
     def of(
-        cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+        cls,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        reasoning_tokens: int | None = None,
+        cached_below: tuple[int, int] = (0, 0),
     ) -> Usage:
-        """`reasoning_tokens` None: nobody told them apart."""
+        """`reasoning_tokens` None: nobody told them apart. `cached_below`: from host memory, from a disk."""
         usage = cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
+        if any(cached_below):
+            usage.prompt_tokens_details.cached_tokens_host, usage.prompt_tokens_details.cached_tokens_disk = (
+                cached_below
+            )
         if reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
         return usage

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import build
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
@@ -19,7 +18,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.swap_costs import SwapCosts
 from engine.core.types import Progress
-from engine.runtime import swap
+from engine.runtime import host_tiers, swap
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import swap as cuda_swap
@@ -189,7 +188,7 @@ def tiny(tmp_path: Path) -> partial[EngineConfig]:
 def test_an_engine_with_swap_space_says_what_one_without_says(
     tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "measure_costs", lambda *_: SwapCosts(0.0, 0.0, 1.0))
+    monkeypatch.setattr(host_tiers, "measure_costs", lambda *_: SwapCosts(0.0, 0.0, 1.0))
     told: list[Progress] = []
     without, with_swap = build_engine(tiny(), told.append), build_engine(tiny(swap_space=0.001), told.append)
     assert without.config.num_host_blocks == 0 < with_swap.config.num_host_blocks
@@ -205,7 +204,7 @@ def test_an_engine_with_swap_space_says_what_one_without_says(
 def test_where_copying_takes_longer_than_computing_nothing_is_swapped(
     tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "measure_costs", lambda *_: SwapCosts(0.0, 1.0, 0.1))
+    monkeypatch.setattr(host_tiers, "measure_costs", lambda *_: SwapCosts(0.0, 1.0, 0.1))
     told: list[Progress] = []
     engine = build_engine(tiny(swap_space=0.001), told.append)
     assert engine.config.num_host_blocks == 0
@@ -219,7 +218,7 @@ def test_what_is_measured_is_there(tiny: partial[EngineConfig], monkeypatch: pyt
         costs.append(swap.measure_costs(*args))  # type: ignore[arg-type]
         return costs[0]
 
-    monkeypatch.setattr(build, "measure_costs", measure)
+    monkeypatch.setattr(host_tiers, "measure_costs", measure)
     build_engine(tiny(swap_space=0.001), lambda _: None)
     ((trip_s, block_s, token_s),) = costs
     assert token_s > 0 < trip_s + block_s

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
-from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection
+from engine.core.stats import CacheTier, Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
 from server.metrics import MAX_NAMES, METRICS, VLLM_METRICS, Metrics
@@ -120,10 +120,12 @@ SHOWN = {
     "quire_step_sequences": "step_sequences",
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
+    "quire_kv_offload_disk_blocks": "disk_blocks_cached",
 }
 LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
+LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
-BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_held"}
+BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
 ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
 
 
@@ -202,6 +204,21 @@ def test_preemptions_and_what_was_moved_for_them() -> None:
     assert [value(families["quire_swapped_blocks"], direction=way) for way in ("out", "in")] == [9, 7]
     assert [value(families["quire_swap_blocks"], state=state) for state in ("free", "held")] == [30, 2]
     assert value(families["vllm:num_preemptions"]) == 5
+
+
+def test_what_lower_tiers_of_the_prefix_cache_did() -> None:
+    engine = started_engine()
+    stats = engine.stats
+    stats.prefix_hits |= {CacheTier.POOL: 5, CacheTier.HOST: 6, CacheTier.DISK: 7}
+    stats.transferred |= {TransferKind.FETCH: 8, TransferKind.STORE: 9}
+    stats.failed_transfers[TransferKind.FETCH] = 1
+    stats.host_blocks_cached = 4
+    families = scrape(Metrics(engine, "tiny", compat_vllm=False))
+    hits = families["quire_prefix_cache_tier_hit_tokens"]
+    assert [value(hits, tier=tier) for tier in ("pool", "host", "disk")] == [5, 6, 7]
+    assert [value(families["quire_kv_offload_blocks"], direction=way) for way in ("fetch", "store")] == [8, 9]
+    assert [value(families["quire_kv_offload_failures"], direction=way) for way in ("fetch", "store")] == [1, 0]
+    assert value(families["quire_swap_blocks"], state="cached") == 4
 
 
 def test_health_is_told() -> None:

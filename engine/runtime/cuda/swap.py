@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError
 from engine.core.plan import StepPlan
-from engine.runtime.swap import host_rows, split_rows
+from engine.runtime.swap import host_rows, rows_as_bytes, split_rows
 
 STAGING_BYTES = 64 << 20  # of device memory, for each direction
 
@@ -28,6 +28,7 @@ class PinnedPool:
         self._pool, self._device = list(pool), device
         self._rows = host_rows(pool, num_blocks)
         _pin(self._rows)
+        self._bytes = rows_as_bytes(self._rows)
         self._stream = torch.cuda.Stream(device)
         size = self._rows.shape[1]
         self._num_staged = min(max(STAGING_BYTES // (size * self._rows.itemsize), 1), num_blocks)
@@ -69,11 +70,19 @@ class PinnedPool:
         if not all(blocks.isdisjoint(piece.block_table) for piece in plan.slices):
             step.wait_event(self._arrived)
 
+    def row(self, host_block: int) -> memoryview:
+        """As it lies there."""
+        return self._bytes[host_block]
+
+    def finish_copies(self) -> None:
+        """Wait for the side stream."""
+        self._stream.synchronize()
+
     def close(self) -> None:
         """Let go of the memory, once nothing is on its way."""
         self._stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._rows.data_ptr())
-        del self._pool, self._rows, self._leaving, self._arriving
+        del self._pool, self._rows, self._bytes, self._leaving, self._arriving
 
     def _to_device(self, blocks: list[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)

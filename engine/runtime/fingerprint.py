@@ -1,0 +1,49 @@
+"""What K/V depends on besides tokens, in one name: the weights, the types, the layout, the kernels. Start-up thread.
+
+Weights are told by their files' names, sizes and times of change: another file is another fingerprint, and so is the same
+one copied anew, which costs a cache and never an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.core.config import EngineConfig
+from engine.runtime.models.source import resolve_model_path
+from engine.runtime.native.library import native
+
+_VERSION = 1  # of what a block holds; to be raised when kernels change their numbers
+_TOLD_BY = (".safetensors", ".gguf", ".json")
+
+
+def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor]) -> str:
+    """Short enough for a file's name. `blocks` are the views of a pool, as KVCache has them."""
+    library = native()
+    facts = {
+        "version": _VERSION,
+        "weights": _files(resolve_model_path(config.model, config.revision)),
+        "load_format": config.load_format,
+        "seed": config.seed if config.load_format == "dummy" else None,
+        "model_impl": config.model_impl,
+        "dtype": dtype,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "block_size": config.block_size,
+        "attention_backend": config.attention_backend,
+        "device": blocks[0].device.type,
+        "kernels": None if library is None else library.isa.name,
+        "layout": [[str(view.dtype), *view.shape[1:]] for view in blocks],
+    }
+    text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"quire.kv").hexdigest()
+
+
+def _files(path: Path) -> list[tuple[str, int, int]]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, file.stat()) for file in files if file.suffix in _TOLD_BY]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
