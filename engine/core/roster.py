@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from itertools import islice
+from collections.abc import Collection, Iterable
 from operator import attrgetter
 
 from engine.core.account import Account
@@ -132,16 +131,12 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int, out: Collection[Account] = ()) -> Iterator[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned; drawn from the queue as it changes.
-
-        Without those who sit `out`.
-        """
-        num_due = self.num_due
-        if num_due <= limit and not out:
-            return islice(self.running, num_due)
-        due = islice(self.running, num_due)
-        return islice((seq for seq in due if not seq.is_waiting and seq.account not in out), limit)
+    def due(self, limit: int, out: Collection[Account] = ()) -> list[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned. Without those who sit `out`."""
+        due = self.running[: self.num_due]
+        if len(due) <= limit and not out:
+            return due
+        return [seq for seq in due if not seq.is_waiting and seq.account not in out][:limit]
 
     def tell(self) -> None:
         """Bring the gauges up to date."""

@@ -157,8 +157,9 @@ class Scheduler:
     def _plan_decodes(self, flight: Flight, limit: int, out: Collection[Account]) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
 
-        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted. The
-        background, at its end, pauses while there is anybody else, and tenants that sit `out` for a newcomer do.
+        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted, but
+        for beams of a search that gives way. The background, at its end, pauses while there is anybody else, and tenants
+        that sit `out` for a newcomer do.
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies
@@ -190,7 +191,7 @@ class Scheduler:
             seq.num_planned = start + 1
             seq.num_in_flight += 1
         flight.num_samples += len(slices) - num_before
-        # A search gives way as a whole: with the last of its beams go those that were passed before.
+        # Of those that are not running some have given way meanwhile: a search as a whole, wherever its beams stand.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:

@@ -107,6 +107,7 @@ class Driver:
         self.streams: dict[tuple[str, int], list[int]] = {}
         self.prompts: dict[tuple[str, int], PromptInfo] = {}
         self.ends: dict[tuple[str, int], TokenEvent] = {}
+        self.known: dict[int, list[int]] = {}  # by the id under which a runner was told of them
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
         self.transfers: list[Transfer] = []
         self.slots: dict[int, list[int]] = {}  # of the disk
@@ -212,6 +213,11 @@ class Driver:
         assert len(kinds) == 1, "a step is of the background or of all others"
         assert all(0 < num <= settings.num_speculative_tokens for num in plan.num_drafts.values())
         for index, piece in enumerate(plan.slices):
+            known = self.known.get(piece.seq_id, [])
+            assert list(piece.tokens[: len(known)]) == known, (
+                "under one id tokens only ever come to those that are there"
+            )
+            self.known[piece.seq_id] = list(piece.tokens)
             assert piece.num_tokens > 0
             num_tokens = piece.num_tokens + plan.num_drafts.get(index, 0)
             peak = piece.num_prompt + max(piece.params.max_tokens - 1, 0)
