@@ -27,6 +27,7 @@ from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measur
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
+from loadtest.simulation.variants import measured_config
 from loadtest.steps import build
 
 _NUM_HELD_OUT = 32
@@ -105,7 +106,12 @@ def _calibrate_engine(
         "held_out_median_error": median(unseen),
         "held_out_p90_error": percentile(unseen, 0.9),
     }
-    return replace(costs, settings=asdict(config), about=about), shapes, seconds
+    return replace(costs, settings=_plain(config), about=about), shapes, seconds
+
+
+def _plain(config: SchedulerConfig) -> dict[str, Any]:
+    """Its settings that are numbers and words; what the engine measures for itself is nothing to compare."""
+    return {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
 
 
 def _advance(progress: Progress, task: Any) -> Callable[[], None]:
@@ -135,7 +141,7 @@ def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
     """
     from loadtest.simulation.fit import least_deviations
 
-    config = SchedulerConfig(**costs.settings)
+    config = measured_config(costs.settings)
 
     def explained(figure: str, front: Front, features: Callable[[list[Observed]], list[float]]) -> list[float]:
         """What of each feature makes up for what the front leaves unexplained, relative to what was seen."""

@@ -56,7 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     named = "; ".join(f"{name} ({workload.summary})" for name, workload in WORKLOADS.items())
     parser.add_argument("source", nargs="+", metavar="TRACE", help=f"a CSV file, or a workload: {named}")
-    parser.add_argument("--num", type=_positive_int, metavar="N", help="requests; of a file, the first of them")
+    parser.add_argument(
+        "--num", type=_positive_int, metavar="N", help="requests, of a fleet each replica's; of a file, the first"
+    )
     parser.add_argument("--rate", type=_positive, metavar="R", help="requests a second of a workload")
     parser.add_argument("--speed", type=_positive, default=1.0, metavar="X", help="have all arrive so much faster")
     parser.add_argument(
@@ -150,13 +152,13 @@ def _fleet(options: argparse.Namespace) -> int:
     if len(variants) > 1:
         raise SimulationError(f"a fleet is sized for one setting, and --set names {len(variants)}.")
     config = variants[0].config
-    rows = _rows(options.source[0], options, config.max_model_len, console)
-    if rows[-1].arrival_s <= 0:
-        raise SimulationError("a fleet cannot be sized for requests that all arrive at once.")
     found: dict[tuple[str, int], float] = {}
     with progress_bar(console) as progress:
         task = progress.add_task("fleets", total=len(options.replicas) * len(options.router))
         for num in options.replicas:
+            rows = _rows(options.source[0], options, config.max_model_len, console, num)
+            if rows[-1].arrival_s <= 0:
+                raise SimulationError("a fleet cannot be sized for requests that all arrive at once.")
             for router in options.router:
                 found[router, num] = capacity(
                     rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=_targets(options),
@@ -179,10 +181,13 @@ def _name(source: str) -> str:
     return source if source in WORKLOADS else Path(source).name
 
 
-def _rows(source: str, options: argparse.Namespace, max_model_len: int, console: Console) -> list[TraceRequest]:
-    """The requests of a workload or a file, as they shall arrive."""
+def _rows(
+    source: str, options: argparse.Namespace, max_model_len: int, console: Console, num_replicas: int = 1
+) -> list[TraceRequest]:
+    """The requests of a workload, so many for each replica, or of a file, as they shall arrive."""
     if source in WORKLOADS:
-        rows = generate(source, num=options.num, rate=options.rate, seed=options.seed, max_model_len=max_model_len)
+        num = (options.num or WORKLOADS[source].num) * num_replicas
+        rows = generate(source, num=num, rate=options.rate, seed=options.seed, max_model_len=max_model_len)
     else:
         if options.rate is not None:
             raise SimulationError("--rate is for workloads; the arrivals of a file are scaled with --speed.")

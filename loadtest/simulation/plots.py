@@ -34,25 +34,35 @@ def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) 
         blocks.set(title=workload, xlabel="s", ylabel="KV blocks held", ylim=(0, None))
         waiting.set(xlabel="s", ylabel="requests waiting", ylim=(0, None))
         each = [row for row, _ in chosen]
-        quantiles = [f"{quantile}" for quantile in _QUANTILES]
         for axis, name in ((ttft, "ttft_s"), (tpot, "tpot_s")):
             values = {
                 row.variant: [getattr(getattr(row.figures, name), quantile) * 1e3 for quantile in _QUANTILES]
                 for row in each
             }
-            _bars(axis, quantiles, values)
-            axis.set(ylabel=f"{name[:4].upper()}, ms", yscale="log")
+            _bars(axis, _QUANTILES, values)
+            axis.set(ylabel=f"{name[:4].upper()}, ms")
+        _scale_log(plt, ttft, ttft.yaxis, yscale="log")
+        tpot.set(ylim=(0, None))
         names = sorted({name for row in each for name in row.figures.tenants})
         if names:
             values = {row.variant: [row.figures.tenants[name].ttft_s.p99 * 1e3 for name in names] for row in each}
             _bars(tenants, names, values)
-            tenants.set(ylabel="TTFT p99 by tenant, ms", yscale="log")
+            tenants.set(ylabel="TTFT p99 by tenant, ms")
+            _scale_log(plt, tenants, tenants.yaxis, yscale="log")
             tenants.tick_params(axis="x", labelrotation=30)
         else:
             tenants.set_axis_off()
         blocks.legend(fontsize="small")
     figure.savefig(path, dpi=90)
     plt.close(figure)
+
+
+def _scale_log(plt: Any, axes: Any, axis: Any, **scale: str) -> None:
+    """A logarithmic scale, read as plain numbers."""
+    axes.set(**scale)
+    axis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:
@@ -128,8 +138,8 @@ def draw_validation(path: Path, cases: Sequence[tuple[str, Pairs, Pairs]]) -> No
                 ordered = sorted(pair[place] * 1e3 for pair in pairs)
                 shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
                 axis.step(ordered, shares, where="post", label=label)
-            axis.set(xlabel=f"{figure_name}, ms", ylabel="share of requests", xscale="log", ylim=(0, 1))
-            axis.xaxis.set_major_formatter("{x:g}")
+            axis.set(xlabel=f"{figure_name}, ms", ylabel="share of requests", ylim=(0, 1))
+            _scale_log(plt, axis, axis.xaxis, xscale="log")
             axis.legend(fontsize="small")
         column[0].set_title(name)
     figure.savefig(path, dpi=90)

@@ -18,7 +18,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine.core.config import SchedulerConfig
 from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import Spread
@@ -27,6 +26,7 @@ from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
+from loadtest.simulation.variants import measured_config
 
 _DURATION_S = 45.0
 _PROMISED = 0.15
@@ -130,7 +130,7 @@ def _drive(
 def compare(case: Case, observed: Sequence[Observed], costs: StepCosts) -> Comparison:
     """Replay what was sent, when it was sent."""
     sent = sorted(observed, key=lambda each: each.row.arrival_s)
-    served = replay([each.row for each in sent], SchedulerConfig(**costs.settings), costs).served
+    served = replay([each.row for each in sent], measured_config(costs.settings), costs).served
     return Comparison(
         case, [(each.ttft_s, each.tpot_s) for each in sent], [(each.ttft_s, each.tpot_s) for each in served]
     )

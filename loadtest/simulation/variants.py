@@ -25,6 +25,11 @@ class Variant(NamedTuple):
     config: SchedulerConfig
 
 
+def measured_config(measured: Mapping[str, Any]) -> SchedulerConfig:
+    """The scheduler of the engine that costs were measured on. Raises SimulationError."""
+    return make_variants(measured, None, [])[0].config
+
+
 def make_variants(
     measured: Mapping[str, Any], policies: Sequence[str] | None, assignments: Sequence[str]
 ) -> list[Variant]:
@@ -51,6 +56,8 @@ def make_variants(
         chosen = dict(zip(axes, combination, strict=True))
         names = [str(chosen[name]) if name == "policy" else f"{name} {chosen[name]}" for name in differing]
         config = SchedulerConfig(**{**base, **chosen})
+        if config.num_speculative_tokens:
+            raise SimulationError("num_speculative_tokens must be 0: which drafts a model accepts is not simulated.")
         variants.append(Variant(", ".join(names) or config.policy, config))
     return variants
 

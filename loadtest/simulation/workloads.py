@@ -25,10 +25,10 @@ class Workload(NamedTuple):
     num: int
 
 
-def generate(name: str, *, num: int | None, rate: float | None, seed: int, max_model_len: int) -> list[TraceRequest]:
+def generate(name: str, *, num: int, rate: float | None, seed: int, max_model_len: int) -> list[TraceRequest]:
     """The requests of a workload in order of arrival, cut to what the model can serve."""
     workload = WORKLOADS[name]
-    rows = workload.draw(num or workload.num, rate or workload.rate, random.Random(seed))
+    rows = workload.draw(num, rate or workload.rate, random.Random(seed))
     return clipped(sorted(rows, key=lambda row: row.arrival_s), max_model_len)
 
 

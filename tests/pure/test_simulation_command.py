@@ -139,6 +139,7 @@ def test_variants_are_every_combination() -> None:
         ("num_seqs=3", "--set is 'num_seqs=3'"),
         ("max_num_seqs=many", "--set max_num_seqs is 'many'; it must be int"),
         ("enable_prefix_caching=perhaps", "it must be bool"),
+        ("num_speculative_tokens=3", "which drafts a model accepts is not simulated"),
     ],
 )
 def test_a_wrong_setting_is_told(assignment: str, sentence: str) -> None:

@@ -20,6 +20,7 @@ from loadtest.simulation.fleet import capacity, highest_speed, natural_rate
 from loadtest.simulation.replay import History, Served, replay
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.trace import TraceRequest, to_request
+from loadtest.simulation.variants import measured_config
 from loadtest.simulation.workloads import generate
 
 COSTS = StepCosts(
@@ -207,7 +208,7 @@ def test_costs_survive_a_file_and_the_default_ones_are_whole(tmp_path: Path) -> 
     COSTS.save(tmp_path / "costs.json")
     assert StepCosts.load(tmp_path / "costs.json") == COSTS
     default = StepCosts.load(DEFAULT_COSTS)
-    assert SchedulerConfig(**default.settings).num_blocks > 1000
+    assert measured_config(default.settings).num_blocks > 1000
     assert list(default.rows.seconds) == sorted(default.rows.seconds)
 
 
