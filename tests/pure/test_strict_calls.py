@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from server.protocol.structured import ResponseFormat
 from server.structured.closing import close
-from server.structured.trial import ByteVocabulary
+from server.structured.trial import ByteVocabulary, to_guidance
 from server.tools.dialects import DIALECTS
 from server.tools.offered import OfferedTool
 from server.tools.parser import ToolParser
@@ -167,3 +168,23 @@ def test_a_schema_too_deep_to_be_looked_through_is_left_to_the_compiler() -> Non
     for _ in range(5000):
         deep = {"items": deep}
     assert close(deep) is deep
+
+
+def test_response_formats_are_closed_where_they_are_strict_and_bounded_in_space() -> None:
+    for strict, expected in ((True, CLOSED), (False, OBJECT)):
+        asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT, "strict": strict}}
+        spec = ResponseFormat.model_validate(asked).spec()
+        assert spec is not None
+        assert json.loads(spec.text) == expected
+        assert (spec.is_lenient, spec.whitespace) == (not strict, r"[\x20\x09\x0A\x0D]{0,40}")
+    tags = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f>", "schema": OBJECT, "end": "</f>"}],
+        "triggers": ["<f"],
+    }
+    spec = ResponseFormat.model_validate(tags).spec()
+    assert spec is not None
+    matcher = LLMatcher(TOKENIZER, to_guidance(spec._asdict() | {"kind": spec.kind.value}), log_level=0)
+    for space, is_fine in ((40, True), (41, False)):
+        ids = VOCABULARY(f'so <f>{{{" " * space}"a": 1}}</f>'.encode())
+        assert (matcher.deep_copy().try_consume_tokens(ids) == len(ids)) is is_fine
