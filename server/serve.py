@@ -148,14 +148,17 @@ def _load_front(settings: Settings, source: str) -> TextTokenizer:
     """The tokenizer; and the modules of the HTTP side are imported."""
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
+    from server.draft_tokenizer import check_draft_tokenizer
     from server.tokenizer import load_tokenizer
 
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         settings.tokenizer or source,
         revision=settings.revision if settings.tokenizer is None else None,
         chat_template=_read_template(settings.chat_template),
         model_sampling=settings.generation_config == "auto",
     )
+    check_draft_tokenizer(tokenizer, settings.speculative_config)
+    return tokenizer
 
 
 def hide_from_collector() -> None:

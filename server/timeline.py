@@ -22,6 +22,8 @@ class Spans(NamedTuple):
     num_preemptions: int | None  # None while the engine has not said so of every choice
     mean_itl_s: float | None  # between two tokens of a choice; None where no choice has two
     tokens_per_s: float | None  # of all choices together while they were decoded
+    num_drafted: int  # tokens, by speculation, of the choices that have ended ...
+    num_accepted: int  # ... and of these, those that were drawn
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class _Choice:
     decode_s: float = 0.0
     first_heard_s: float | None = None
     num_preemptions: int | None = None  # known at its end
+    num_drafted: int = 0
+    num_accepted: int = 0
     finish_reason: FinishReason | None = None
 
 
@@ -68,7 +72,8 @@ class Timeline:
             return  # a stop string's; what the engine drew after it was nobody's
         choice.finish_reason = event.finish_reason
         if timings is not None:
-            choice.queue_s, choice.prefill_s, choice.decode_s, _ = timings
+            choice.queue_s, choice.prefill_s, choice.decode_s = timings.queue_s, timings.prefill_s, timings.decode_s
+            choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted
 
     def stop(self, index: int) -> None:
         """A stop string ended this choice."""
@@ -91,4 +96,6 @@ class Timeline:
             num_preemptions=sum(preemptions) if len(preemptions) == len(choices) else None,
             mean_itl_s=sum(paces) / len(paces) if paces else None,
             tokens_per_s=num_later / decode_s if decode_s > 0 else None,
+            num_drafted=sum(choice.num_drafted for choice in choices),
+            num_accepted=sum(choice.num_accepted for choice in choices),
         )

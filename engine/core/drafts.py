@@ -1,8 +1,9 @@
 """Speculation as the scheduler sees it: how many positions beyond its next each sequence may have drafted in a step.
 
 The runner drafts the tokens and computes them in the same step, so that a plan has counts and no values here either.
-Drafts take what all others leave: of the token budget, and of the blocks, for which nobody is preempted. A sequence's
-acceptance is remembered, and fades while it drafts nothing, so that it tries again. Owned by the scheduler, engine thread.
+Drafts take what all others leave: of the token budget, and of the blocks, for which nobody is preempted. How often a
+sequence's drafts are right is remembered; a new one begins with what is usual, and one that drafts nothing grows hopeful,
+so that it tries again. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from engine.core.draft_costs import choose_lengths
 from engine.core.flight import Flight
 from engine.core.memory import Memory
 from engine.core.plan import Drafted
-from engine.core.sequence import FIRST_CHANCE, Sequence
+from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 
-_MEMORY = 0.8  # weight of the past at each draft that was checked ...
-_FADING = 0.995  # ... and at each step without any
+HOPE = 0.8  # the chance of a draft where nothing is known against it
+_MEMORY = 0.8  # weight of a sequence's past at each draft that was checked ...
+_FADING = 0.997  # ... and at each step without any
+_LONG_MEMORY = 0.95  # weight of what was usual, at each draft of anybody
 
 
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
 
-    __slots__ = ("_config", "_costs", "_max_drafts", "_memory", "_stats")
+    __slots__ = ("_costs", "_max_drafts", "_memory", "_stats", "_usual")
 
     def __init__(self, config: SchedulerConfig, memory: Memory, stats: Stats) -> None:
         self._memory, self._stats = memory, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
+        self._usual = HOPE
         stats.spec_accepted_at = [0] * self._max_drafts
 
     def plan(self, flight: Flight, num_decodes: int, num_tokens: int, budget: int, num_reserved: int) -> None:
@@ -37,19 +41,23 @@ class DraftPlanner:
         owners = flight.owners[:num_decodes]
         most = min(self._max_drafts, budget)
         rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in owners]
-        lengths = choose_lengths([seq.draft_chance for seq in owners], rooms, num_tokens, self._costs)
-        for index, (seq, length) in enumerate(zip(owners, lengths, strict=True)):
-            num_drafts = min(length, budget)
-            while seq.writable_until < seq.num_planned + num_drafts:
-                if self._memory.pool.num_available <= num_reserved or not self._memory.make_writable(
-                    seq, flight.copies
-                ):
-                    num_drafts = seq.writable_until - seq.num_planned
-            if num_drafts > 0:
+        chances = [seq.draft_chance if seq.draft_chance >= 0 else self._usual for seq in owners]
+        lengths = choose_lengths(chances, rooms, num_tokens, self._costs)
+        for index, (seq, chance, length) in enumerate(zip(owners, chances, lengths, strict=True)):
+            num_drafts = self._make_room(seq, min(length, budget), flight, num_reserved) if length else 0
+            if num_drafts:
                 flight.num_drafts[index] = num_drafts
                 budget -= num_drafts
             else:
-                seq.draft_chance = FIRST_CHANCE + (seq.draft_chance - FIRST_CHANCE) * _FADING
+                seq.draft_chance = HOPE + (chance - HOPE) * _FADING
+
+    def _make_room(self, seq: Sequence, num_drafts: int, flight: Flight, num_reserved: int) -> int:
+        """See to blocks for a sequence's drafts; returns for how many there are."""
+        while seq.writable_until < seq.num_planned + num_drafts:
+            if self._memory.pool.num_available <= num_reserved:
+                return seq.writable_until - seq.num_planned
+            self._memory.make_writable(seq, flight.copies)
+        return num_drafts
 
     def learn(self, seq: Sequence, drafted: Drafted) -> None:
         """Count what came of a sequence's drafts. Where nothing came at all, it goes on without."""
@@ -64,8 +72,8 @@ class DraftPlanner:
             stats.spec_accepted_at[position] += 1
         seq.num_drafted += drafted.num_drafts
         seq.num_accepted += num_accepted
-        num_checked = min(
-            num_accepted + 1, drafted.num_drafts
-        )  # nothing was learnt of those behind the first wrong one
-        weight = _MEMORY**num_checked
-        seq.draft_chance = weight * seq.draft_chance + (1 - weight) * num_accepted / num_checked
+        # Nothing is learnt of those behind the first that was wrong.
+        num_checked = min(num_accepted + 1, drafted.num_drafts)
+        share, chance = num_accepted / num_checked, seq.draft_chance if seq.draft_chance >= 0 else self._usual
+        seq.draft_chance = share + (chance - share) * _MEMORY**num_checked
+        self._usual = share + (self._usual - share) * _LONG_MEMORY**num_checked

@@ -132,6 +132,8 @@ class Recorder:
             prefill_s=(seq.first_token_s if has_token else now) - started,
             decode_s=decode_s,
             num_preemptions=seq.num_preemptions,
+            num_drafted=seq.num_drafted,
+            num_accepted=seq.num_accepted,
         )
 
     def dropped(self, seq: Sequence, target: Target) -> None:

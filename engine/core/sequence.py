@@ -39,7 +39,6 @@ from engine.core.plan import POOLED_UNIT, Sample
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 
 NEVER = sys.maxsize
-FIRST_CHANCE = 0.6  # that a drafted token is right, of a sequence about which nothing is known
 
 
 class Status(Enum):
@@ -173,7 +172,7 @@ class Sequence:
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
         self.awaits_until_s = 0.0  # ... and when it goes without
         self.num_preemptions = 0
-        self.draft_chance = FIRST_CHANCE  # that one more drafted token is right, as far as is known
+        self.draft_chance = -1.0  # that one more drafted token is right; negative while nothing is known
         self.max_drafts = NEVER  # no limit of its own
         self.num_drafted = self.num_accepted = 0  # tokens
         self.first_scheduled_s = -1.0

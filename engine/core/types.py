@@ -144,6 +144,8 @@ class RequestTimings(NamedTuple):
     prefill_s: float  # first scheduled until first token
     decode_s: float  # first token until last
     num_preemptions: int
+    num_drafted: int = 0  # tokens, by speculation ...
+    num_accepted: int = 0  # ... and of these, those that were drawn
 
 
 class TokenEvent(NamedTuple):

@@ -32,6 +32,7 @@ from engine.llm.params import SamplingParams, in_words
 from engine.loop import Engine
 from server.app_config import AppConfig
 from server.choice import TextRules
+from server.draft_tokenizer import check_draft_tokenizer
 from server.model_source import find_model
 from server.protocol.limits import Limits
 from server.protocol.sampling import SamplingBody, seconds
@@ -76,6 +77,7 @@ class LLM:
         with StartupStory() as story:
             built = build_engine(config, story.report)
             text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
+            check_draft_tokenizer(text, config.speculative_config)
         app = AppConfig(
             model=source.path,
             served_model_names=(source.name,),

@@ -17,6 +17,8 @@ class AnswerMetrics(ResponseBody):
     tokens_per_second: float | None
     preemptions: int | None
     cached_tokens: int
+    draft_tokens: int  # by speculation ...
+    accepted_draft_tokens: int  # ... and of these, those that the answer has
 
     @classmethod
     def of(cls, spans: Spans, cached_tokens: int) -> AnswerMetrics:
@@ -29,6 +31,8 @@ class AnswerMetrics(ResponseBody):
             tokens_per_second=None if spans.tokens_per_s is None else round(spans.tokens_per_s, 2),
             preemptions=spans.num_preemptions,
             cached_tokens=cached_tokens,
+            draft_tokens=spans.num_drafted,
+            accepted_draft_tokens=spans.num_accepted,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cache
 from itertools import product
 
@@ -59,10 +59,10 @@ CASES += [(name, regime) for name in ("penalised", "several", "constrained") for
 
 
 class Prophet:
-    """Drafts what is known to come, with every fifth token wrong."""
+    """Drafts what is known to come, with the tokens at some positions wrong."""
 
-    def __init__(self, futures: Sequence[Sequence[int]]) -> None:
-        self._futures = futures
+    def __init__(self, futures: Sequence[Sequence[int]], is_wrong_at: Container[int] = range(4, 1000, 5)) -> None:
+        self._futures, self._is_wrong_at = futures, is_wrong_at
         self.closed = False
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
@@ -72,7 +72,8 @@ class Prophet:
             future = next((each for each in self._futures if list(each[: len(tokens)]) == list(tokens)), [])
             coming = list(future[len(tokens) : len(tokens) + num])
             drafts[index] = [
-                (token + 1) % 61 if at % 5 == 4 else token for at, token in enumerate(coming, start=len(tokens))
+                (token + 1) % 61 if at in self._is_wrong_at else token
+                for at, token in enumerate(coming, start=len(tokens))
             ]
         return {index: found for index, found in drafts.items() if found}
 

@@ -14,6 +14,7 @@ import torch
 from engine.core.config import EngineConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar import Grammar
+from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Request
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.models.load import load_model
@@ -21,7 +22,8 @@ from server.model_source import find_model
 from server.structured.compiler import GrammarCompiler
 from server.structured.spec import GrammarSpec, Kind
 from server.tokenizer import TextTokenizer, load_tokenizer
-from tests.cpu.model_driver import request, serve, settings
+from tests.cpu.model_driver import make_runner, request, serve, settings
+from tests.cpu.test_speculation import Prophet
 
 NUM_SEEDS = 50
 SCHEMA = {
@@ -119,6 +121,25 @@ def test_overlap_preemption_and_choices_change_nothing(real: Real) -> None:
     assert serve(real.model, tight, requests, depth=1, apart=2).ids == roomy
     for (request_id, _), ids in roomy.items():
         check(request_id.split()[0], real.text(ids))
+
+
+def test_drafts_change_nothing(real: Real) -> None:
+    """Right and wrong ones, taken in and given back by the library's own matchers; a right one is never lost."""
+    requests = [real.ask(kind, seed, logprobs=1) for kind in SPECS for seed in range(3)]
+    plain = serve(real.model, settings(), requests)
+    futures = [[*real.prompt, *ids] for ids in plain.ids.values()]
+    config = settings(num_speculative_tokens=4)
+    for is_wrong_at in (range(0), range(4, 1000, 5)):
+        runner, scheduler = make_runner(real.model, config), Scheduler(config)
+        runner.speculate(Prophet(futures, is_wrong_at))
+        served = serve(real.model, config, requests, runner=runner, scheduler=scheduler)
+        assert served.ids == plain.ids
+        for key, events in plain.events.items():
+            assert served.events[key][-1].finish_reason == events[-1].finish_reason
+        stats = scheduler.stats
+        assert stats.spec_accepted_tokens > 50
+        # Two answers may begin alike, and then the future of one is drafted for the other.
+        assert stats.spec_accepted_tokens > 0.7 * stats.spec_draft_tokens or is_wrong_at
 
 
 def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,3 +79,10 @@ def test_an_answer_says_the_same(answers: list[httpx.Client]) -> None:
     told = [http.post("/v1/completions", json=body).json() for http in answers]
     one, other = ((each["choices"], each["usage"]) for each in told)
     assert one == other
+
+
+def test_an_answer_tells_its_drafts(answers: list[httpx.Client]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 80, "temperature": 0, "include_metrics": True}
+    plain, drafted = (http.post("/v1/completions", json=body).json()["metrics"] for http in answers)
+    assert (plain["draft_tokens"], plain["accepted_draft_tokens"]) == (0, 0)
+    assert 0 < drafted["accepted_draft_tokens"] < drafted["draft_tokens"]
