@@ -287,6 +287,8 @@ class Scheduler:
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
+            if flight.num_drafts:
+                load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
             self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s))
         self._committed_s = now
 

@@ -144,6 +144,8 @@ class ModelRunner:
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
         self._config = config
+        if self._drafter is not None:
+            self._drafter.repartition(config)
         if self._graphs is not None:  # they name the old pool
             self._graphs = None
             self.capture(lambda _: None)
@@ -182,10 +184,10 @@ class ModelRunner:
             self._kv_cache.copy_blocks(plan.copies)
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
-        if not plan.slices:
-            return self._send(plan, None, [], None)
         if self._drafter is not None:
             plan = self._draft(self._drafter, plan)
+        if not plan.slices:
+            return self._send(plan, None, [], None)
         if self._graphs is not None and self._graphs.takes(plan):
             return self._send(plan, self._replay(self._graphs, plan), [], None)
         batch = self._batches.build(plan, self._last_ids)

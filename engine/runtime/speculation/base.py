@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from engine.core.config import SchedulerConfig
 from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 
 
@@ -23,6 +24,10 @@ class Drafter(Protocol):
 
         Called with every plan, in order, once its blocks have moved: one that keeps K/V of its own has to follow.
         """
+        ...
+
+    def repartition(self, config: SchedulerConfig) -> None:
+        """The pool has blocks of another number and size from now on, and nothing in them."""
         ...
 
     def close(self) -> None:

@@ -35,10 +35,10 @@ class DraftModel:
         config: SchedulerConfig,
         device: torch.device,
     ) -> None:
-        self._model, self._backend, self._kv_cache = model, backend, kv_cache
-        self._batches = BatchBuilder(config, device)
+        self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._max_tokens, self._known = config.max_num_batched_tokens, KnownPositions(config)
+        self._max_tokens = config.max_num_batched_tokens
+        self._batches, self._known = BatchBuilder(config, device), KnownPositions(config)
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
         """See Drafter. Nothing yet for sequences of which it has a lot to read."""
@@ -61,6 +61,11 @@ class DraftModel:
                     asked[index] = num_drafts
         drawn = self._draw(catching_up) if catching_up else None
         return {} if drawn is None else self._go_on(plan.slices, asked, drawn)
+
+    def repartition(self, config: SchedulerConfig) -> None:
+        """See Drafter."""
+        self._kv_cache.repartition(config.num_blocks, config.block_size)
+        self._batches, self._known = BatchBuilder(config, self._device), KnownPositions(config)
 
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
         """The other drafts, one step each; `drawn` are the first ones of all that are `asked` for."""
@@ -97,7 +102,7 @@ class DraftModel:
             return None
         ids = draw(self._model.logits(hidden), wishes(plan)).ids
         seats = torch.tensor([piece.seat for piece in slices if piece.samples])
-        self._last_ids.index_copy_(0, seats.to(self._last_ids.device, non_blocking=True), ids)
+        self._last_ids.index_copy_(0, seats.to(self._device, non_blocking=True), ids)
         return ids
 
     def close(self) -> None:

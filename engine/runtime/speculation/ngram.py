@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core.config import SchedulerConfig
 from engine.core.plan import StepPlan
 
 
@@ -50,6 +51,9 @@ class NgramDrafter:
             if found:
                 drafts[index] = found
         return drafts
+
+    def repartition(self, config: SchedulerConfig) -> None:
+        """Texts have no blocks."""
 
     def close(self) -> None:
         """Forget all texts."""
