@@ -16,9 +16,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.core.adapter import Adapter
 from engine.core.types import Request, SamplingParams
 from engine.loop import Engine
 
@@ -68,13 +70,21 @@ class Stopwatch:
         return {name: 1e6 * statistics.median([step.get(name, 0.0) for step in self.steps]) for name in names}
 
 
-def decode(engine: Engine, watch: Stopwatch, num_seqs: int, num_steps: int, params: SamplingParams) -> dict[str, float]:
-    """Medians of the steps in which `num_seqs` sequences decode and nothing else happens."""
+def decode(
+    engine: Engine,
+    watch: Stopwatch,
+    num_seqs: int,
+    num_steps: int,
+    params: SamplingParams,
+    adapters: Sequence[Adapter | None] = (None,),
+) -> dict[str, float]:
+    """Medians of the steps in which `num_seqs` sequences, with these adapters in turn, decode and nothing else happens."""
     rng = random.Random(num_seqs)  # each level's prompts differ, lest the prefix cache answer
     for index in range(num_seqs):
         prompt = tuple(rng.randrange(engine.vocab_size) for _ in range(64))
         request_id = f"{num_seqs}-{index}"
-        engine.submit(Request(request_id=request_id, prompt=prompt, params=params, arrival_s=engine.clock()))
+        own = replace(params, adapter=adapters[index % len(adapters)])
+        engine.submit(Request(request_id=request_id, prompt=prompt, params=own, arrival_s=engine.clock()))
     turn, stats = engine._turn, engine.stats  # noqa: SLF001 - the loop's own body, without its thread
     while True:
         before = stats.generation_tokens
@@ -106,6 +116,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--num-steps", type=int, default=64, metavar="N", help="to time; default %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
+    parser.add_argument(
+        "--lora", nargs="+", default=["none"], metavar="NAME", help="of --lora-modules, for sequences in turn; or none"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, what `quire serve` takes")
 
@@ -120,11 +133,16 @@ def run(options: argparse.Namespace) -> int:
             owner = getattr(owner, attribute)
         watch.wrap(owner, method, name)
     params = SamplingParams(max_tokens=options.num_steps + 16, temperature=options.temperature)
+    loaded = {each.adapter.name: each.adapter for each in engine.adapters.all()}
+    unknown = [name for name in options.lora if name != "none" and name not in loaded]
+    if unknown:
+        raise SystemExit(f"--lora names {unknown[0]!r}; of --lora-modules there are: {', '.join(loaded) or 'none'}.")
+    adapters = [None if name == "none" else loaded[name] for name in options.lora]
     gc.freeze()
     print(f"{'sequences':>9}" + "".join(f"{name:>9}" for name in (*_PARTS, "rest", "step", "host")) + "   us a step")
     rows = {}
     for num_seqs in options.num_seqs:
-        found = decode(engine, watch, num_seqs, options.num_steps, params)
+        found = decode(engine, watch, num_seqs, options.num_steps, params, adapters)
         found["host"] = sum(found[name] for name in _HOST_PARTS)
         rows[num_seqs] = found
         print(f"{num_seqs:>9}" + "".join(f"{value:>9.0f}" for value in found.values()), flush=True)
