@@ -313,7 +313,7 @@ def test_what_is_drawn_behind_drafts_follows_the_models_distribution() -> None:
     The draft model sees the very noise that the draw is made with, and it is often wrong: were a draft ever kept because
     it was likely, or a draw made twice, the frequencies would show it.
     """
-    num_seeds, temperature, prompt = 800, 1.0, [3, 1, 4]
+    num_seeds, temperature, prompt = 1000, 1.3, [3, 1, 4]
     config = settings(num_speculative_tokens=3, max_num_seqs=64, max_num_batched_tokens=512, num_blocks=800)
     runner = make_runner(MODEL, config)
     other = Other()
@@ -340,7 +340,7 @@ def test_what_is_drawn_behind_drafts_follows_the_models_distribution() -> None:
                 exact[second, third] += p_first * p_second * p_third
     likely = {pair: p for pair, p in exact.items() if p * num_seeds >= 8}
     rest = 1 - sum(likely.values())
-    assert len(likely) > 10
+    assert len(likely) > 8
     assert rest < 0.5, rest
     cells = [(counts[pair], p) for pair, p in likely.items()]
     cells.append((num_seeds - sum(count for count, _ in cells), rest))
