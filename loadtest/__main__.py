@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import compare, eviction, front, levers, perplexity, scheduler, steps
+from loadtest import compare, eviction, front, latency, levers, perplexity, scheduler, steps
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
@@ -213,6 +213,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
+    "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),

@@ -217,11 +217,14 @@ class Client:
         self._idle: list[Connection] = []
         self._tls = ssl.create_default_context() if target.tls else None
 
-    async def stream(self, path: str, body: dict[str, Any]) -> Outcome:
-        """POST a streaming request and time its answer. Faults end up in `Outcome.error`, never as an exception."""
+    async def stream(self, path: str, body: dict[str, Any], outcome: Outcome | None = None) -> Outcome:
+        """POST a streaming request and time its answer. Faults end up in `Outcome.error`, never as an exception.
+
+        A given `outcome` is filled as the answer comes, for who means to cancel it.
+        """
         payload = json.dumps(body).encode()
         request = self.target.head("POST", path, len(payload)) + payload
-        outcome = Outcome(start_s=time.perf_counter())
+        outcome = outcome or Outcome(start_s=time.perf_counter())
         reader = EventReader(outcome)
         try:
             status = await asyncio.wait_for(self._exchange(request, reader.feed), self.timeout_s)

@@ -10,6 +10,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 _START_LIMIT_S = 180.0
 
@@ -19,14 +20,17 @@ class DaemonError(Exception):
 
 
 @contextlib.contextmanager
-def daemon(flags: Sequence[str]) -> Iterator[int]:
-    """The port of a `quire serve` with these flags, from ready to stopped. Raises DaemonError."""
+def daemon(flags: Sequence[str], tree: Path | None = None) -> Iterator[int]:
+    """The port of a `quire serve` with these flags, from ready to stopped. Raises DaemonError.
+
+    `tree` is another checkout of the code, to be compared with this one.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     command = [sys.executable, "-m", "server", "serve", *flags, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tree)  # noqa: S603 - our own command
         try:
             deadline = time.monotonic() + _START_LIMIT_S
             while not _is_ready(port):
