@@ -136,6 +136,13 @@ def test_overlap_hides_nothing_and_loses_nothing() -> None:
     assert ahead.end_s == pytest.approx(behind.end_s, rel=0.05)  # all of a step's time is the device's
 
 
+def test_who_gives_way_with_a_step_in_flight_is_let_go_when_that_lands() -> None:
+    rows = [TraceRequest(index * 0.01, 16, 100) for index in range(6)]
+    history = replay(rows, config(num_blocks=16), COSTS, depth=1)
+    assert len(history.served) == 6
+    assert summarize(history, GENEROUS).preemptions > 0
+
+
 def test_figures_agree_with_brute_force() -> None:
     rows = generate("greedy-tenant", num=80, rate=4.0, seed=2, max_model_len=512)
     history = replay(rows, config(), COSTS)
