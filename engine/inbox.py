@@ -8,9 +8,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from engine.core.errors import QuireError
+from engine.core.plan import Runner
+from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.types import AbortCause, Request
 
@@ -35,7 +38,22 @@ class Look(NamedTuple):
     reply: Callable[[Snapshot], None]
 
 
-Message = Request | Abort | Look | Stop
+class Errand(NamedTuple):
+    """Do something with the engine's parts between two steps, and say what came of it."""
+
+    task: Callable[[Scheduler, Runner], Any]
+    outcome: Future[Any]
+
+    def run(self, scheduler: Scheduler, runner: Runner) -> None:
+        """Engine thread. What goes wrong is the asker's."""
+        if self.outcome.set_running_or_notify_cancel():
+            try:
+                self.outcome.set_result(self.task(scheduler, runner))
+            except Exception as error:
+                self.outcome.set_exception(error)
+
+
+Message = Request | Abort | Look | Errand | Stop
 
 
 class Inbox:
@@ -45,6 +63,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._messages: deque[Message] = deque()
         self._refusal: QuireError | None = None
+        self._is_closed = False
         self.num_requests = 0
         self.num_tokens = 0
 
@@ -58,11 +77,20 @@ class Inbox:
             self._messages.extend(requests)
             self._changed.notify()
 
-    def put(self, message: Abort | Look | Stop) -> None:
-        """Queue an order; never refused."""
+    def put(self, message: Abort | Look | Errand | Stop) -> None:
+        """Queue an order; never refused, but an errand that nobody will run is cancelled."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        """The engine takes nothing any more."""
+        self._is_closed = True
+        for message in self.take(wait_s=0):
+            if isinstance(message, Errand):
+                message.outcome.cancel()
 
     def refuse(self, why: QuireError) -> None:
         """From now on requests are refused with `why`; the latest reason holds."""

@@ -14,8 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engine.adapters import Adapters
 from engine.core.admission import check_request
@@ -34,12 +35,13 @@ from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
 from engine.core.tiers import BlockStore
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
-from engine.inbox import Abort, Inbox, Look, Message, Stop
+from engine.inbox import Abort, Errand, Inbox, Look, Message, Stop
 from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
 
 Deliver = Callable[[list[TokenEvent]], None]
+T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
@@ -131,6 +133,15 @@ class Engine:
         """
         self._inbox.put(Look(reply))
 
+    def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
+        """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.
+
+        The outcome is cancelled where the engine ends first.
+        """
+        outcome: Future[T] = Future()
+        self._inbox.put(Errand(task, outcome))
+        return outcome
+
     def health(self) -> EngineHealth:
         """A cheap reading; runs nothing."""
         error = None if self._error is None else str(self._error)
@@ -189,6 +200,7 @@ class Engine:
             log.debug("The engine died here:", exc_info=True)
             self._die(error)
         finally:
+            self._inbox.close()
             self._offload.close()
             self._runner.close()
 
@@ -287,6 +299,8 @@ class Engine:
                 self._scheduler.add(message)
             elif isinstance(message, Abort):
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
+            elif isinstance(message, Errand):
+                message.run(self._scheduler, self._runner)
             elif isinstance(message, Look):
                 message.reply(self._scheduler.snapshot(self.clock()))
             else:

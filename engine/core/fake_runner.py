@@ -9,8 +9,10 @@ and benchmarks; single-threaded like every Runner.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
@@ -158,6 +160,18 @@ class FakeRunner:
             slots[transfer.slot] = list(self._host_pages[transfer.host_block])
         else:
             self._host_pages[transfer.host_block] = list(slots[transfer.slot])
+
+    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Tokens instead of K/V, four bytes each."""
+        assert self._pages is not None
+        for block, row in zip(blocks, rows, strict=True):
+            row[:] = memoryview(array("i", self._pages[block])).cast("B")
+
+    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """The same, the other way round."""
+        assert self._pages is not None
+        for block, row in zip(blocks, rows, strict=True):
+            self._pages[block] = list(array("i", row.tobytes()))
 
     def repartition(self, config: SchedulerConfig) -> None:
         """Start anew with blocks of another size."""

@@ -7,7 +7,8 @@ first. Owned by the scheduler, engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
@@ -163,6 +164,31 @@ class Memory:
     def _share_tail(self, sharer: Sequence) -> None:
         sharer.shares_tail = sharer.num_planned % self._block_size != 0
         sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
+
+    def find_prefix(self, root: bytes, tokens: Seq[int], num_blocks: int) -> list[int]:
+        """The cached blocks that hold a prompt's beginning, at most so many."""
+        return self._cache.match([root], tokens, num_blocks * self._block_size)
+
+    def adopt_prefix(
+        self, root: bytes, tokens: Seq[int], num_blocks: int, num_reserved: int, fill: Callable[[int, list[int]], None]
+    ) -> int:
+        """Have the cache hold a prompt's first blocks, as far as blocks are available beyond `num_reserved`.
+
+        `fill` is given how many it has, and the blocks after them to write to. Returns how many it has then.
+        """
+        chain, pool = [root], self.pool
+        hits = self._cache.match(chain, tokens, num_blocks * self._block_size)
+        for block in hits:
+            pool.fork(block)
+        count = min(num_blocks - len(hits), max(pool.num_available - num_reserved, 0))
+        blocks = hits + pool.alloc_many(count, after=hits[-1] if hits else -1)
+        try:
+            fill(len(hits), blocks[len(hits) :])
+            self._cache.register(chain, tokens, blocks, len(hits), len(blocks))
+        finally:
+            for block in reversed(blocks):
+                pool.free(block)
+        return len(blocks)
 
     def register(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
@@ -150,6 +150,14 @@ class Runner(Protocol):
         Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
         later plan, with the same positions and blocks, repeats it. Any other exception ends the engine.
         """
+        ...
+
+    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Copy whole blocks out, as bytes: rows [blocks, bytes of a block] uint8, a numpy array."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Copy whole blocks in, before the next step reads them."""
         ...
 
     def repartition(self, config: SchedulerConfig) -> None:

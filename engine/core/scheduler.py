@@ -11,7 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.account import Account
@@ -330,6 +330,21 @@ class Scheduler:
         for transfer, is_good in finished:
             self.tiers.finish(transfer, is_good=is_good)
         self._roster.tell()
+
+    def find_prefix(self, root: bytes, tokens: Seq[int], num_blocks: int) -> list[int]:
+        """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
+        return self._memory.find_prefix(root, tokens, num_blocks)
+
+    def adopt_prefix(
+        self, root: bytes, tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
+    ) -> int:
+        """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
+        assert not self.config.host_caching, "what it drives out would be copied to the host too late"
+        return self._memory.adopt_prefix(root, tokens, num_blocks, len(self._roster.running), fill)
+
+    def chain_root(self, request: Request) -> bytes:
+        """What names the beginning of a request's prompt; empty where nothing is cached."""
+        return self._memory.chain_root(request)
 
     def repartition(self, config: SchedulerConfig) -> None:
         """Cut an idle pool into blocks of another number and size. What was cached is forgotten, what was learned stays."""

@@ -7,10 +7,13 @@ attention backend's; bound together, pool and backend are the `attention` that a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
@@ -115,6 +118,27 @@ class KVCache:
         assert self._rotating is not None
         keys, values = self._keys[layer], self._values[layer]
         return self._rotating.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
+
+    def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
+        for view, part in self._parts(rows):
+            for block, row in zip(blocks, part, strict=True):
+                row.copy_(view[block])
+
+    def write_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copy blocks in."""
+        for view, part in self._parts(rows):
+            for block, row in zip(blocks, part, strict=True):
+                view[block].copy_(row)
+
+    def _parts(self, rows: NDArray[np.uint8]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each view of the pool, and the bytes of rows that are of it, in its type and shape."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of rows that are not writable, which are only read
+            whole = torch.from_numpy(rows)
+        sizes = [view[0].nbytes for view in self.blocks]
+        for view, part in zip(self.blocks, whole.split(sizes, dim=1), strict=True):
+            yield view, part.view(view.dtype).unflatten(1, view.shape[1:])
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer. No source is the destination of one before it."""

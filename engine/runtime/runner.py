@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
@@ -138,6 +140,14 @@ class ModelRunner:
         graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
         graphs.capture(report)
         self._graphs = graphs
+
+    def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copy whole blocks out, as bytes."""
+        self._kv_cache.read_blocks(blocks, rows)
+
+    def write_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
+        """Copy whole blocks in."""
+        self._kv_cache.write_blocks(blocks, rows)
 
     def repartition(self, config: SchedulerConfig) -> None:
         """Cut the pool into blocks of another size; nothing of what was there is kept."""

@@ -6,6 +6,9 @@ this process, since every later call would report it again. Engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from engine.core.config import SchedulerConfig
@@ -58,6 +61,14 @@ class CudaRunner:
                 fault = to_fault(error)
         self._is_lost |= isinstance(fault, DeviceLostError)
         return fault
+
+    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """What the runner behind does with it."""
+        self._runner.read_blocks(blocks, rows)
+
+    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """What the runner behind does with it."""
+        self._runner.write_blocks(blocks, rows)
 
     def repartition(self, config: SchedulerConfig) -> None:
         """What the runner behind does with it."""

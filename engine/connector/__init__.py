@@ -1,0 +1,1 @@
+"""K/V that one daemon computed and another goes on from: prefill and decode on engines of their own."""
