@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
+from engine.connector.base import Layout
 from engine.core.block_size import BlockSizeChooser, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
@@ -35,6 +36,7 @@ from engine.runtime.cuda.budget import (
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.swap import STAGING_BYTES
+from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.host_tiers import open_tiers
 from engine.runtime.kv_cache import (
@@ -145,7 +147,16 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         block_sizes=chooser,
         adapters=adapters,
         store=store,
+        layout=_layout(config, settings, runner, model.dtype),
     )
+
+
+def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout | None:
+    """What another engine has to have in common with this one for their K/V to be exchanged."""
+    if config.block_size is None:
+        return None
+    num_bytes = sum(view[0].nbytes for view in runner.blocks)
+    return Layout(fingerprint(config, str(dtype), runner.blocks), settings.block_size, num_bytes)
 
 
 def _load_adapters(

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from engine.adapters import Adapters
+from engine.connector.base import Layout
 from engine.core.admission import check_request
 from engine.core.block_size import BlockSizeChooser, waste, with_block_size
 from engine.core.errors import (
@@ -80,6 +81,7 @@ class Engine:
         limits: QueueLimits = NO_LIMITS,
         adapters: Adapters | None = None,
         block_sizes: BlockSizeChooser | None = None,
+        layout: Layout | None = None,
         store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +96,7 @@ class Engine:
         self._depth = depth
         self._limits = limits
         self._block_sizes = block_sizes
+        self.layout = layout
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._open: set[tuple[str, int]] = set()  # (request id, choice) without a terminal event; engine thread only
@@ -132,6 +135,10 @@ class Engine:
         Nothing is made unless somebody asks. An engine that dies or stops first never replies.
         """
         self._inbox.put(Look(reply))
+
+    def chain_root(self, request: Request) -> bytes:
+        """What names the beginning of a request's prompt among K/V blocks; empty where nothing is cached."""
+        return self._scheduler.chain_root(request)
 
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
         """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.

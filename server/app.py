@@ -23,6 +23,7 @@ from server.auth import KeyGuard
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
 from server.client import EngineClient
+from server.handoff import Receiver, Sender, open_exchange
 from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
@@ -35,6 +36,7 @@ from server.routes import (
     chat,
     completions,
     files,
+    handoff,
     live,
     messages,
     models,
@@ -55,7 +57,21 @@ from server.text import Tokenizer
 from server.version import VERSION
 
 # What /openapi.json and docs/reference.md tell of.
-API = (completions, chat, responses, messages, reading, files, batches, models, adapters, tokens, requests, operations)
+API = (
+    completions,
+    chat,
+    responses,
+    messages,
+    reading,
+    files,
+    batches,
+    models,
+    adapters,
+    tokens,
+    requests,
+    handoff,
+    operations,
+)
 # What scripts of other origins may read.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing"),
@@ -74,6 +90,7 @@ BATCH_ENDPOINTS = {
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
     live_view = LiveView(engine)
+    exchange = None if config.role == "both" else open_exchange(engine, config)
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     context = Context(
         engine=engine,
@@ -90,6 +107,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
         batches=_batches(engine, config),
+        sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
+        receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
     )
 
     page = load_files() if config.page else {}
@@ -109,6 +128,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         if service is not None:
             await service.stop()
         await context.client.stop(config.shutdown_timeout_s)
+        if context.receiver is not None:
+            await context.receiver.close()
         if service is not None:
             service.close()
         context.grammars.close()

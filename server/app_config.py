@@ -26,6 +26,11 @@ class AppConfig:
     pooling: str = "last"  # which hidden states an embedding is made of; a Pooling of the engine
     max_stored_responses: int = 1000  # of /v1/responses, kept in memory to be continued; 0: none
     allow_runtime_lora_updating: bool = False  # clients may load adapters, from paths of this machine
+    role: str = "both"  # prefill: also computes prompts for others; decode: has them computed at prefill_url
+    prefill_url: str | None = None
+    prefill_timeout_s: float = 60.0
+    kv_connector_dir: Path | None = None  # where prefill and decode daemons hand K/V over
+    kv_connector_bytes: int = 4 << 30
     page: bool = True  # the playground and the live view at /
     strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
     tool_call_parser: str = "auto"  # how calls of tools are written; server/tools/dialects.py

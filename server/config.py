@@ -7,6 +7,7 @@ faults. Settings are read once, before anything is loaded, and never change.
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -254,6 +255,30 @@ class AdapterSettings(BaseModel):
     )
 
 
+class HandoffSettings(BaseModel):
+    """Prefill and decode apart"""
+
+    role: Literal["both", "prefill", "decode"] = _setting(
+        _APP.role,
+        _choices("both", "prefill", "decode"),
+        "prefill also computes prompts for decode daemons, which take over their K/V",
+    )
+    prefill_url: str | None = _setting(
+        None, "URL", "of a decode daemon's prefill daemon, which has the same --api-key", unset="none"
+    )
+    prefill_timeout: float = _setting(
+        _APP.prefill_timeout_s, "SECONDS", "a prompt that is not handed over in this time is computed here", gt=0
+    )
+    kv_connector_dir: Path = _setting(
+        Path(f"/dev/shm/quire-kv-{os.getuid()}"),  # noqa: S108 - made for this user alone, and checked
+        "DIR",
+        "folder in shared memory through which the two hand K/V over",
+    )
+    kv_connector_gib: float = _setting(
+        _APP.kv_connector_bytes / (1 << 30), "GIB", "what K/V on its way may take there", gt=0
+    )
+
+
 class HttpSettings(BaseModel):
     """HTTP"""
 
@@ -322,6 +347,7 @@ class Settings(
     DeviceSettings,
     SchedulingSettings,
     AdapterSettings,
+    HandoffSettings,
     HttpSettings,
     BatchSettings,
     SecuritySettings,
@@ -353,8 +379,27 @@ class Settings(
         same = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if field.name != "model"}
         return EngineConfig(model=model, **same)
 
+    def _check_role(self) -> None:
+        if self.role == "decode" and not self.prefill_url:
+            raise ConfigError("--role is 'decode', which needs --prefill-url, the address of a prefill daemon.")
+        if self.role != "decode" and self.prefill_url:
+            raise ConfigError(
+                f"--prefill-url is for --role decode, and --role is {self.role!r}; leave one of them out."
+            )
+        if self.prefill_url and not self.prefill_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--prefill-url is {self.prefill_url!r}; it must be like http://127.0.0.1:8001.")
+        for name in ("kv_offload_gib", "kv_offload_dir"):
+            if self.role == "decode" and getattr(self, name):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"--role decode does not go with {flag}; leave one of them out.")
+        if self.role != "both" and self.block_size is None:
+            raise ConfigError(
+                f"--role {self.role} does not go with --block-size auto; name a size that both daemons use."
+            )
+
     def app_config(self, model: str, served_name: str) -> AppConfig:
-        """The HTTP application's settings; `served_name` is for a user who named none."""
+        """The HTTP application's settings; `served_name` is for a user who named none. Raises ConfigError."""
+        self._check_role()
         return AppConfig(
             model=model,
             served_model_names=self.served_model_name or (served_name,),
@@ -368,6 +413,11 @@ class Settings(
             pooling=self.pooling,
             max_stored_responses=self.max_stored_responses,
             allow_runtime_lora_updating=self.allow_runtime_lora_updating,
+            role=self.role,
+            prefill_url=self.prefill_url,
+            prefill_timeout_s=self.prefill_timeout,
+            kv_connector_dir=self.kv_connector_dir,
+            kv_connector_bytes=int(self.kv_connector_gib * (1 << 30)),
             page=self.page,
             strict_fields=self.strict_fields,
             tool_call_parser=self.tool_call_parser,

@@ -38,6 +38,7 @@ from engine.core.stats import (
 )
 from engine.core.types import AbortCause, FinishReason
 from engine.loop import Engine
+from server.handoff import HandoffOutcome
 from server.tenant_metrics import TenantMetrics
 from server.version import VERSION
 
@@ -451,6 +452,12 @@ class Metrics:
             ("adapter",),
             registry=self._registry,
         )
+        self._handoffs = Counter(
+            "quire_handoffs_total",
+            "Prompts of a decode daemon, by whether their K/V came from its prefill daemon.",
+            ("outcome",),
+            registry=self._registry,
+        )
         self._names: dict[Counter, set[str]] = {self._ignored: set(), self._adapter_requests: set()}
         self.tenants = TenantMetrics(self._registry)
 
@@ -466,6 +473,10 @@ class Metrics:
     def ignored_field(self, name: str) -> None:
         """Count one request field that was let through without meaning."""
         self._count(self._ignored, name)
+
+    def handoff(self, outcome: HandoffOutcome) -> None:
+        """Count a prompt that a prefill daemon might have computed."""
+        self._handoffs.labels(outcome.value).inc()
 
     def adapter_request(self, name: str, num_prompts: int) -> None:
         """Count what an adapter is asked."""

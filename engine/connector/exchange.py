@@ -37,6 +37,11 @@ class Exchange:
         """Full blocks that a parcel of a prompt has; the last token is always computed where the answer is drawn."""
         return (num_tokens - 1) // self._layout.block_size
 
+    def count_missing(self, prefix: Prefix) -> int:
+        """Full blocks of a prompt that the engine's cache has not got."""
+        num_blocks = self.count_blocks(len(prefix.tokens))
+        return num_blocks - self._engine.between_steps(_Count(prefix, num_blocks)).result(_PATIENCE_S)
+
     def send(self, prefix: Prefix) -> tuple[str, int] | None:
         """Pack what the cache has of a prompt's beginning: the parcel's name and its blocks. Raises ParcelError."""
         num_blocks = self.count_blocks(len(prefix.tokens))
@@ -64,6 +69,17 @@ class Exchange:
             if not self._engine.between_steps(_Write(prefix, rows, stop)).result(_PATIENCE_S):
                 return first
         return num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """How many of a prompt's first blocks are cached."""
+
+    prefix: Prefix
+    num_blocks: int
+
+    def __call__(self, scheduler: Scheduler, runner: Runner) -> int:  # noqa: ARG002 - a task's parameters
+        return len(scheduler.find_prefix(self.prefix.root, self.prefix.tokens, self.num_blocks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from server.app_config import AppConfig
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError, shorten
+from server.handoff import Receiver, Sender
 from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
@@ -54,6 +55,8 @@ class Context:
     responses: ResponseStore
     started_s: int  # Unix time
     batches: BatchService | None = None  # without --data-dir there are none
+    sender: Sender | None = None  # of a prefill daemon
+    receiver: Receiver | None = None  # of a decode daemon
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
     is_background: bool = False  # what is asked here runs when nobody else needs the engine
 

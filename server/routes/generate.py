@@ -108,6 +108,8 @@ async def respond(
     http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
 ) -> Response:
     """Submit and answer. Raises what the engine refuses with, before anything is sent."""
+    if context.receiver is not None:
+        await unless_disconnected(http.receive, context.receiver.fetch(requests))
     answer, generation = begin(http, context, requests, rules, stream=body.stream)
     if body.stream:
         return EventStream(

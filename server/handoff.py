@@ -1,0 +1,125 @@
+"""Prefill on one daemon, decode on another: who asks, who is asked, and what happens when nobody answers.
+
+A decode daemon has long prompts computed by a prefill daemon (--prefill-url), takes their K/V into its own prefix cache
+and goes on as if it had been there all along, so an answer is the same with and without. Whatever goes wrong on that way,
+the prompt is computed here: a stream is never lost, only later. Event loop; the copies run on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from enum import Enum
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from engine.connector.base import ParcelError
+from engine.connector.exchange import Exchange, Prefix
+from engine.connector.local import LocalConnector
+from engine.core.errors import ConfigError
+from engine.core.types import Request
+from engine.loop import Engine
+from server.app_config import AppConfig
+from server.protocol.handoff import Prefilled
+
+log = logging.getLogger("quire.handoff")
+
+MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
+_FAULTS = (httpx.HTTPError, ParcelError, TimeoutError, CancelledError, ValidationError, ValueError)
+
+
+class HandoffOutcome(str, Enum):
+    """What became of a prompt; a label of the counter."""
+
+    RECEIVED = "received"  # its K/V came from the prefill daemon
+    SHORT = "short"  # too little of it was left to compute for asking
+    FAILED = "failed"  # it was asked for, and had to be computed here all the same
+
+
+class Sender:
+    """A prefill daemon's end."""
+
+    def __init__(self, engine: Engine, exchange: Exchange) -> None:
+        self._engine, self._exchange = engine, exchange
+
+    def send(self, request: Request) -> tuple[str, int] | None:
+        """Pack a computed prompt: the parcel's name and its blocks. Blocks; raises ParcelError."""
+        return self._exchange.send(_prefix(self._engine, request))
+
+
+class Receiver:
+    """A decode daemon's end."""
+
+    def __init__(
+        self, engine: Engine, exchange: Exchange, config: AppConfig, count: Callable[[HandoffOutcome], None]
+    ) -> None:
+        self._engine, self._exchange, self._count = engine, exchange, count
+        key = config.api_keys[0] if config.api_keys else ""
+        self._client = httpx.AsyncClient(
+            base_url=config.prefill_url or "",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(config.prefill_timeout_s, connect=2.0),
+            limits=httpx.Limits(max_connections=256),
+        )
+        self._is_well = True  # the last prompt that was asked for came; a change is told in the log once
+
+    async def fetch(self, requests: Sequence[Request]) -> None:
+        """Have the prefix cache hold the beginnings of some prompts, as far as that goes well."""
+        await asyncio.gather(*(self._fetch(request) for request in requests))
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.aclose()
+
+    async def _fetch(self, request: Request) -> None:
+        params = request.params
+        if params.adapter is not None or params.prompt_logprobs is not None or params.pooling is not None:
+            return  # another model's K/V, or every position is computed here for what is made of it
+        prefix = _prefix(self._engine, request)
+        try:
+            num_missing = await asyncio.to_thread(self._exchange.count_missing, prefix)
+            if num_missing < MIN_BLOCKS:
+                self._count(HandoffOutcome.SHORT)
+                return
+            parcel = await self._ask(request)
+            if parcel is not None:
+                await asyncio.to_thread(self._exchange.receive, parcel, prefix)
+        except _FAULTS as error:
+            self._note(HandoffOutcome.FAILED, f"{type(error).__name__}: {error}")
+        else:
+            self._note(HandoffOutcome.RECEIVED if parcel else HandoffOutcome.FAILED)
+
+    async def _ask(self, request: Request) -> str | None:
+        body = {"prompt": request.prompt, "cache_salt": request.cache_salt, "priority": request.priority}
+        answer = await self._client.post("/v1/internal/prefill", json=body)
+        if answer.is_error:
+            raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
+        return Prefilled.model_validate_json(answer.content).parcel
+
+    def _note(self, outcome: HandoffOutcome, why: str = "") -> None:
+        self._count(outcome)
+        is_well = outcome is HandoffOutcome.RECEIVED
+        if is_well and not self._is_well:
+            log.info("The prefill daemon at %s answers again.", self._client.base_url)
+        elif why and self._is_well:
+            log.warning("Prompts are computed here, for %s did not hand one over (%s).", self._client.base_url, why)
+        self._is_well = is_well or not why
+
+
+def open_exchange(engine: Engine, config: AppConfig) -> Exchange:
+    """The engine's side of the connector. Raises ConfigError."""
+    if engine.layout is None or not engine.config.enable_prefix_caching:
+        raise ConfigError("--role hands blocks over through the prefix cache; leave --enable-prefix-caching on.")
+    try:
+        connector = LocalConnector(config.kv_connector_dir or Path(), config.kv_connector_bytes)
+    except ParcelError as error:
+        raise ConfigError(f"--kv-connector-dir: {error}.") from error
+    return Exchange(engine, connector, engine.layout)
+
+
+def _prefix(engine: Engine, request: Request) -> Prefix:
+    return Prefix(engine.chain_root(request), request.prompt)

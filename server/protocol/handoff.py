@@ -1,0 +1,23 @@
+"""What a decode daemon asks a prefill daemon, and what it is told. Between daemons of one version; no public API."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from server.protocol.base import RequestBody
+from server.protocol.sampling import MAX_CACHE_SALT
+
+
+class PrefillBody(RequestBody):
+    """A prompt to compute."""
+
+    prompt: list[int] = Field(min_length=1)
+    cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+
+class Prefilled(BaseModel):
+    """Where its K/V is."""
+
+    parcel: str | None  # none where the prompt has not one full block, or it was evicted meanwhile
+    num_blocks: int

@@ -1,0 +1,49 @@
+"""POST /v1/internal/prefill: a decode daemon has a prompt computed here, and fetches its K/V through the connector."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi import Request as HttpRequest
+
+from engine.core.types import Request, SamplingParams
+from server.choice import TextRules
+from server.disconnect import unless_disconnected
+from server.errors import ApiError
+from server.generation import Generation
+from server.handoff import Sender
+from server.protocol.handoff import PrefillBody, Prefilled
+from server.routes.context import Context, InContext, json_body
+
+router = APIRouter()
+
+
+@router.post("/v1/internal/prefill", response_model=Prefilled)
+async def prefill(
+    http: HttpRequest, context: InContext, body: Annotated[PrefillBody, Depends(json_body(PrefillBody))]
+) -> Prefilled:
+    """Compute a prompt and pack its full blocks. A daemon that leaves ends it."""
+    if context.sender is None:
+        message = "This server computes no prompts for others; start it with --role prefill."
+        raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+    context.limits.check_ids(body.prompt, "prompt")
+    request = Request(
+        request_id=uuid.uuid4().hex,
+        prompt=tuple(body.prompt),
+        params=SamplingParams(max_tokens=0),
+        arrival_s=context.engine.clock(),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+    return await unless_disconnected(http.receive, _compute(context, context.sender, request))
+
+
+async def _compute(context: Context, sender: Sender, request: Request) -> Prefilled:
+    answer = context.client.submit([request])
+    with answer:
+        await Generation(answer, [request], context.tokenizer, TextRules()).all_deltas()
+    sent = await asyncio.to_thread(sender.send, request)
+    return Prefilled(parcel=None, num_blocks=0) if sent is None else Prefilled(parcel=sent[0], num_blocks=sent[1])
