@@ -7,7 +7,6 @@ faults. Settings are read once, before anything is loaded, and never change.
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -269,10 +268,11 @@ class HandoffSettings(BaseModel):
     prefill_timeout: float = _setting(
         _APP.prefill_timeout_s, "SECONDS", "a prompt that is not handed over in this time is computed here", gt=0
     )
-    kv_connector_dir: Path = _setting(
-        Path(f"/dev/shm/quire-kv-{os.getuid()}"),  # noqa: S108 - made for this user alone, and checked
+    kv_connector_dir: Path | None = _setting(
+        None,
         "DIR",
         "folder in shared memory through which the two hand K/V over",
+        unset="one of the user's own under /dev/shm",
     )
     kv_connector_gib: float = _setting(
         _APP.kv_connector_bytes / (1 << 30), "GIB", "what K/V on its way may take there", gt=0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from enum import Enum
@@ -115,9 +116,10 @@ def open_exchange(engine: Engine, config: AppConfig) -> Exchange:
     if engine.layout is None or not engine.config.enable_prefix_caching:
         raise ConfigError("--role hands blocks over through the prefix cache; leave --enable-prefix-caching on.")
     try:
-        connector = LocalConnector(config.kv_connector_dir or Path(), config.kv_connector_bytes)
+        folder = config.kv_connector_dir or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
+        connector = LocalConnector(folder, config.kv_connector_bytes)
     except ParcelError as error:
-        raise ConfigError(f"--kv-connector-dir: {error}.") from error
+        raise ConfigError(f"--kv-connector-dir cannot be used: {error}.") from error
     return Exchange(engine, connector, engine.layout)
 
 
