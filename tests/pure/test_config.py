@@ -178,6 +178,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
         "--tenants", "/etc/tenants.yaml",
+        "--role", "decode", "--prefill-url", "http://a:1", "--prefill-timeout", "9",
+        "--kv-connector-dir", "/dev/shm/x", "--kv-connector-gib", "1",
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -197,6 +199,11 @@ def test_every_application_setting_reaches_the_application() -> None:
         tenants=Path("/etc/tenants.yaml"),
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
+        role="decode",
+        prefill_url="http://a:1",
+        prefill_timeout_s=9.0,
+        kv_connector_dir=Path("/dev/shm/x"),  # noqa: S108 - only a name
+        kv_connector_bytes=1 << 30,
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
@@ -205,6 +212,24 @@ def test_every_application_setting_reaches_the_application() -> None:
     default = AppConfig(model="", served_model_names=())
     for field in fields(AppConfig):
         assert getattr(made, field.name) != getattr(default, field.name), f"{field.name} is not tested here"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--role", "decode"], "needs --prefill-url"),
+        (["--prefill-url", "http://a"], "is for --role decode"),
+        (["--role", "decode", "--prefill-url", "a:1"], "must be like http"),
+        (
+            ["--role", "decode", "--prefill-url", "http://a", "--kv-offload-gib", "1"],
+            "does not go with --kv-offload-gib",
+        ),
+        (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
+    ],
+)
+def test_roles_are_checked(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(argv).app_config("here", "unused")
 
 
 def test_what_is_set_reaches_the_engine() -> None:
