@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import compare, eviction, front, latency, levers, perplexity, scheduler, steps
+from loadtest import compare, eviction, front, latency, levers, perplexity, scheduler, steps, tiers
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
@@ -217,6 +217,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
+    "tiers": ("measure what host memory and a disk behind the KV pool bring", tiers.add_options, tiers.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 
