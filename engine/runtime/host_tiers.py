@@ -18,6 +18,7 @@ from engine.core.swap_costs import min_swap_tokens
 from engine.core.types import Progress
 from engine.runtime.disk_store import DiskStore
 from engine.runtime.fingerprint import fingerprint
+from engine.runtime.host_memory import available_memory
 from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.swap import HostPool, count_host_blocks, measure_costs
 
@@ -37,17 +38,19 @@ def open_tiers(
         return settings, None
     device = runner.blocks[0].device
     bytes_per_block = sum(view[0].nbytes for view in runner.blocks)
-    num_taken = settings.num_blocks * bytes_per_block if device.type == "cpu" else 0
-    num_blocks = count_host_blocks(sum(asked.values()), bytes_per_block, num_taken, " + ".join(flags))
-    pool = runner.open_host_pool(num_blocks)
+    # On a CPU they are in a file, and that has its own way to say that there is no room.
+    limit = None if device.type == "cpu" else available_memory()
+    num_blocks = count_host_blocks(sum(asked.values()), bytes_per_block, limit, " + ".join(flags))
+    folder = None if config.kv_offload_dir is None else Path(config.kv_offload_dir).expanduser()
+    pool = runner.open_host_pool(num_blocks, folder)
     settings = _measure(runner, pool, num_blocks, settings, device, report)
     if not settings.num_host_blocks:
         runner.close_host_pool()
         return settings, None
     settings = replace(settings, host_caching=config.kv_offload_gib > 0)
-    if config.kv_offload_dir is None:
+    if folder is None:
         return settings, None
-    store = _open_disk(pool, config, bytes_per_block, fingerprint(config, str(dtype), runner.blocks), report)
+    store = _open_disk(pool, folder, config, bytes_per_block, fingerprint(config, str(dtype), runner.blocks), report)
     return replace(settings, num_disk_blocks=store.num_slots), store
 
 
@@ -80,9 +83,9 @@ def _measure(
     return replace(settings, num_host_blocks=num_blocks, min_swap_tokens=least, compute_s=costs.token_s)
 
 
-def _open_disk(pool: HostPool, config: EngineConfig, bytes_per_block: int, name: str, report: Report) -> DiskStore:
-    assert config.kv_offload_dir is not None
-    folder = Path(config.kv_offload_dir).expanduser()
+def _open_disk(
+    pool: HostPool, folder: Path, config: EngineConfig, bytes_per_block: int, name: str, report: Report
+) -> DiskStore:
     num_slots = int(config.kv_offload_disk_gib * _GIB) // bytes_per_block
     if not num_slots:
         raise ConfigError(

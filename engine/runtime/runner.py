@@ -11,6 +11,7 @@ Engine thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -164,14 +165,17 @@ class ModelRunner:
         """Draft where plans have room for it, from now on; steps are then to be taken one at a time."""
         self._drafter = drafter
 
-    def open_host_pool(self, num_blocks: int) -> HostPool:
-        """Have blocks in main memory for what plans swap. Raises MemoryBudgetError."""
+    def open_host_pool(self, num_blocks: int, folder: Path | None = None) -> HostPool:
+        """Have blocks for what plans swap: in main memory, or beside a pool that is there in a file in `folder`.
+
+        Raises MemoryBudgetError or ConfigError.
+        """
         if self._device.type == "cuda":
             from engine.runtime.cuda.swap import PinnedPool
 
             self._host_pool = PinnedPool(self._kv_cache.blocks, num_blocks, self._device)
         else:
-            self._host_pool = MainMemoryPool(self._kv_cache.blocks, num_blocks)
+            self._host_pool = MainMemoryPool(self._kv_cache.blocks, num_blocks, folder)
         return self._host_pool
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Protocol
 
@@ -17,8 +18,7 @@ from torch import Tensor
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.core.plan import StepPlan
 from engine.core.swap_costs import SwapCosts
-from engine.runtime import huge_pages
-from engine.runtime.host_memory import available_memory
+from engine.runtime import huge_pages, mapped_file
 
 _GIB = 1 << 30
 _NUM_MEASURED = 64  # blocks; what a sequence of a thousand tokens takes by default
@@ -72,11 +72,12 @@ def split_rows(rows: Tensor, pool: Sequence[Tensor]) -> list[Tensor]:
 
 
 class MainMemoryPool:
-    """Beside a pool that is in main memory itself; a block takes room when it is first written."""
+    """Beside a pool that is in main memory itself, and so in a file, which the system may write its pages to."""
 
-    def __init__(self, pool: Sequence[Tensor], num_blocks: int) -> None:
+    def __init__(self, pool: Sequence[Tensor], num_blocks: int, folder: Path | None = None) -> None:
         self._pool = list(pool)
-        rows = host_rows(pool, num_blocks)
+        size = sum(view[0].numel() for view in pool)
+        rows = mapped_file.zeros((num_blocks, size), pool[0].dtype, folder)
         self._bytes = rows_as_bytes(rows)
         self._rows = split_rows(rows, pool)
 
@@ -108,18 +109,16 @@ def _copy(sources: Tensor, destinations: Tensor, pairs: Sequence[tuple[int, int]
         destinations[destination].copy_(sources[source])
 
 
-def count_host_blocks(num_gib: float, bytes_per_block: int, num_taken: int, flag: str = "--swap-space") -> int:
-    """Blocks in `num_gib` GiB, which `flag` asks for, of main memory, `num_taken` bytes of which have an owner who has not touched them yet.
+def count_host_blocks(num_gib: float, bytes_per_block: int, room: int | None, flag: str = "--swap-space") -> int:
+    """Blocks in the GiB that `flag` asks for. `room` is what main memory has left; None where they are not to be there.
 
     Raises ConfigError if it is less than a block or more than there is.
     """
     num_blocks = int(num_gib * _GIB) // bytes_per_block
-    left = max(available_memory() - num_taken, 0)
-    if num_blocks * bytes_per_block > left:
-        beside = f" beside the KV pool's {num_taken / _GIB:.1f}" if num_taken else ""
+    if room is not None and num_blocks * bytes_per_block > room:
         raise ConfigError(
-            f"{flag} is {num_gib:g} GiB, and main memory has {left / _GIB:.1f} left{beside}; set it to at most "
-            f"{left // (_GIB // 10) / 10:g}."
+            f"{flag} is {num_gib:g} GiB, and main memory has {room / _GIB:.1f} left; set it to at most "
+            f"{room // (_GIB // 10) / 10:g}."
         )
     if num_gib and not num_blocks:
         raise ConfigError(

@@ -18,7 +18,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.swap_costs import SwapCosts
 from engine.core.types import Progress
-from engine.runtime import host_tiers, swap
+from engine.runtime import host_tiers, mapped_file, swap
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import swap as cuda_swap
@@ -225,15 +225,25 @@ def test_what_is_measured_is_there(tiny: partial[EngineConfig], monkeypatch: pyt
     assert min(trip_s, block_s) >= 0
 
 
-def test_more_than_main_memory_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "available_memory", lambda: 5 << 30)
-    assert count_host_blocks(3.0, 1 << 20, 2 << 30) == 3 << 10
-    with pytest.raises(
-        ConfigError, match=r"--swap-space is 4 GiB, .* has 3\.0 left beside the KV pool's 2\.0; .* most 3"
-    ):
-        count_host_blocks(4.0, 1 << 20, 2 << 30)
+def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
+    assert count_host_blocks(3.0, 1 << 20, 3 << 30) == count_host_blocks(3.0, 1 << 20, None) == 3 << 10
+    with pytest.raises(ConfigError, match=r"--swap-space is 4 GiB, .* has 3\.0 left; .* most 3"):
+        count_host_blocks(4.0, 1 << 20, 3 << 30)
     with pytest.raises(ConfigError, match=r"less than one block of K/V \(1\.00 MiB\); raise it, or set it to 0"):
         count_host_blocks(0.0001, 1 << 20, 0)
+    with pytest.raises(
+        ConfigError, match=r"need 1\d+\.\d\d GiB in .*kv, where there is no such room \(.*\); lower them"
+    ):
+        mapped_file.zeros((1 << 30, 1 << 20), torch.int8, tmp_path / "kv")
+    assert not any((tmp_path / "kv").iterdir())
+
+
+def test_on_a_cpu_host_blocks_are_a_file_that_has_no_name(tmp_path: Path) -> None:
+    host = MainMemoryPool(filled("cpu", torch.float32).blocks, 4, tmp_path)
+    assert not any(tmp_path.iterdir())
+    maps = Path("/proc/self/maps").read_text()
+    assert any(str(tmp_path) in line and line.endswith("(deleted)") for line in maps.splitlines())
+    host.close()
 
 
 @pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])
