@@ -26,7 +26,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Te
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=where) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full disk would kill us when a page is touched
+            if hasattr(os, "posix_fallocate"):  # else a full disk would kill us when a page is touched
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            os.ftruncate(file.fileno(), num_bytes)
             memory = mmap.mmap(file.fileno(), num_bytes)
     except OSError as error:
         raise ConfigError(
