@@ -19,7 +19,7 @@ from loadtest.bench import Asking, Level, Sweep, first_model
 from loadtest.client import Client, Target
 from loadtest.daemon import daemon, get
 from loadtest.report import Point
-from loadtest.workload import Job, Length, synthetic
+from loadtest.workload import Job, Length, copying, synthetic
 
 
 class Lever(NamedTuple):
@@ -33,9 +33,13 @@ class Lever(NamedTuple):
     output: Length
     prefix_len: int = 0
     shared: str = ""  # flags of all variants
+    copies: bool = False  # answers are copied from their prompts
+    temperature: float = 0.0
 
     def jobs(self, seed: int) -> list[Job]:
         """Fresh prompts for each round, the same for every variant."""
+        if self.copies:
+            return copying(self.num_prompts, prompt=self.prompt, output=self.output, seed=seed)
         return synthetic(
             self.num_prompts, prompt=self.prompt, output=self.output, seed=seed, prefix_len=self.prefix_len
         )
@@ -56,12 +60,26 @@ LEVERS = (
     Lever("--dtype", ("float32", "bfloat16"), 16, 32, MEDIUM, MEDIUM),
     Lever("--quantization", ("none", "gguf", "int8"), 16, 32, MEDIUM, MEDIUM),
     Lever("--kv-cache-dtype", ("auto", "int8"), 8, 16, LONG, MEDIUM),
+    *(
+        Lever(
+            "--speculative-config",
+            ("default", '{"method": "ngram"}'),
+            num,
+            2 * num,
+            MEDIUM,
+            MEDIUM,
+            copies=copies,
+            temperature=temperature,
+        )
+        for num in (1, 8, 32)
+        for copies, temperature in ((True, 0.0), (False, 1.0))
+    ),
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `levers`."""
-    names = [lever.flag.removeprefix("--") for lever in LEVERS]
+    names = list(dict.fromkeys(lever.flag.removeprefix("--") for lever in LEVERS))
     parser.add_argument("--only", choices=names, nargs="+", default=names, metavar="FLAG", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each variant is driven; default 3")
 
@@ -91,7 +109,9 @@ async def _drive(lever: Lever, port: int, seed: int) -> list[Point]:
     client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}")), Sweep()
     try:
         level = Level(lever.flag, lever.concurrency, lever.concurrency, lever.jobs(seed))
-        await sweep.run(client, Asking(await first_model(client)), lever.jobs(-1 - seed)[:2], [level])
+        await sweep.run(
+            client, Asking(await first_model(client), temperature=lever.temperature), lever.jobs(-1 - seed)[:2], [level]
+        )
     finally:
         client.close()
     return sweep.points
@@ -101,7 +121,8 @@ def _print(lever: Lever, points: list[list[Point]], preemptions: list[int]) -> N
     shape = f"{lever.concurrency} at once, {lever.prompt.low}-{lever.prompt.high} words in"
     if lever.prefix_len:
         shape += f" after {lever.prefix_len} shared ones"
-    print(f"\n{shape}, {lever.output.low}-{lever.output.high} tokens out {lever.shared}\n")
+    kind = "copied from the prompt" if lever.copies else f"temperature {lever.temperature:g}"
+    print(f"\n{shape}, {lever.output.low}-{lever.output.high} tokens out, {kind} {lever.shared}\n")
     print(
         f"| `{lever.flag}` | out tok/s | TTFT p50 ms | TTFT p99 ms | ITL p50 ms | ITL p99 ms | e2e p50 ms | preemptions |"
     )
@@ -118,7 +139,9 @@ def _figures(point: Point) -> tuple[float, ...]:
 
 
 def _flags(lever: Lever, variant: str) -> list[str]:
-    """The default model with one setting changed."""
+    """The default model with one setting changed, or none."""
+    if variant == "default":
+        return ["--dtype", "bfloat16", *lever.shared.split()]
     flag = [lever.flag.replace("--", "--no-", 1)] if variant == "off" else [lever.flag]
     value = [] if variant in ("on", "off") else [variant]
     dtype = [] if lever.flag in ("--dtype", "--quantization") else ["--dtype", "bfloat16"]

@@ -72,6 +72,13 @@ def synthetic(
     return [Job(rng.choice(prefixes) + _text(rng, prompt.draw(rng)), output.draw(rng)) for _ in range(num)]
 
 
+def copying(num: int, *, prompt: Length, output: Length, seed: int) -> list[Job]:
+    """`num` jobs whose prompt shows words once and asks for them again: the answer stands in the prompt, word by word."""
+    rng = random.Random(seed)
+    texts = [_text(rng, prompt.draw(rng)) for _ in range(num)]
+    return [Job(f"Read this: {text}.\nOnce more, word by word: {text[:20]}", output.draw(rng)) for text in texts]
+
+
 def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
     """`num` jobs drawn from a JSONL file of {"prompt": str, "max_tokens": int (optional)}. Raises WorkloadError."""
     rng = random.Random(seed)
