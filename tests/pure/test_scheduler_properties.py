@@ -38,6 +38,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_swap_tokens=st.sampled_from([1, 1, 9]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
         min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
+        target_itl_s=st.sampled_from([None, None, 0.001, 0.03]),
+        target_ttft_s=st.sampled_from([None, 0.5]),
         cost=st.sampled_from([None, CostModel(0.01, 0.002), CostModel(0.001, 0.01, 0.001)]),
     )
     def start(
@@ -47,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         num_speculative_tokens: int,
         cost: CostModel | None,
-        **changes: int | str,
+        **changes: int | str | float | None,
     ) -> None:
         changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
         changes["num_disk_blocks"] = changes["num_disk_blocks"] if changes["host_caching"] else 0
