@@ -20,7 +20,7 @@ EOS = 7
 FAILS = 13  # a request with this top_k fails once it has generated three tokens
 
 
-def config(**changes: int | bool | str | float | None) -> SchedulerConfig:
+def config(**changes: bool | str | float | None) -> SchedulerConfig:
     """A small engine: 24 blocks of 4 tokens, 6 seats, 12 tokens a step."""
     values = {
         "num_blocks": 24,

@@ -202,7 +202,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         role="decode",
         prefill_url="http://a:1",
         prefill_timeout_s=9.0,
-        kv_connector_dir=Path("/dev/shm/x"),  # noqa: S108 - only a name
+        kv_connector_dir=Path("/dev/shm/x"),
         kv_connector_bytes=1 << 30,
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,

@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         num_speculative_tokens: int,
         cost: CostModel | None,
-        **changes: int | str | float | None,
+        **changes: str | float | None,
     ) -> None:
         changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
         changes["num_disk_blocks"] = changes["num_disk_blocks"] if changes["host_caching"] else 0
