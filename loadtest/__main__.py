@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import compare, eviction, front, latency, levers, perplexity, scheduler, steps, tiers
+from loadtest import compare, eviction, fairness, front, latency, levers, perplexity, scheduler, steps, tiers
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
@@ -215,6 +215,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
     "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
+    "fairness": ("measure what one tenant does to another", fairness.add_options, fairness.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
     "tiers": ("measure what host memory and a disk behind the KV pool bring", tiers.add_options, tiers.run),

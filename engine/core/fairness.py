@@ -39,7 +39,7 @@ INPUT_COST = 1.0
 OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
 YIELD_RATIO = 2.0
 COMPANY_S = 60.0  # a tenant that was here so lately may come again at any moment
-COMPANY_SHARE = 8  # steps are then so much smaller, as far as prompts go: whoever comes waits for the one that runs
+COMPANY_SHARE = 16  # steps are then so much smaller, as far as prompts go: whoever comes waits for the one that runs
 
 
 def charge_generated(sequences: Iterable[Sequence]) -> None:
