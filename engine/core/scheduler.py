@@ -23,6 +23,7 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
+from engine.core.length_predictor import LengthPredictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
 from engine.core.pacing import Pacing
@@ -58,7 +59,8 @@ class Scheduler:
         self._memory = Memory(config, self.tiers)
         self._swap = SwapSpace(config, self.tiers)
         targets = Targets(config.target_ttft_s, config.target_itl_s)
-        self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets)
+        self._predictor = LengthPredictor() if config.policy == "sjf" else None
+        self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
         self._pacing = Pacing(targets)
@@ -85,10 +87,12 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
-        key = sort_key(self._policy, request)
+        num_expected = None if self._predictor is None else self._predictor.predict(request)
+        key = sort_key(self._policy, request, num_expected)
         account = self._roster.waiting.account(request)
         seq_id = self._roster.take_seq_id()
         seq = Sequence(request, 0, seq_id, key, self.config.block_size, root, account)
+        seq.num_expected = num_expected
         if request.params.beam is not None:
             seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]

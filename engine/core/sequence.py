@@ -93,6 +93,7 @@ class Sequence:
         "num_charged",
         "num_computed",
         "num_drafted",
+        "num_expected",
         "num_from_disk",
         "num_from_host",
         "num_in_flight",
@@ -139,6 +140,7 @@ class Sequence:
         self.order: tuple[float, ...] = (key, seq_id)
         self.place: tuple[float, ...] = self.order  # among those that run; `fair` has another one for it
         self.account = account
+        self.num_expected: float | None = None  # tokens of the answer, where somebody predicts them
         self.num_charged = 0  # of `tokens`, those that the account was charged for; a prompt is charged as a whole
         self.status = Status.WAITING
         self.tokens = list(request.prompt)
@@ -256,6 +258,7 @@ class Sequence:
         block_size = self.page_table.block_size
         sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.chain[0], self.account)
         sibling.num_charged = self.num_charged
+        sibling.num_expected = self.num_expected
         return sibling
 
     def fork(self, choice: int, seq_id: int) -> Sequence:

@@ -170,6 +170,7 @@ class Stats:
     step_sequences: Histogram = field(default_factory=_counts)
     request_prompt_tokens: Histogram = field(default_factory=_counts)
     request_generation_tokens: Histogram = field(default_factory=_counts)
+    length_error_tokens: Histogram = field(default_factory=_counts)  # by how much answers were mispredicted, for sjf
 
     @property
     def preemptions(self) -> int:

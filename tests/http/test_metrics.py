@@ -120,6 +120,7 @@ SHOWN = {
     "quire_step_sequences": "step_sequences",
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
+    "quire_predicted_length_error_tokens": "length_error_tokens",
     "quire_kv_offload_disk_blocks": "disk_blocks_cached",
 }
 LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
@@ -159,7 +160,7 @@ def test_blocks_add_up_to_the_pool(engine: Engine) -> None:
 def test_histograms_are_cumulative_and_complete(engine: Engine) -> None:
     families = scrape(Metrics(engine, "tiny", compat_vllm=False))
     histograms = [metric for metric in METRICS if metric.kind.name == "HISTOGRAM"]
-    assert len(histograms) == 12
+    assert len(histograms) == 13
     for metric in histograms:
         stats = metric.read(engine.stats)
         assert isinstance(stats, Histogram)

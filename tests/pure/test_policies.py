@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.policies import POLICIES, PRIORITY_STEP_S, TOKEN_STEP_S
+from engine.core.policies import MAX_WORK_S, POLICIES, PRIORITY_STEP_S, TOKEN_STEP_S, sjf, sort_key
 from tests.pure.driver import Driver, config, request
 
 
@@ -32,8 +32,19 @@ def test_who_is_admitted_first(policy: str, order: list[str]) -> None:
 @given(st.floats(0, 1e6), st.integers(-5, 5), st.integers(1, 30), st.sampled_from(sorted(POLICIES)))
 def test_nobody_waits_longer_than_its_handicap(arrival: float, level: int, max_tokens: int, policy: str) -> None:
     """Any request that comes later than the largest handicap stands behind: age always counts in the end."""
-    key = POLICIES[policy]
     old = request(arrival_s=arrival, priority=level, max_tokens=max_tokens)
     bound = PRIORITY_STEP_S * 10 + TOKEN_STEP_S * 64
     newcomer = request(arrival_s=arrival + bound, priority=-5, max_tokens=1)
-    assert key(old) < key(newcomer)
+    assert sort_key(POLICIES[policy], old) < sort_key(POLICIES[policy], newcomer)
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1e9), st.floats(0, 1e6))
+def test_sjf_has_nobody_overtaken_for_longer_than_its_bound(
+    max_tokens: int, num_expected: float, arrival: float
+) -> None:
+    """Whatever was asked for, and whatever is believed of it."""
+    old, newcomer = (
+        request(arrival_s=arrival, max_tokens=max_tokens),
+        request(arrival_s=arrival + MAX_WORK_S, max_tokens=1),
+    )
+    assert sort_key(sjf, old, num_expected) <= sort_key(sjf, newcomer, 0.0)
