@@ -320,7 +320,7 @@ def test_a_stream_of_newcomers_stops_nobody() -> None:
 
 def test_in_company_prompts_of_whoever_holds_much_come_in_small_pieces() -> None:
     """Whoever comes next has to wait for the step that runs. Alone, a tenant has the whole of every step."""
-    for company, largest in ((False, 24), (True, 24 // COMPANY_SHARE + 4)):
+    for company, largest in ((False, 24), (True, -(-24 // COMPANY_SHARE) + 4)):
         driver = crowd(4)
         driver.now += 100.0
         if company:
