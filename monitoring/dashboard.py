@@ -182,6 +182,7 @@ ROWS = (
             ),
             heatmap("Prompt lengths", "Of finished requests, tokens.", "quire_request_prompt_tokens", "none"),
             heatmap("Answer lengths", "Of finished requests, tokens.", "quire_request_generation_tokens", "none"),
+            heatmap("Mispredicted lengths", "By sjf, in tokens.", "quire_predicted_length_error_tokens", "none"),
             Panel(
                 "Prompt tokens that wait",
                 "Still to be computed of all that wait: the backlog.",
