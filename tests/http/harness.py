@@ -18,6 +18,7 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
+from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.plan import SequenceSlice
@@ -114,7 +115,13 @@ class Live:
         cost = CostModel(step_s=step_s, token_s=0.0)
         self.runner = runner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
         self.engine = Engine(
-            self.scheduler, self.runner, vocab_size=VOCAB_SIZE, depth=depth, limits=limits, adapters=adapters
+            self.scheduler,
+            self.runner,
+            vocab_size=VOCAB_SIZE,
+            depth=depth,
+            limits=limits,
+            adapters=adapters,
+            layout=Layout("parrot", config.block_size, 4 * config.block_size),
         )
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
         self.context = self.app.state.context

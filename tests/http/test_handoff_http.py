@@ -1,0 +1,161 @@
+"""A decode daemon and its prefill daemon: answers are what one daemon alone says, whatever happens between the two."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness import Live, eventually
+
+from engine.connector.local import LocalConnector
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again, until it is tired of it"  # 85 tokens, 5 blocks
+
+Serve = Callable[..., Live]
+Post = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "parcels"
+
+
+@pytest.fixture
+def pair(serve: Serve, folder: Path) -> tuple[Live, Live]:
+    prefill = serve(role="prefill", kv_connector_dir=folder, api_keys=("secret",))
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url, api_keys=("secret",))
+    return prefill, decode
+
+
+def ask(live: Live, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": TEXT + "|", "max_tokens": 20, "logprobs": 1} | fields
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, headers={"authorization": "Bearer secret"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def handoffs(live: Live) -> dict[str, float]:
+    text = httpx.get(f"{live.url}/metrics", headers={"authorization": "Bearer secret"}).text
+    lines = [line for line in text.splitlines() if line.startswith("quire_handoffs_total{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+def test_an_answer_is_the_same_and_its_prompt_was_computed_elsewhere(
+    pair: tuple[Live, Live], folder: Path, post: Post
+) -> None:
+    prefill, decode = pair
+    alone = post("/v1/completions", prompt=TEXT + "|", max_tokens=20, logprobs=1, n=2)
+    apart = ask(decode, n=2)
+    assert apart["choices"] == alone["choices"]
+    assert apart["choices"][0]["text"] == TEXT[:20]
+    assert apart["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+    assert prefill.engine.stats.prompt_tokens == 86
+    assert handoffs(decode) == {"received": 1}
+    assert not list(folder.iterdir())
+    ask(decode)
+    assert handoffs(decode) == {"received": 1, "short": 1}, "what is cached is not asked for again"
+
+
+def test_streams_and_chats_go_the_same_way(pair: tuple[Live, Live]) -> None:
+    _, decode = pair
+    body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 9, "stream": True}
+    with httpx.stream(
+        "POST", f"{decode.url}/v1/chat/completions", json=body, headers={"authorization": "Bearer secret"}
+    ) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    said = "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
+    assert said == TEXT[:9]
+    assert handoffs(decode) == {"received": 1}
+
+
+def test_short_prompts_and_scores_are_computed_where_they_are_asked_for(pair: tuple[Live, Live]) -> None:
+    prefill, decode = pair
+    assert ask(decode, prompt="Hello|")["choices"][0]["text"] == "Hello"
+    ask(decode, prompt=TEXT, echo=True, max_tokens=0)
+    assert handoffs(decode) == {"short": 1}
+    assert not prefill.engine.stats.prompt_tokens
+
+
+def test_without_a_prefill_daemon_prompts_are_computed_here_and_that_is_told_once(
+    serve: Serve, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url="http://127.0.0.1:9", api_keys=("secret",))
+    for index in range(3):
+        assert ask(decode, prompt=f"{index}{TEXT}|")["choices"][0]["text"] == f"{index}{TEXT}"[:20]
+    assert handoffs(decode) == {"failed": 3}
+    told = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
+    assert len(told) == 1
+    assert "http://127.0.0.1:9" in told[0]
+
+
+@pytest.mark.parametrize("key", ["other", "secret"])
+def test_a_daemon_that_refuses_costs_no_answer(serve: Serve, folder: Path, key: str) -> None:
+    """Another key, or a daemon that is no prefill daemon."""
+    other = serve(api_keys=(key,))
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=other.url, api_keys=("secret",))
+    assert ask(decode)["choices"][0]["text"] == TEXT[:20]
+    assert handoffs(decode) == {"failed": 1}
+
+
+def test_a_slow_prefill_daemon_is_not_waited_for(serve: Serve, folder: Path) -> None:
+    prefill = serve(role="prefill", kv_connector_dir=folder)
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url, prefill_timeout_s=0.2,
+                   api_keys=("secret",))  # fmt: skip
+    prefill.gate.close()
+    assert ask(decode)["choices"][0]["text"] == TEXT[:20]
+    assert handoffs(decode) == {"failed": 1}
+    prefill.gate.open()
+    prefill.check_idle()
+
+
+def test_a_client_that_leaves_ends_the_prefill(serve: Serve, folder: Path) -> None:
+    prefill = serve(role="prefill", kv_connector_dir=folder)
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url)
+    prefill.gate.close()
+
+    def leave() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{decode.url}/v1/completions", json={"prompt": TEXT}, timeout=0.3)
+
+    client = threading.Thread(target=leave)
+    client.start()
+    eventually(lambda: prefill.context.client.num_open == 1)
+    client.join()
+    eventually(lambda: prefill.context.client.num_open == 0)
+    prefill.gate.open()
+
+
+def test_a_damaged_parcel_is_computed_anew(
+    pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    _, decode = pair
+    whole = LocalConnector.open
+
+    def damage(self: LocalConnector, name: str, layout: Any) -> Any:
+        path = folder / name
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return whole(self, name, layout)
+
+    monkeypatch.setattr(LocalConnector, "open", damage)
+    assert ask(decode)["choices"][0]["text"] == TEXT[:20]
+    assert handoffs(decode) == {"failed": 1}
+
+
+def test_a_server_of_another_role_computes_nothing_for_others(live: Live) -> None:
+    answer = httpx.post(f"{live.url}/v1/internal/prefill", json={"prompt": [1, 2, 3]})
+    assert answer.status_code == 501
+    assert "--role prefill" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [{"prompt": []}, {"prompt": [999_999]}, {"prompt": "text"}, {}, {"prompt": [1] * 600}])
+def test_bad_prompts_are_refused(serve: Serve, folder: Path, body: dict[str, Any]) -> None:
+    prefill = serve(role="prefill", kv_connector_dir=folder)
+    answer = httpx.post(f"{prefill.url}/v1/internal/prefill", json=body)
+    assert answer.status_code == 400, answer.text
