@@ -31,16 +31,19 @@ def parse(*texts: str, reads_calls: bool = True) -> list[Any]:
     """Words as strings, thoughts after a "~", calls as [name, arguments]."""
     splitter = ChannelSplitter(reads_calls=reads_calls)
     merged: list[Any] = []
+    last: type[Any] | None = None  # of whose kind the last of them is
     for piece in [*(piece for text in texts for piece in splitter.push(text)), *splitter.finish()]:
         if isinstance(piece, CallBegin):
             merged.append([piece.name, ""])
+            last = CallBegin
             continue
         assert piece.text
         if isinstance(piece, CallArguments):
             merged[-1][1] += piece.text
-        elif merged and isinstance(merged[-1], str) and merged[-1].startswith("~") is isinstance(piece, Reasoning):
+        elif type(piece) is last:
             merged[-1] += piece.text
         else:
+            last = type(piece)
             merged.append(("~" if isinstance(piece, Reasoning) else "") + piece.text)
     return merged
 
