@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.core.errors import QuireError
-from loadtest import compare, eviction, fairness, front, latency, levers, perplexity, scheduler, steps, tiers
+from loadtest import compare, eviction, fairness, front, handoff, latency, levers, perplexity, scheduler, steps, tiers
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
@@ -213,6 +213,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
+    "handoff": ("measure what prefill on a daemon of its own does", handoff.add_options, handoff.run),
     "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
     "fairness": ("measure what one tenant does to another", fairness.add_options, fairness.run),
