@@ -122,6 +122,8 @@ SHOWN = {
     "quire_request_generation_tokens": "request_generation_tokens",
     "quire_predicted_length_error_tokens": "length_error_tokens",
     "quire_kv_offload_disk_blocks": "disk_blocks_cached",
+    "quire_kv_block_waste_ratio": "blocks_waste",
+    "quire_kv_repartitions_total": "repartitions",
 }
 LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
