@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from harness import CONFIG, Live, eventually
+from test_cli import quire, read_until, ready
 
 FILE = """
 tiers: {free: {max_concurrent_requests: 1}}
@@ -149,3 +151,23 @@ def test_a_request_that_the_engine_refuses_counts_for_nothing(live: Live) -> Non
         refused = hobby.post("/v1/completions", json={"prompt": "a|", "n": 100})
         assert refused.status_code == 400
         assert refused.headers["x-ratelimit-remaining-requests"] == "1"
+
+
+def test_on_sighup_the_file_is_read_again_and_a_faulty_one_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text("tenants: [{name: a, key: first}]", encoding="utf-8")
+    with quire("serve", "--port", "0", "--tenants", str(path)) as process:
+        url = ready(process)
+
+        def is_let_in(key: str) -> bool:
+            return httpx.get(url + "/v1/models", headers={"x-api-key": key}).status_code == 200
+
+        assert (is_let_in("first"), is_let_in("second")) == (True, False)
+        path.write_text("tenants: [{name: a, key: second}]", encoding="utf-8")
+        process.send_signal(signal.SIGHUP)
+        eventually(lambda: is_let_in("second"))
+        assert not is_let_in("first")
+        path.write_text("tenants: [{name: a, key: third, weight: -1}]", encoding="utf-8")
+        process.send_signal(signal.SIGHUP)
+        read_until(process, "tenants (stay) as they were")
+        assert (is_let_in("second"), is_let_in("third")) == (True, False)
