@@ -214,12 +214,14 @@ def test_what_is_taken_by_force_stays_below_what_is_left() -> None:
 def test_one_that_was_served_more_takes_nothing() -> None:
     driver = Metered(max_num_seqs=4)
     add_jobs(driver, "b", [(8, 8)], 1)
-    for i in range(8):
+    for i in range(4):  # once `b` has ended they have all seats, and none of them waits
         driver.add(request(f"a{i}", (i,), max_tokens=40, eos_token_ids=ENDLESS, tenant="a"))
     driver.step()
     [b] = [seq.account for seq in driver.scheduler._roster.running if seq.request.tenant == "b"]
     while b.num_running:
         driver.step()
+    driver.step()
+    assert len(driver.scheduler._roster.running) == 4
     b.served += 1000
     add_jobs(driver, "b", [(2, 2)], 1)
     driver.step()
