@@ -45,9 +45,10 @@ class Speculation:
         return block_bytes(self.model.attention_specs, self.config.block_size, self._kv_dtype(self.model))
 
     def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
-        """Have the runner draft, once it is known what that costs."""
-        drafter = self._drafter(settings)
+        """Have the runner draft, once it is known what that costs. Raises ConfigError where no draft would have room."""
         num_drafts = self.asked.num_speculative_tokens
+        _check_room(num_drafts, settings)
+        drafter = self._drafter(settings)
         costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
         runner.speculate(drafter)
         points = (costs.plain[0], costs.checking[-1])
@@ -92,6 +93,8 @@ def load_speculation(
         max_model_len=None,
         load_format=config.load_format if config.load_format == "dummy" else "auto",
         lora_modules=(),
+        max_loras=None,
+        allow_runtime_lora_updating=False,
     )
     try:
         model = load_model(own, device, resolve_dtype(own, device), report)
@@ -103,3 +106,16 @@ def load_speculation(
             f"{target.vocab_size}; choose one of the same family, whose tokenizer is the same."
         )
     return Speculation(asked, config, device, model)
+
+
+def _check_room(num_drafts: int, settings: SchedulerConfig) -> None:
+    """A token and its drafts have to fit in a step and in a context (of which the pool always holds one)."""
+    for flag, room in (
+        ("--max-num-batched-tokens", settings.max_num_batched_tokens),
+        ("--max-model-len", settings.max_model_len),
+    ):
+        if room <= num_drafts:
+            raise ConfigError(
+                f"--speculative-config: num_speculative_tokens is {num_drafts}, and {flag} is {room}; a token and its drafts "
+                f"need {1 + num_drafts}, so lower the one or raise the other."
+            )

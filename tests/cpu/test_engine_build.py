@@ -6,12 +6,13 @@ import json
 import queue
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.build import _pool_budget, build_engine
-from engine.core.config import EngineConfig, LoraModule, SchedulerConfig
+from engine.core.config import EngineConfig, LoraModule, SchedulerConfig, num_loras
 from engine.core.draft_costs import DraftCosts
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
@@ -19,6 +20,7 @@ from engine.loop import Engine, QueueLimits
 from engine.runtime.attention.reference import ReferenceAttention
 from engine.runtime.cuda.budget import CudaMemory, full_steps, other_steps
 from engine.runtime.kv_cache import PoolSize, fit_pool
+from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.runner import ModelRunner
 from tests.cpu.lora_folders import save_adapter
@@ -265,6 +267,32 @@ def test_a_draft_model_shares_the_memory_and_changes_no_answer(
         build(folder, speculative_config={"model": str(other)})
     with pytest.raises(ModelLoadError, match="--speculative-config: the draft model could not be loaded"):
         build(folder, speculative_config={"model": "./nowhere"})
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize(("limit", "flag"), [("max_num_batched_tokens", "--max-num-batched-tokens"),
+                                             ("max_model_len", "--max-model-len")])  # fmt: skip
+def test_drafts_that_have_no_room_are_refused(folder: str, method: str, limit: str, flag: str) -> None:
+    asked = {"method": method, "num_speculative_tokens": 3} | ({} if method == "ngram" else {"model": folder})
+    build(folder, speculative_config=asked, block_size=1, **{limit: 4})
+    with pytest.raises(
+        ConfigError, match=f"num_speculative_tokens is 3, and {flag} is 3; a token and its drafts need 4"
+    ):
+        build(folder, speculative_config=asked, block_size=1, **{limit: 3})
+
+
+def test_a_draft_model_has_no_adapters(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And may be one that cannot have any."""
+    loaded = []
+
+    def load(config: EngineConfig, *others: Any) -> Any:
+        loaded.append(config)
+        return load_model(config, *others)
+
+    monkeypatch.setattr("engine.speculation.load_model", load)
+    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    build(folder, speculative_config={"model": folder}, allow_runtime_lora_updating=True, max_loras=2)
+    assert [num_loras(config) for config in loaded] == [0]
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
