@@ -30,7 +30,7 @@ from server.protocol.handoff import Prefilled
 log = logging.getLogger("quire.handoff")
 
 MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
-_FAULTS = (httpx.HTTPError, ParcelError, TimeoutError, CancelledError, ValidationError, ValueError)
+_FAULTS = (httpx.HTTPError, ParcelError, OSError, TimeoutError, CancelledError, ValidationError, ValueError)
 
 
 class HandoffOutcome(str, Enum):

@@ -46,9 +46,8 @@ class LocalConnector:
 
     def pack(self, layout: Layout, num_blocks: int) -> LocalParcel:
         """A file as large as so many blocks. Raises ParcelError."""
-        self._sweep()
         size = _first_block(num_blocks) + num_blocks * layout.block_bytes
-        taken = sum(path.stat().st_size for path in self._parcels())
+        taken = self._sweep()
         if taken + size > self._max_bytes:
             raise ParcelError(
                 f"{size >> 20} MiB more would be beyond the {self._max_bytes >> 20} MiB that parcels may take"
@@ -78,14 +77,19 @@ class LocalConnector:
             path.unlink(missing_ok=True)  # what is mapped stays until the last reader is done
         return _checked(path, whole, layout)
 
-    def _parcels(self) -> list[Path]:
-        return [path for path in self._folder.iterdir() if path.suffix in (_SENT, _PACKING)]
-
-    def _sweep(self) -> None:
-        for path in self._parcels():
+    def _sweep(self) -> int:
+        """Remove what is stale; the bytes of the rest. Other daemons open and sweep meanwhile, so any file may be gone."""
+        taken = 0
+        for path in self._folder.iterdir():
+            if path.suffix not in (_SENT, _PACKING):
+                continue
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _STALE_S:
+                state = path.stat()
+                if time.time() - state.st_mtime > _STALE_S:
                     path.unlink()
+                else:
+                    taken += state.st_size
+        return taken
 
 
 class LocalParcel:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -144,6 +145,15 @@ def test_a_damaged_parcel_is_computed_anew(
         return whole(self, name, layout)
 
     monkeypatch.setattr(LocalConnector, "open", damage)
+    assert ask(decode)["choices"][0]["text"] == TEXT[:20]
+    assert handoffs(decode) == {"failed": 1}
+
+
+def test_a_folder_that_has_become_unusable_costs_no_answer(
+    pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, decode = pair
+    monkeypatch.setattr(LocalConnector, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert ask(decode)["choices"][0]["text"] == TEXT[:20]
     assert handoffs(decode) == {"failed": 1}
 

@@ -213,6 +213,13 @@ def test_what_nobody_fetches_is_swept_and_the_memory_is_bounded(folder: Path) ->
     assert len(list(folder.iterdir())) == 1
 
 
+def test_a_parcel_that_is_gone_when_it_is_looked_at_takes_no_memory(folder: Path) -> None:
+    """Another daemon opens it at that moment; a link to nowhere is listed and cannot be looked at either."""
+    connector = LocalConnector(folder, MAX_BYTES)
+    (folder / "gone.parcel").symlink_to(folder / "nowhere")
+    connector.pack(LAYOUT, 5).drop()
+
+
 def test_a_folder_that_others_may_read_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(ParcelError, match="chmod 700"):
