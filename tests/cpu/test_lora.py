@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
@@ -23,6 +25,7 @@ from engine.core.stats import PreemptionKind
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
+from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
@@ -249,6 +252,8 @@ REFUSED = [
     ({"alpha_pattern": {"(a+)+": 1}}, r"alpha_pattern has '\(a\+\)\+'; only names"),
     ({"alpha_pattern": [1]}, "alpha_pattern is \\[1\\]; it must be an object"),
     ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern is 1.5"),
+    ({"lora_alpha": 10**400}, "lora_alpha is 10+; it must be a number above 0"),
+    ({"r": 10**400}, "r is 10+; it must be a number above 0"),
     ({"r": 5}, r"layers.0.mlp.down_proj.lora_A.weight has shape \[4, 96\], and a rank of 5 .* \[5, 96\]"),
     ({"r": 65}, "the rank of model.layers.0.mlp.down_proj is 65, more than --max-lora-rank 64"),
 ]
@@ -276,6 +281,23 @@ def test_other_models_adapters_are_refused(tiny: Decoder, tmp_path: Path) -> Non
         load_adapter(tiny, save_adapter(merged, tmp_path / "b", targets=("qkv_proj",)))
     with pytest.raises(AdapterLoadError, match="it changes lm_head, which"):
         load_adapter(tiny, save_adapter(wide, tmp_path / "c", targets=("lm_head",)))
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "sentence"),
+    [
+        ("_check", SafetensorError("cut"), r"cannot be read \(cut\)"),
+        ("_check", OSError(5, "Input/output error"), "cannot be read .*Input/output error"),
+        ("_merge", MemoryError("33554432 bytes"), r"cannot be loaded \(MemoryError: 33554432 bytes\)"),
+        ("_merge", RuntimeError("out of memory"), "cannot be loaded .*out of memory.*unload another"),
+    ],
+)
+def test_what_goes_wrong_in_reading_and_packing_is_a_fault_of_the_adapter(
+    tiny: Decoder, place: str, error: Exception, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoraLoader, place, Mock(side_effect=error))
+    with pytest.raises(AdapterLoadError, match=sentence):
+        load_adapter(tiny, save_adapter(tiny, tmp_path))
 
 
 def test_folders_that_hold_no_adapter_are_refused(tiny: Decoder, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def _refuse(path: Path, values: Mapping[str, Any]) -> None:
 
 def _positive(path: Path, values: Mapping[str, Any], key: str, default: int) -> float:
     value = values.get(key, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
     if not is_number or (key in ("r", "rank_pattern") and value != int(value)):
         raise AdapterLoadError(f"{path}: {key} is {value!r}; it must be a number above 0.")
     return float(value)

@@ -54,10 +54,20 @@ class LoraLoader:
         self._targets, self._num_layers, self._max_rank = targets, num_layers, max_rank
         self._dtype, self._device = dtype, device
 
-    @torch.inference_mode()
     def load(self, name: str, folder: str) -> LoraAdapter:
         """Read, check and pack. Raises AdapterNotFoundError or AdapterLoadError."""
         path = Path(folder)
+        try:
+            return self._load(name, path)
+        except (SafetensorError, OSError) as error:
+            raise AdapterLoadError(f"{path} cannot be read ({error}); save it again.") from error
+        except (MemoryError, RuntimeError) as error:  # the latter is what torch says where it finds no room
+            raise AdapterLoadError(
+                f"{path} cannot be loaded ({type(error).__name__}: {error}); if memory is short, unload another adapter first."
+            ) from error
+
+    @torch.inference_mode()
+    def _load(self, name: str, path: Path) -> LoraAdapter:
         config = check_folder(path)
         with _open(path) as file:
             parts = self._check(path, config, file)
