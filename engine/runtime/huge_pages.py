@@ -1,7 +1,8 @@
 """Main memory that the system is asked to back with huge pages, for what a step reads all of or all over.
 
 With pages of 4 KiB addresses of weights are looked up at every turn (a decode step of SmolLM2 in bfloat16 on two cores: 9.0
-ms, with huge pages 8.6), and new pages of the K/V pool come one fault at a time. Start-up thread.
+ms, with huge pages 8.6), and new pages of the K/V pool come one fault at a time. Any thread: pools
+are made at start, an adapter's memory by its loader, and populate runs on the engine's.
 """
 
 from __future__ import annotations
