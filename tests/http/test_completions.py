@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from harness import END, Live
+from harness import CONFIG, END, Live
 
 Post = Callable[..., dict[str, Any]]
 PATH = "/v1/completions"
@@ -50,6 +51,21 @@ def test_cached_tokens_are_told(post: Post) -> None:
     assert post(PATH, prompt=prompt)["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
     salted = post(PATH, prompt=prompt, cache_salt="mine")
     assert salted["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_cached_tokens_of_other_tiers_are_told_apart(serve: Callable[..., Live]) -> None:
+    live = serve(config=replace(CONFIG, num_blocks=32, num_host_blocks=64, host_caching=True))
+
+    def details(letter: str) -> dict[str, int]:
+        body = {"prompt": letter * 400, "max_tokens": 1}
+        return httpx.post(live.url + PATH, json=body).json()["usage"]["prompt_tokens_details"]
+
+    assert details("a") == {"cached_tokens": 0}
+    assert details("b") == {"cached_tokens": 0}  # the pool gives up some of the first for it
+    told = details("a")
+    assert told["cached_tokens"] == 384
+    assert 0 < told["cached_tokens_host"] <= 384
+    assert told["cached_tokens_disk"] == 0
 
 
 @pytest.mark.parametrize(
