@@ -94,10 +94,13 @@ class ChannelSplitter:
     def _header(self) -> bool:
         """Up to the message: who is spoken to, and in which channel."""
         at = self._buffer.find(MESSAGE)
-        if at < 0 and len(self._buffer) <= _MAX_HEADER:
+        if at < 0 and len(self._buffer) < _MAX_HEADER + len(MESSAGE):
             return False
         if not 0 <= at <= _MAX_HEADER:
-            return self._begin_body(Content)
+            self._begin_body(Content)
+            self._give(self._buffer[0])  # lest the mark at hand be found again
+            self._buffer = self._buffer[1:]
+            return True
         header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""

@@ -67,13 +67,15 @@ class Timeline:
             choice.decode_s = now - choice.first_heard_s
         if event.finish_reason is None:
             return
-        choice.num_preemptions = 0 if timings is None else timings.num_preemptions
+        choice.num_preemptions = 0
+        if timings is not None:
+            choice.num_preemptions = timings.num_preemptions
+            choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted
         if choice.finish_reason is not None:
             return  # a stop string's; what the engine drew after it was nobody's
         choice.finish_reason = event.finish_reason
         if timings is not None:
             choice.queue_s, choice.prefill_s, choice.decode_s = timings.queue_s, timings.prefill_s, timings.decode_s
-            choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted
 
     def stop(self, index: int) -> None:
         """A stop string ended this choice."""

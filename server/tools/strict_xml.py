@@ -13,14 +13,14 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 from server.structured.closing import close
 from server.tools.offered import OfferedTool, embedded
-from server.tools.xml_parser import CLOSING, END_FUNCTION, END_PARAMETER, FUNCTION, OPENING, PARAMETER
+from server.tools.xml_parser import CLOSING, END_FUNCTION, END_PARAMETER, FUNCTION, OPENING, PARAMETER, PARAMETER_NAME
 from server.tools.xml_values import kinds_of, resolved
 
 _SPACE = r"/[ \t\r\n]{0,20}/"
 _BETWEEN = {"whitespace_pattern": r"[\x20\x09\x0A\x0D]{0,40}", "lenient": False}
 _MARKS = (END_PARAMETER, "\\n" + PARAMETER, "\\n" + END_FUNCTION)  # what a string cannot have, for it would end there
 _SLASH = "\\/"
-_BEYOND = ("pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType")
+_BEYOND = ("pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf")
 
 
 def free_text_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
@@ -56,24 +56,30 @@ def free_text_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str,
 
 def _value(name: str, schema: Any, parameters: Mapping[str, Any]) -> str:
     """A value between two line breaks, and the end mark."""
+    if not PARAMETER_NAME.fullmatch(name):
+        raise _refusal(f"a parameter cannot be named {name!r}", "rename it")
     kinds, end = kinds_of(parameters, name), json.dumps("\n" + END_PARAMETER)
     if "string" not in kinds:
         shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
         whole = {**shared, **schema} if isinstance(schema, Mapping) else shared
         return f'"\\n" {embedded(whole, _BETWEEN)} {end}'
+    if kinds - {"string", "null"}:
+        why = f"the string {name!r} cannot be told from {' or '.join(sorted(kinds - {'string'}))}"
+        raise _refusal(why, "give it one type")
     parts = _parts(schema, parameters, 16)
     beyond = next((key for part in parts for key in _BEYOND if key in part), None)
     if beyond is not None:
-        raise InvalidRequestError(
-            f"tools cannot be used: this model writes calls in a way in which {beyond} of the string {name!r} cannot be "
-            "enforced; leave it out, or strict.",
-            param="tools",
-        )
+        raise _refusal(f"{beyond} of the string {name!r} cannot be enforced", "leave it out")
     choices = [_choices(part) for part in parts]
     if all(choices):
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for some in choices for text in some)
         return f'"\\n" ({texts}) {end}'
     return '"\\n" string'
+
+
+def _refusal(why: str, instead: str) -> InvalidRequestError:
+    message = f"tools cannot be used: this model writes calls in a way in which {why}; {instead}, or leave out strict."
+    return InvalidRequestError(message, param="tools")
 
 
 def _parts(schema: Any, parameters: Mapping[str, Any], num_left: int) -> list[Mapping[str, Any]]:
@@ -83,7 +89,7 @@ def _parts(schema: Any, parameters: Mapping[str, Any], num_left: int) -> list[Ma
     if isinstance(reference := schema.get("$ref"), str):
         return _parts(resolved(reference, parameters), parameters, num_left - 1)
     for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(inner := schema.get(key), list):
+        if isinstance(inner := schema.get(key), list) and (key != "allOf" or len(inner) == 1):
             return [part for one in inner for part in _parts(one, parameters, num_left - 1)]
     return [schema]
 

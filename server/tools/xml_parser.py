@@ -36,7 +36,8 @@ _ENDS = {
 }
 _NAME = re.compile(r"([a-zA-Z0-9_.-]{1,64})>")
 _PART_OF_NAME = re.compile(r"[a-zA-Z0-9_.-]{0,64}")
-_PARAMETER = re.compile(PARAMETER + r"([^\n<>]{1,256})>")
+PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
+_PARAMETER = re.compile(f"{PARAMETER}({PARAMETER_NAME.pattern})>")
 _PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}")
 
 Schema = Mapping[str, Any]
@@ -52,7 +53,7 @@ class XmlToolParser:
         self._held = ""  # read since the last call or content: markup, if a call comes of it, and content if not
         self._is_tagged = False  # the function stands in tags
         self._parameters: Schema = {}  # the schema of the call at hand
-        self._num_given = 0
+        self._given: set[str] = set()  # the names of its parameters so far
         self._kinds: frozenset[str] = frozenset()
         self._value = ""
         self._is_first = True  # nothing of the value has been read
@@ -74,8 +75,10 @@ class XmlToolParser:
             self._arguments(_escaped(rest) if self._kinds == STRING else self._value + rest)
         elif self._step == self._members:
             self._end_call()
-            rest = "" if any(mark.startswith(rest) for mark in (PARAMETER, END_FUNCTION, CLOSING)) else rest
-            self._content(rest)
+            is_cut = END_FUNCTION.startswith(rest) or CLOSING.startswith(rest) or _begins_parameter(rest)
+            self._content("" if is_cut else rest)
+        elif self._step == self._repeated:
+            self._end_call()
         elif not (self._has_called and self._is_markup(rest)):
             self._content(rest)
         self._buffer = self._held = ""
@@ -135,7 +138,7 @@ class XmlToolParser:
         if not self._is_tagged and name not in self._tools:
             return self._no_call()
         self._buffer, self._held = self._buffer[match.end() :], ""
-        self._parameters, self._num_given = self._tools.get(name, {}), 0
+        self._parameters, self._given = self._tools.get(name, {}), set()
         self._has_called = True
         self._pieces.append(CallBegin(name))
         self._step = self._members
@@ -147,8 +150,11 @@ class XmlToolParser:
         if match := _PARAMETER.match(buffer):
             name = match[1]
             self._buffer = buffer[match.end() :]
-            self._arguments(("{" if not self._num_given else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
-            self._num_given += 1
+            if name in self._given:
+                self._step = self._repeated
+                return True
+            self._arguments(("{" if not self._given else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
+            self._given.add(name)
             self._kinds, self._value, self._is_first = kinds_of(self._parameters, name), "", True
             self._step = self._string if self._kinds == STRING else self._other
             if self._kinds == STRING:
@@ -156,7 +162,7 @@ class XmlToolParser:
             return True
         if buffer.startswith(END_FUNCTION):
             self._buffer = buffer[len(END_FUNCTION) :]
-        elif any(mark.startswith(buffer) for mark in (PARAMETER, END_FUNCTION)) or _PART_OF_PARAMETER.fullmatch(buffer):
+        elif END_FUNCTION.startswith(buffer) or _begins_parameter(buffer):
             return False
         self._end_call()
         return True
@@ -172,6 +178,10 @@ class XmlToolParser:
         if has_ended:
             self._arguments(json_of(self._value, self._kinds))
         return has_ended
+
+    def _repeated(self) -> bool:
+        """The value of a parameter that was given before is left out: the first may have been sent already."""
+        return self._read_value()[1]
 
     def _read_value(self) -> tuple[str, bool]:
         """More of the value, and whether that was the last of it."""
@@ -194,7 +204,7 @@ class XmlToolParser:
         return text
 
     def _end_call(self) -> None:
-        self._arguments("}" if self._num_given else "{}")
+        self._arguments("}" if self._given else "{}")
         self._step = self._after
 
     def _after(self) -> bool:
@@ -221,6 +231,11 @@ class XmlToolParser:
 
     def _move(self, num_chars: int) -> None:
         self._held, self._buffer = self._held + self._buffer[:num_chars], self._buffer[num_chars:]
+
+
+def _begins_parameter(text: str) -> bool:
+    """True if more text may make it the tag of a parameter."""
+    return PARAMETER.startswith(text) or _PART_OF_PARAMETER.fullmatch(text) is not None
 
 
 def _escaped(text: str) -> str:

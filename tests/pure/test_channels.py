@@ -68,10 +68,11 @@ GOOD = [
     ('{"a": 1}', ['{"a": 1}']),  # under a grammar
     (f"{FINAL}a<|end|> and more", ["aand more"]),
     ("<|channel|>" + "x" * 600, ["<|channel|>" + "x" * 600]),
+    (f"<|channel|>{'x' * 600}<|end|>{CALL}", [f"<|channel|>{'x' * 600}", ["weather", ROME]]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "expected"), GOOD[:-1])
+@pytest.mark.parametrize(("text", "expected"), GOOD)
 def test_in_any_two_pieces_and_letter_by_letter(text: str, expected: list[Any]) -> None:
     assert parse(text) == expected
     assert parse(*text) == expected
@@ -107,7 +108,9 @@ WORDS = [
     "\n",
     "é",
 ]
-texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=16).map("".join)
+# A header may be too long, by any part of a mark.
+LONG = st.integers(470, 520).map("x".__mul__)
+texts = st.lists(st.sampled_from(WORDS) | LONG | st.text(max_size=3), max_size=16).map("".join)
 
 
 @given(texts, st.data())

@@ -89,6 +89,11 @@ GOOD = [
     ("<tool_call><function=weather><parameter=tags>[1, ", [["weather", '{"tags": [1, ']]),
     ("<tool_call><function=stop>oops</function></tool_call>", [["stop", "{}"], "oops</function></tool_call>"]),
     (f"<function=stop></function>{ROME}", [["stop", "{}"], TOLD]),
+    (ROME.replace("</function>", "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>"),
+     [["weather", '{"city": "Rome", "days": 1}']]),  # the first counts
+    (f"<function=stop>{'<parameter=x>1</parameter>' * 3}</function>{ROME}", [["stop", '{"x": 1}'], TOLD]),
+    ("<tool_call><function=weather><parameter=city>Rome</parameter><parameter=city>Os", [TOLD]),
+    ("<tool_call><function=weather><parameter=city>Rome</parameter>\n<parameter=lon", [TOLD]),
 ]  # fmt: skip
 
 CONTENT = [
@@ -255,7 +260,18 @@ def test_whatever_is_let_through_is_read_as_valid_calls(text: str) -> None:
             jsonschema.validate(json.loads(arguments), STRICT)
 
 
-def test_what_a_string_cannot_be_held_to_is_refused() -> None:
-    schema = {"properties": {"a": {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}}}
-    with pytest.raises(InvalidRequestError, match="pattern of the string 'a'"):
-        free_text_grammar([OfferedTool("f", schema, strict=True)], XML, {}, parallel=True)
+@pytest.mark.parametrize(
+    ("name", "schema", "why"),
+    [
+        ("a", {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}, "pattern of the string 'a'"),
+        ("a", {"allOf": [{"enum": ["u", "v"]}, {"enum": ["v", "w"]}]}, "allOf of the string 'a'"),
+        ("a", {"type": ["string", "integer"], "maximum": 3}, "'a' cannot be told from integer;"),
+        ("a", {"anyOf": [{"type": "string"}, {"const": 1.5}, {"type": "null"}]}, "told from null or number;"),
+        ("a<b", {"type": "integer"}, "cannot be named 'a<b'"),
+        ("", {"type": "string"}, "cannot be named ''"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(name: str, schema: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        free_text_grammar([OfferedTool("f", {"properties": {name: schema}}, strict=True)], XML, {}, parallel=True)
+    free_text_grammar([OfferedTool("f", {"properties": {name: schema}})], XML, {}, parallel=True)
