@@ -156,7 +156,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
 
 
 def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
-    return None if config.tenants is None else read_tenants(config.tenants)
+    return None if config.tenants is None else read_tenants(config.tenants, config.api_keys)
 
 
 def _batches(engine: Engine, config: AppConfig) -> BatchService | None:

@@ -65,6 +65,7 @@ class Daemon(uvicorn.Server):
         self._batches = context.batches
         self._tenancy = context.tenancy
         self._tenants = context.config.tenants
+        self._api_keys = context.config.api_keys
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,7 +110,7 @@ class Daemon(uvicorn.Server):
 
     def _reread(self, path: Path) -> None:
         try:
-            tenants = read_tenants(path)
+            tenants = read_tenants(path, self._api_keys)
         except ConfigError as error:
             log.error("SIGHUP: tenants stay as they were: %s", error)  # noqa: TRY400 - one sentence for the user
             return

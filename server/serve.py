@@ -104,7 +104,7 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
                 f"--lora-modules has {module.name}={module.path}, but that is what the model itself is called; choose another name."
             )
     if app_config.tenants is not None:
-        read_tenants(app_config.tenants)
+        read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -68,12 +69,12 @@ class _File(BaseModel):
     tenants: list[_Tenant] = Field(min_length=1)
 
 
-def read_tenants(path: Path) -> tuple[Tenant, ...]:
-    """The tenants of a file. Raises ConfigError."""
+def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]:
+    """The tenants of a file, none of whom may have one of `api_keys`. Raises ConfigError."""
     try:
         file = _File.model_validate(_load(path))
         tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])
-        _refuse_twins(tenants)
+        _refuse_twins(tenants, api_keys)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         at = ".".join(map(str, first["loc"]))
@@ -133,12 +134,12 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _refuse_twins(tenants: tuple[Tenant, ...]) -> None:
+def _refuse_twins(tenants: tuple[Tenant, ...], api_keys: Iterable[str]) -> None:
     for name, count in Counter([tenant.name for tenant in tenants]).items():
         if count > 1 or name == DEFAULT:
             why = "is there twice" if count > 1 else "is what all those are called who are none of the file's"
             raise ValueError(f"in which the name {name} {why}; choose another")
-    owners: dict[bytes, str] = {}
+    owners = {sha256(key.encode()).digest(): "--api-key" for key in api_keys}
     for tenant in tenants:
         for digest in tenant.digests:
             other = owners.setdefault(digest, tenant.name)

@@ -156,7 +156,7 @@ def test_a_request_that_the_engine_refuses_counts_for_nothing(live: Live) -> Non
 def test_on_sighup_the_file_is_read_again_and_a_faulty_one_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_text("tenants: [{name: a, key: first}]", encoding="utf-8")
-    with quire("serve", "--port", "0", "--tenants", str(path)) as process:
+    with quire("serve", "--port", "0", "--tenants", str(path), "--api-key", "plain") as process:
         url = ready(process)
 
         def is_let_in(key: str) -> bool:
@@ -167,7 +167,8 @@ def test_on_sighup_the_file_is_read_again_and_a_faulty_one_changes_nothing(tmp_p
         process.send_signal(signal.SIGHUP)
         eventually(lambda: is_let_in("second"))
         assert not is_let_in("first")
-        path.write_text("tenants: [{name: a, key: third, weight: -1}]", encoding="utf-8")
-        process.send_signal(signal.SIGHUP)
-        read_until(process, "tenants (stay) as they were")
+        for fault in ("key: third, weight: -1", "key: [third, plain]"):
+            path.write_text(f"tenants: [{{name: a, {fault}}}]", encoding="utf-8")
+            process.send_signal(signal.SIGHUP)
+            read_until(process, "tenants (stay) as they were")
         assert (is_let_in("second"), is_let_in("third")) == (True, False)

@@ -82,6 +82,16 @@ def test_a_fault_is_one_sentence(tmp_path: Path, text: str, told: str) -> None:
     assert "12345678901" not in message
 
 
+def test_a_key_that_is_everybodys_is_no_tenants(tmp_path: Path) -> None:
+    path = write(tmp_path, "tenants: [{name: a, key: k}, {name: here, key: [l, secret]}]")
+    assert len(read_tenants(path, ["another one"])) == 2
+    with pytest.raises(
+        ConfigError, match="in which --api-key and here have the same key; give each its own"
+    ) as refused:
+        read_tenants(path, ["another one", "secret"])
+    assert "secret" not in str(refused.value)
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="which cannot be read: No such file"):
         read_tenants(tmp_path / "tenants.yaml")
