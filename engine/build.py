@@ -15,7 +15,7 @@ import torch
 
 from engine.adapters import Adapters
 from engine.connector.base import Layout
-from engine.core.block_size import BlockSizeChooser, with_block_size
+from engine.core.block_size import CANDIDATES, BlockSizeChooser, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
@@ -42,6 +42,7 @@ from engine.runtime.host_tiers import open_tiers
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
+    PoolSize,
     block_bytes,
     default_cpu_budget,
     fit_pool,
@@ -118,6 +119,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     if budget.account:
         report(Progress("memory", budget.account))
     size = fit_pool(budget, pool_block_bytes, block_size, model_len=model.max_model_len, asked_len=config.max_model_len)
+    if config.block_size is None:
+        size = _in_any_blocks(size, block_size)
     settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
     report(Progress("kv_pool", _describe(config.max_model_len, settings, pool_block_bytes, model)))
     runner = make_runner(settings)
@@ -126,9 +129,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cuda(runner, config, settings, model.vocab_size, device, report, captures)
     else:
         _warm_up_cpu(runner, settings)
-    chooser = None
-    if config.block_size is None:
-        chooser, settings = _choose_block_size(runner, settings, report)
+    chooser, settings = _choose_block_size(runner, config, settings, report)
     settings, store = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
@@ -250,10 +251,19 @@ def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
         library.keep_memory()  # now that all that lives long has its place
 
 
+def _in_any_blocks(size: PoolSize, block_size: int) -> PoolSize:
+    """A pool that holds as many tokens in blocks of each size, so that what fits today fits tomorrow."""
+    grain = max(CANDIDATES) // block_size
+    num_blocks = max(size.num_blocks - size.num_blocks % grain, min(size.num_blocks, grain))
+    return PoolSize(num_blocks, min(size.max_model_len, num_blocks * block_size))
+
+
 def _choose_block_size(
-    runner: ModelRunner, settings: SchedulerConfig, report: Report
-) -> tuple[BlockSizeChooser, SchedulerConfig]:
-    """Begin with the fastest blocks, and remember how fast the others are."""
+    runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, report: Report
+) -> tuple[BlockSizeChooser | None, SchedulerConfig]:
+    """With --block-size auto, begin with the fastest blocks, and remember how fast the others are."""
+    if config.block_size is not None:
+        return None, settings
     speeds = measure_speeds(runner, settings)
     chooser = BlockSizeChooser(speeds)
     settings = with_block_size(settings, chooser.first)

@@ -85,12 +85,14 @@ class Inbox:
         if self._is_closed:
             self.close()
 
-    def close(self) -> None:
-        """The engine takes nothing any more."""
+    def close(self) -> list[Message]:
+        """The engine runs nothing any more; what it has not taken, errands among it cancelled."""
         self._is_closed = True
-        for message in self.take(wait_s=0):
+        messages = self.take(wait_s=0)
+        for message in messages:
             if isinstance(message, Errand):
                 message.outcome.cancel()
+        return messages
 
     def refuse(self, why: QuireError) -> None:
         """From now on requests are refused with `why`; the latest reason holds."""

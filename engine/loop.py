@@ -23,9 +23,11 @@ from engine.connector.base import Layout
 from engine.core.admission import check_request
 from engine.core.block_size import BlockSizeChooser, waste, with_block_size
 from engine.core.errors import (
+    ClientError,
     DeviceLostError,
     DeviceMemoryError,
     EngineDeadError,
+    MemoryBudgetError,
     OverloadedError,
     QuireError,
     ShuttingDownError,
@@ -278,8 +280,16 @@ class Engine:
         if better is None:
             return
         config = with_block_size(self.config, better)
-        self._runner.repartition(config)
+        try:
+            self._runner.repartition(config)
+        except (MemoryBudgetError, DeviceMemoryError) as error:  # the old pool is gone, but it fitted
+            log.warning("The pool cannot be cut anew (%s); blocks stay as they are.", error)
+            self._block_sizes = None
+            config = self.config
+            self._runner.repartition(config)
         scheduler.repartition(config)
+        if self._block_sizes is None:
+            return
         self.config = config
         stats.repartitions += 1
         before, stats.blocks_waste = stats.blocks_waste, waste(lengths, better)
@@ -303,7 +313,7 @@ class Engine:
         events: list[TokenEvent] = []
         for message in messages:
             if isinstance(message, Request):
-                self._scheduler.add(message)
+                events += self._add(message)
             elif isinstance(message, Abort):
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
             elif isinstance(message, Errand):
@@ -315,6 +325,18 @@ class Engine:
         if self._stop_at_s is not None and self.clock() >= self._stop_at_s:
             events += self._scheduler.abort_all(AbortCause.SHUTDOWN, self.clock())
         return events
+
+    def _add(self, request: Request) -> list[TokenEvent]:
+        """Queue a request; what was let in at the door may not fit any more once the pool has been cut anew."""
+        try:
+            self._scheduler.add(request)
+        except ClientError as error:
+            self.stats.finished[FinishReason.ERROR] += request.params.n
+            return [
+                TokenEvent(request.request_id, choice, (), finish_reason=FinishReason.ERROR, error=error)
+                for choice in range(request.params.n)
+            ]
+        return []
 
     def _commit_oldest(self) -> list[TokenEvent]:
         plan, pending, begun_s = self._launched.popleft()
@@ -349,7 +371,7 @@ class Engine:
         reason = str(cause) if isinstance(cause, DeviceLostError) else f"{type(cause).__name__}: {cause}"
         self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
         self._inbox.refuse(self._error)
-        self._note_open(self._inbox.take(wait_s=0))
+        self._note_open(self._inbox.close())
         self.stats.finished[FinishReason.ERROR] += len(self._open)
         self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)
         self._tell(

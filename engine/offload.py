@@ -6,7 +6,6 @@ Steps never wait for it. A plan without slices copies blocks to host memory; the
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from engine.core.errors import DeviceMemoryError
 from engine.core.plan import Runner, StepPlan
@@ -45,11 +44,13 @@ class Offload:
         """Have some of what is cached go to the disk; True while there is more to do."""
         if self._store is None:
             return False
-        with suppress(DeviceMemoryError):  # then these blocks are left out
-            pairs = self._scheduler.tiers.spill()
+        pairs = self._scheduler.tiers.spill()
+        try:
             if pairs:
                 self._runner.run(StepPlan(-1, [], [], 0, 0, swap_out=pairs)).wait()
-            self.exchange(_POLL_S)
+        except DeviceMemoryError:
+            self._scheduler.tiers.unstage()  # nothing was copied: these blocks are left out
+        self.exchange(_POLL_S)
         return self._scheduler.tiers.is_transferring
 
     def flush(self, clock: Callable[[], float]) -> None:

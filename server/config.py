@@ -11,6 +11,7 @@ from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
@@ -379,27 +380,32 @@ class Settings(
         same = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if field.name != "model"}
         return EngineConfig(model=model, **same)
 
-    def _check_role(self) -> None:
+    def check_together(self) -> None:
+        """Raise ConfigError for settings that do not go with each other."""
         if self.role == "decode" and not self.prefill_url:
             raise ConfigError("--role is 'decode', which needs --prefill-url, the address of a prefill daemon.")
         if self.role != "decode" and self.prefill_url:
             raise ConfigError(
                 f"--prefill-url is for --role decode, and --role is {self.role!r}; leave one of them out."
             )
-        if self.prefill_url and not self.prefill_url.startswith(("http://", "https://")):
+        if self.prefill_url and not _is_url(self.prefill_url):
             raise ConfigError(f"--prefill-url is {self.prefill_url!r}; it must be like http://127.0.0.1:8001.")
-        for name in ("kv_offload_gib", "kv_offload_dir"):
+        for name in ("swap_space", "kv_offload_gib", "kv_offload_dir"):
             if self.role == "decode" and getattr(self, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"--role decode does not go with {flag}; leave one of them out.")
+        if self.tenants and self.data_dir:
+            raise ConfigError(
+                "--tenants does not go with --data-dir: files and batches are everybody's, and no tenant's limits hold them; "
+                "leave one of them out."
+            )
         if self.role != "both" and self.block_size is None:
             raise ConfigError(
                 f"--role {self.role} does not go with --block-size auto; name a size that both daemons use."
             )
 
     def app_config(self, model: str, served_name: str) -> AppConfig:
-        """The HTTP application's settings; `served_name` is for a user who named none. Raises ConfigError."""
-        self._check_role()
+        """The HTTP application's settings; `served_name` is for a user who named none."""
         return AppConfig(
             model=model,
             served_model_names=self.served_model_name or (served_name,),
@@ -427,6 +433,14 @@ class Settings(
             shutdown_timeout_s=self.shutdown_timeout,
             metrics_compat=None if self.metrics_compat == "none" else self.metrics_compat,
         )
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

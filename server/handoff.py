@@ -11,12 +11,10 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 from enum import Enum
 from pathlib import Path
 
 import httpx
-from pydantic import ValidationError
 
 from engine.connector.base import ParcelError
 from engine.connector.exchange import Exchange, Prefix
@@ -30,7 +28,6 @@ from server.protocol.handoff import Prefilled
 log = logging.getLogger("quire.handoff")
 
 MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
-_FAULTS = (httpx.HTTPError, ParcelError, OSError, TimeoutError, CancelledError, ValidationError, ValueError)
 
 
 class HandoffOutcome(str, Enum):
@@ -59,6 +56,7 @@ class Receiver:
         self, engine: Engine, exchange: Exchange, config: AppConfig, count: Callable[[HandoffOutcome], None]
     ) -> None:
         self._engine, self._exchange, self._count = engine, exchange, count
+        self._timeout_s = config.prefill_timeout_s
         key = config.api_keys[0] if config.api_keys else ""
         self._client = httpx.AsyncClient(
             base_url=config.prefill_url or "",
@@ -78,21 +76,31 @@ class Receiver:
 
     async def _fetch(self, request: Request) -> None:
         params = request.params
-        if params.adapter is not None or params.prompt_logprobs is not None or params.pooling is not None:
-            return  # another model's K/V, or every position is computed here for what is made of it
+        if (
+            request.is_background
+            or params.adapter is not None
+            or params.prompt_logprobs is not None
+            or params.pooling is not None
+        ):
+            return  # nobody waits for it, or it is another model's K/V, or every position is computed for what is made of it
         prefix = _prefix(self._engine, request)
         try:
             num_missing = await asyncio.to_thread(self._exchange.count_missing, prefix)
             if num_missing < MIN_BLOCKS:
                 self._count(HandoffOutcome.SHORT)
                 return
-            parcel = await self._ask(request)
+            parcel = await asyncio.wait_for(self._ask(request), self._patience_s(request))
             if parcel is not None:
                 await asyncio.to_thread(self._exchange.receive, parcel, prefix)
-        except _FAULTS as error:
+        except Exception as error:
             self._note(HandoffOutcome.FAILED, f"{type(error).__name__}: {error}")
         else:
             self._note(HandoffOutcome.RECEIVED if parcel else HandoffOutcome.FAILED)
+
+    def _patience_s(self, request: Request) -> float:
+        """How long the prefill daemon may take: less where the request has a time by which it is to be started or done."""
+        limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
+        return min([self._timeout_s, *(limit / 2 for limit in limits)])
 
     async def _ask(self, request: Request) -> str | None:
         body = {"prompt": request.prompt, "cache_salt": request.cache_salt, "priority": request.priority}

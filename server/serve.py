@@ -96,6 +96,7 @@ def _explain(error: OSError, host: str, port: int) -> QuireError:
 def _serve(settings: Settings, listener: socket.socket) -> int:
     started_s = time.monotonic()
     source = find_model(settings.model)
+    settings.check_together()
     engine_config = settings.engine_config(source.path)  # a wrong setting is told before the seconds of importing
     app_config = settings.app_config(source.path, source.name)
     for module in settings.lora_modules:

@@ -6,14 +6,17 @@ the engine computed itself; what has been evicted meanwhile is computed again. B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from engine.connector.base import KVConnector, Layout, Rows
+from engine.connector.base import KVConnector, Layout, ParcelError, Rows
 from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
+
+T = TypeVar("T")
 
 _PIECE_BYTES = 16 << 20  # a copy of milliseconds
 _PATIENCE_S = 60.0  # for the engine to come to the end of a step
@@ -38,9 +41,9 @@ class Exchange:
         return (num_tokens - 1) // self._layout.block_size
 
     def count_missing(self, prefix: Prefix) -> int:
-        """Full blocks of a prompt that the engine's cache has not got."""
+        """Full blocks of a prompt that the engine's cache has not got. Raises ParcelError."""
         num_blocks = self.count_blocks(len(prefix.tokens))
-        return num_blocks - self._engine.between_steps(_Count(prefix, num_blocks)).result(_PATIENCE_S)
+        return num_blocks - self._between_steps(_Count(prefix, num_blocks))
 
     def send(self, prefix: Prefix) -> tuple[str, int] | None:
         """Pack what the cache has of a prompt's beginning: the parcel's name and its blocks. Raises ParcelError."""
@@ -52,7 +55,7 @@ class Exchange:
             done = 0
             while done < num_blocks:
                 stop = min(done + self._piece, num_blocks)
-                found = self._engine.between_steps(_Read(prefix, parcel.rows, done, stop)).result(_PATIENCE_S)
+                found = self._between_steps(_Read(prefix, parcel.rows, done, stop))
                 done += found
                 if not found:
                     break
@@ -66,9 +69,17 @@ class Exchange:
         num_blocks = min(len(rows), self.count_blocks(len(prefix.tokens)))
         for first in range(0, num_blocks, self._piece):
             stop = min(first + self._piece, num_blocks)
-            if not self._engine.between_steps(_Write(prefix, rows, stop)).result(_PATIENCE_S):
+            if not self._between_steps(_Write(prefix, rows, stop)):
                 return first
         return num_blocks
+
+    def _between_steps(self, task: Callable[[Scheduler, Runner], T]) -> T:
+        try:
+            return self._engine.between_steps(task).result(_PATIENCE_S)
+        except futures.CancelledError:
+            raise ParcelError("the engine has ended") from None
+        except futures.TimeoutError:  # the builtin one from Python 3.11 on
+            raise ParcelError(f"the engine made no step for {_PATIENCE_S:g} s") from None
 
 
 @dataclass(frozen=True, slots=True)

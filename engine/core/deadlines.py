@@ -11,6 +11,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import DeadlineError
 from engine.core.memory import Memory
 from engine.core.sequence import Sequence, Status
@@ -23,10 +24,11 @@ _MIN_PRUNED = 64  # entries: those of requests that have left the queue are clea
 class Deadlines:
     """watch a sequence when it comes; take_hopeless at every step."""
 
-    __slots__ = ("_heap", "_max_step_tokens", "_memory", "_prune_at", "_times")
+    __slots__ = ("_heap", "_max_step_tokens", "_memory", "_prune_at", "_times", "_tokens_a_step")
 
-    def __init__(self, memory: Memory, times: StepTime, max_step_tokens: int) -> None:
-        self._memory, self._times, self._max_step_tokens = memory, times, max_step_tokens
+    def __init__(self, memory: Memory, times: StepTime, config: SchedulerConfig) -> None:
+        self._memory, self._times, self._max_step_tokens = memory, times, config.max_num_batched_tokens
+        self._tokens_a_step = 1 + config.num_speculative_tokens  # that one sequence may draw, at most
         self._heap: list[tuple[float, int, Sequence]] = []
         self._prune_at = _MIN_PRUNED
 
@@ -71,7 +73,7 @@ class Deadlines:
         num_tokens = seq.num_prompt - num_cached
         num_steps = -(-num_tokens // self._max_step_tokens)
         prompt_s = num_steps * times.fixed_s + times.chunk_s(num_cached, num_tokens)
-        num_decodes = max(seq.params.min_tokens - 1, 0)
+        num_decodes = -(-max(seq.params.min_tokens - 1, 0) // self._tokens_a_step)
         return prompt_s + num_decodes * times.seconds(Load(1, seq.num_prompt))
 
     def _deadline_sentence(self, seq: Sequence, now: float) -> str:

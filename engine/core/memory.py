@@ -92,11 +92,12 @@ class Memory:
             self._tiers.prefetch(seq, len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1)), now)
 
     def num_cached(self, seq: Sequence) -> int:
-        """Positions of a waiting sequence that the prefix cache would spare it."""
+        """Positions of a waiting sequence that the prefix cache would spare it, what is on its way from the disk included."""
         if not self._caching or seq.needs_every_position:
             return 0
         num_hits = len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1))
-        return (num_hits + len(self._tiers.find(seq, num_hits))) * self._block_size
+        num_blocks = num_hits + len(self._tiers.find(seq, num_hits)) + seq.num_awaited
+        return min(num_blocks * self._block_size, len(seq.tokens) - 1)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""

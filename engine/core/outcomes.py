@@ -150,6 +150,7 @@ class Outcomes:
         drawn = drafted.token_ids
         if not drawn:
             seq.num_computed = seq.num_planned = start
+            self._departures.settle(seq)  # it may have been preempted since it was planned
             return
         num = next((count for count, token in enumerate(drawn, start=1) if token in seq.ending_ids), len(drawn))
         token_ids = tuple(drawn[:num])
@@ -201,7 +202,8 @@ class Outcomes:
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: list[TokenEvent]) -> None:
         """This sequence could not be computed; it ends alone."""
         if seq.status is not Status.DONE:
-            events += self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
-            self._stats.failed[fault.cause] += 1
+            told = self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
+            self._stats.failed[fault.cause] += len(told)
+            events += told
         seq.next_register = NEVER  # what came of it may be wrong, and is not for others to find
         self._departures.settle(seq)

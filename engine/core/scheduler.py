@@ -64,7 +64,7 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
         self._pacing = Pacing(targets)
-        self._deadlines = Deadlines(self._memory, self._pacing.times, config.max_num_batched_tokens)
+        self._deadlines = Deadlines(self._memory, self._pacing.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
@@ -291,8 +291,6 @@ class Scheduler:
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
-            if flight.num_drafts:
-                load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
             self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s))
         self._committed_s = now
 
@@ -343,7 +341,7 @@ class Scheduler:
         self, root: bytes, tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
     ) -> int:
         """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
-        assert not self.config.host_caching, "what it drives out would be copied to the host too late"
+        assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
         return self._memory.adopt_prefix(root, tokens, num_blocks, len(self._roster.running), fill)
 
     def chain_root(self, request: Request) -> bytes:

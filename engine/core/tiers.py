@@ -174,10 +174,7 @@ class Tiers:
 
     def spill(self) -> list[tuple[int, int]]:
         """What is to be copied to the host at once, so that it can go to the disk: (block of the pool, host block)."""
-        for _, transfer in self._staged:  # that copy never came about
-            self.host.pool.free(transfer.host_block)
-            self.disk.pool.free(transfer.slot)
-        self._staged.clear()
+        self.unstage()
         while self._fresh and self.host.pool.num_available and self._takes_stores:
             digest = next(iter(self._fresh))
             block = self._fresh.pop(digest)
@@ -185,6 +182,13 @@ class Tiers:
                 transfer = Transfer(TransferKind.STORE, digest, self.host.pool.alloc(), self.disk.pool.alloc())
                 self._staged.append((block, transfer))
         return [(block, transfer.host_block) for block, transfer in self._staged]
+
+    def unstage(self) -> None:
+        """The copies of the last spill never came about."""
+        for _, transfer in self._staged:
+            self.host.pool.free(transfer.host_block)
+            self.disk.pool.free(transfer.slot)
+        self._staged.clear()
 
     def take_orders(self) -> list[Transfer]:
         """What the store is to begin: of the plans made so far, all were launched."""

@@ -14,6 +14,7 @@ from functools import partial
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from engine.core.admission import check_request
 from engine.core.errors import QuireError
 from engine.core.types import Request, SamplingParams
 from server.choice import Delta, TextRules
@@ -104,11 +105,21 @@ def begin(
     return answer, generation
 
 
+def _check(http: HttpRequest, context: Context, requests: Sequence[Request]) -> None:
+    """Raise now what `begin` would refuse with for the request's own sake, or for its tenant's."""
+    for request in requests:
+        check_request(request, context.engine.config)
+    account: Account | None = getattr(http.state, TENANT, None)
+    if account is not None:
+        account.check(request_s=context.engine.stats.e2e_s.mean)
+
+
 async def respond(
     http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
 ) -> Response:
     """Submit and answer. Raises what the engine refuses with, before anything is sent."""
     if context.receiver is not None:
+        _check(http, context, requests)  # nobody computes a prompt for what will be refused
         await unless_disconnected(http.receive, context.receiver.fetch(requests))
     answer, generation = begin(http, context, requests, rules, stream=body.stream)
     if body.stream:

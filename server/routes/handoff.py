@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 
+from engine.connector.base import ParcelError
 from engine.core.types import Request, SamplingParams
 from server.choice import TextRules
 from server.disconnect import unless_disconnected
@@ -17,6 +18,8 @@ from server.generation import Generation
 from server.handoff import Sender
 from server.protocol.handoff import PrefillBody, Prefilled
 from server.routes.context import Context, InContext, json_body
+from server.tenancy import TENANT, Account
+from server.tenant_file import DEFAULT
 
 router = APIRouter()
 
@@ -29,6 +32,10 @@ async def prefill(
     if context.sender is None:
         message = "This server computes no prompts for others; start it with --role prefill."
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+    account: Account | None = getattr(http.state, TENANT, None)
+    if context.tenancy.has_file and account is not None and account.tenant.name != DEFAULT:
+        message = "Prompts are computed for daemons, which have a key of --api-key; a tenant's key is for answers."
+        raise ApiError(403, "not_allowed", message, type="permission_error")
     context.limits.check_ids(body.prompt, "prompt")
     request = Request(
         request_id=uuid.uuid4().hex,
@@ -45,5 +52,10 @@ async def _compute(context: Context, sender: Sender, request: Request) -> Prefil
     answer = context.client.submit([request])
     with answer:
         await Generation(answer, [request], context.tokenizer, TextRules()).all_deltas()
-    sent = await asyncio.to_thread(sender.send, request)
+    try:
+        sent = await asyncio.to_thread(sender.send, request)
+    except ParcelError as error:
+        raise ApiError(
+            503, "parcel_failed", f"The prompt's K/V cannot be handed over: {error}.", type="server_error"
+        ) from error
     return Prefilled(parcel=None, num_blocks=0) if sent is None else Prefilled(parcel=sent[0], num_blocks=sent[1])

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.block_size import CANDIDATES, BlockSizeChooser, waste
-from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError
+from engine.core.config import EngineConfig, SchedulerConfig
+from engine.core.errors import ConfigError, NeverFitsError
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
@@ -72,6 +72,30 @@ def test_an_idle_engine_cuts_its_pool_anew_and_says_the_same_as_before() -> None
     finally:
         engine.stop(0)
     assert not engine.stats.integrity_failures
+
+
+def test_what_was_let_in_while_the_pool_was_cut_and_does_not_fit_ends_alone() -> None:
+    settings = config(num_blocks=45, block_size=4, max_model_len=180)
+    listener = Listener()
+
+    class Cutting(FakeRunner):
+        def repartition(self, config: SchedulerConfig) -> None:
+            super().repartition(config)
+            engine.submit(request("big", tuple([1] * 170), max_tokens=10))
+
+    runner = Cutting(settings, vocab_size=VOCAB)
+    engine = Engine(Scheduler(settings), runner, vocab_size=VOCAB, block_sizes=BlockSizeChooser({4: 1.0, 8: 2.0}))
+    engine.start(listener)
+    try:
+        for index in range(64):
+            engine.submit(request(f"r{index}", (index % VOCAB,) * 8, max_tokens=1, eos_token_ids=frozenset()))
+        listener.wait_for(lambda: ("big", 0) in listener.ends)
+        assert isinstance(listener.ends["big", 0].error, NeverFitsError)
+        engine.submit(asked := request("after", (1, 2, 3)))
+        listener.wait_for(lambda: ("after", 0) in listener.ends)
+        assert listener.said("after") == solo(asked, 0)[0]
+    finally:
+        engine.stop(0)
 
 
 @pytest.mark.parametrize("other", [{"swap_space": 1.0}, {"speculative_config": '{"method": "ngram"}'}])

@@ -219,17 +219,20 @@ def test_every_application_setting_reaches_the_application() -> None:
     [
         (["--role", "decode"], "needs --prefill-url"),
         (["--prefill-url", "http://a"], "is for --role decode"),
-        (["--role", "decode", "--prefill-url", "a:1"], "must be like http"),
+        (["--role", "decode", "--prefill-url", "a:1"], r"must be like http"),
+        (["--role", "decode", "--prefill-url", "http://[::1"], r"must be like http"),
+        (["--tenants", "t.yaml", "--data-dir", "d"], "--tenants does not go with --data-dir"),
         (
             ["--role", "decode", "--prefill-url", "http://a", "--kv-offload-gib", "1"],
             "does not go with --kv-offload-gib",
         ),
+        (["--role", "decode", "--prefill-url", "http://a", "--swap-space", "1"], "does not go with --swap-space"),
         (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
     ],
 )
-def test_roles_are_checked(argv: list[str], message: str) -> None:
+def test_what_does_not_go_together_is_told(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_settings(argv).app_config("here", "unused")
+        load_settings(argv).check_together()
 
 
 def test_what_is_set_reaches_the_engine() -> None:

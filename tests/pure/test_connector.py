@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from engine.connector.base import Layout, ParcelError
 from engine.connector.exchange import Exchange, Prefix
 from engine.connector.local import LocalConnector
-from engine.core.fake_runner import FakeRunner
+from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
 from engine.loop import Engine
@@ -144,6 +145,28 @@ def test_an_engine_that_ended_does_nothing_more(folder: Path) -> None:
     daemon = Daemon(folder)
     daemon.engine.stop(0)
     assert daemon.engine.between_steps(lambda *_: 1).cancelled()
+
+
+def test_an_engine_that_dies_keeps_nobody_waiting(folder: Path) -> None:
+    daemon = Daemon(folder)
+    begun, waits = threading.Event(), threading.Event()
+
+    def die(*_: object) -> None:
+        begun.set()
+        waits.wait(5)
+
+    daemon.engine.between_steps(die)
+    begun.wait(5)
+    daemon.runner.run = broken  # type: ignore[method-assign]
+    daemon.engine.submit(request("r", PROMPT))
+    waits.set()
+    daemon.listener.wait_for(lambda: ("r", 0) in daemon.listener.ends)
+    with pytest.raises(ParcelError, match="the engine has ended"):
+        daemon.exchange.count_missing(daemon.prefix(request("d", PROMPT)))
+
+
+def broken(*_: object) -> FakeStep:
+    raise RuntimeError("the device is gone")
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
