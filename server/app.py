@@ -122,6 +122,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
                 Dispatcher(_line_app(replace(context, is_background=True))),
                 Dispatcher(_line_app(context)),
                 BATCH_ENDPOINTS,
+                engine.stats,
                 lambda: engine.health().error is not None,
             )
         yield

@@ -186,6 +186,7 @@ METRICS = (
     ),
     _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", lambda s: s.tokens_per_s),
     _counter("quire_engine_steps_total", "Forward passes.", lambda s: s.steps),
+    _counter("quire_background_steps_total", "Of these, those of batches.", lambda s: s.background_steps),
     _counter("quire_prompt_tokens_total", "Prompt tokens whose prefill completed.", lambda s: s.prompt_tokens),
     _counter("quire_generation_tokens_total", "Tokens generated.", lambda s: s.generation_tokens),
     _counter(

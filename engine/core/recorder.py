@@ -109,6 +109,7 @@ class Recorder:
             stats.generation_tokens += times
         self.gaps.clear()
         stats.steps += 1
+        stats.background_steps += is_background
         stats.step_tokens.observe(plan.num_tokens)
         stats.step_sequences.observe(len(plan.slices))
         stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)

@@ -131,6 +131,7 @@ class Stats:
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
     steps: int = 0
+    background_steps: int = 0  # of these
     prompt_tokens: int = 0  # prompt tokens of requests whose prefill completed
     generation_tokens: int = 0
     prefix_queried_tokens: int = 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
+from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.outputs import new_file_id
@@ -45,11 +46,12 @@ class BatchService:
         background: Dispatcher,
         foreground: Dispatcher,
         endpoints: Collection[str],
+        stats: Stats,
         is_dead: Callable[[], bool],
     ) -> None:
         """From now on batches run, for these endpoints."""
         self._endpoints = endpoints
-        self._worker.start(background, foreground, is_dead)
+        self._worker.start(background, foreground, stats, is_dead)
 
     async def stop(self) -> None:
         """Lines that run are given up, for the next daemon to run; files can still be read. Idempotent."""

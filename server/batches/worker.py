@@ -5,7 +5,8 @@ goes on where the last one was, and a line with an outcome never runs twice. A l
 killed runs again, at most MAX_ATTEMPTS times, lest one that takes the daemon with it does so for ever.
 
 Lines run in the background, in steps that nobody else needs. On a server that always has something else to do they would
-stand still: when none has ended for PATIENCE_S, one at a time runs as a client's request does, until others end again.
+stand still: when none has ended for PATIENCE_S in which most steps were others', one at a time runs as a client's request
+does, until the background moves again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.lines import MAX_ERRORS, MAX_LINES, read_body, read_piece
@@ -33,6 +35,7 @@ MAX_ATTEMPTS = 5
 RETRY_S = 1.0  # after the engine had no room, or the disk failed
 MAX_REST_S = 60.0  # between two turns, whatever happens
 PATIENCE_S = 60.0  # with lines in the background none of which ends
+PROBE_S = 1.0  # after a line ran as a client's request does: whether the background moves by itself now
 NOT_NOW = (429, 503)  # statuses that say nothing of the line
 
 Key = tuple[str, int]  # a batch, and the number of a line
@@ -55,16 +58,18 @@ class BatchWorker:
         self._max_line_bytes = max_line_bytes
         self._running: dict[Key, Running] = {}  # the oldest first
         self._hurried: Key | None = None  # the line that runs as a client's request does, or did last
-        self._moved_s = 0.0  # when a line ended in the background, or none was there
+        self._due_s = 0.0  # when the background has stood still for too long, if it has
+        self._lead_before = 0  # when that began to be watched
         self._outcomes: list[Outcome] = []  # not recorded yet
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def start(self, background: Dispatcher, foreground: Dispatcher, is_dead: Callable[[], bool]) -> None:
+    def start(self, background: Dispatcher, foreground: Dispatcher, stats: Stats, is_dead: Callable[[], bool]) -> None:
         """`is_dead` tells an engine that will answer nothing any more."""
         self._background = background
         self._foreground = foreground
+        self._stats = stats
         self._is_dead = is_dead
         self._task = asyncio.create_task(self._main())
 
@@ -112,7 +117,7 @@ class BatchWorker:
                 next_s = min(next_s, batch.expires_at - now)
         room = self._max_running - len(self._running)
         if not self._running:
-            self._moved_s = time.monotonic()
+            self._watch(PATIENCE_S)
         if room > 0 and not self._is_dead():
             running = set(self._running)
             for line in await self._store(lambda store: store.take_lines(running, room)):
@@ -123,9 +128,12 @@ class BatchWorker:
         """If lines stand still, take the oldest out of the background; returns when that may be due again."""
         if not self._running or self._hurried in self._running:
             return MAX_REST_S
-        rest_s = self._moved_s + PATIENCE_S - time.monotonic()
+        rest_s = self._due_s - time.monotonic()
         if rest_s > 0:
             return rest_s
+        if self._lead() >= self._lead_before:  # lines that only take long do not stand still
+            self._watch(PATIENCE_S)
+            return PATIENCE_S
         key, (line, task) = next(iter(self._running.items()))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -134,6 +142,15 @@ class BatchWorker:
             self._hurried = key
             self._begin(line, self._foreground)
         return MAX_REST_S
+
+    def _watch(self, patience_s: float) -> None:
+        """Give the background so much time from now on."""
+        self._due_s = time.monotonic() + patience_s
+        self._lead_before = self._lead()
+
+    def _lead(self) -> int:
+        """How many steps more the background has had than all others."""
+        return 2 * self._stats.background_steps - self._stats.steps
 
     def _begin(self, line: PendingLine, dispatcher: Dispatcher) -> None:
         task = asyncio.create_task(self._run(line, dispatcher))
@@ -147,8 +164,7 @@ class BatchWorker:
             outcome = await self._ask(line, dispatcher)
         except Exception:  # it counts as an attempt
             logger.exception("line %d of batch %s could not be run", line.number, line.batch_id)
-        if dispatcher is self._background:
-            self._moved_s = time.monotonic()
+        self._watch(PATIENCE_S if dispatcher is self._background else PROBE_S)
         if outcome is not None:
             self._outcomes.append(outcome)
         else:

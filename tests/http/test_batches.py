@@ -393,6 +393,7 @@ def test_a_server_that_is_never_idle_runs_one_line_at_a_time(
 ) -> None:
     """Two clients whose requests have no end leave no step to the background."""
     monkeypatch.setattr("server.batches.worker.PATIENCE_S", 0.2)
+    monkeypatch.setattr("server.batches.worker.PROBE_S", 0.05)
     live = serve(data_dir=tmp_path, step_s=0.002, config=replace(CONFIG, max_model_len=100_000, num_blocks=8000))
     taken = 0
 
@@ -415,6 +416,19 @@ def test_a_server_that_is_never_idle_runs_one_line_at_a_time(
         batch = ended(client, batch)
         assert (batch.status, batch.request_counts.completed) == ("completed", 20)
         assert taken < 20, "with the clients gone the rest runs in the background again"
+    live.check_idle()
+
+
+def test_lines_that_take_long_are_left_alone_on_an_idle_server(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.batches.worker.PATIENCE_S", 0.05)
+    live = serve(data_dir=tmp_path, step_s=0.002)
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
+        batch = ended(client, create(client, [completion(str(i), "endless", max_tokens=200) for i in range(4)]))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 4)
+    assert live.engine.stats.generation_tokens == 4 * 200, "none was begun a second time"
+    assert live.engine.stats.background_steps == live.engine.stats.steps
     live.check_idle()
 
 

@@ -95,6 +95,7 @@ SHOWN = {
     "quire_num_waiting_tokens": "num_waiting_tokens",
     "quire_tokens_per_second": "tokens_per_s",
     "quire_engine_steps_total": "steps",
+    "quire_background_steps_total": "background_steps",
     "quire_prompt_tokens_total": "prompt_tokens",
     "quire_generation_tokens_total": "generation_tokens",
     "quire_prefix_cache_queried_tokens_total": "prefix_queried_tokens",
