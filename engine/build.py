@@ -109,6 +109,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         policy=config.scheduling_policy,
         target_itl_s=_seconds(config.target_itl_ms),
         target_ttft_s=_seconds(config.target_ttft_ms),
+        num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
     )
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
     captures = _captures(config, model, device)

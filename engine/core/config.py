@@ -160,6 +160,10 @@ class EngineConfig:
         )
 
 
+# Rows of logits that a step with drafts may come to: a large vocabulary's are a megabyte each, several times over.
+_MAX_DRAFTED_ROWS = 256
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """All the scheduler needs to know, resolved to numbers."""
@@ -182,6 +186,11 @@ class SchedulerConfig:
     compute_s: float = 0.0  # of a prompt's position; nobody waits longer for a disk
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
+
+    @property
+    def max_num_rows(self) -> int:
+        """Draws of a step, with those behind drafts: what memory is measured for."""
+        return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.num_speculative_tokens), _MAX_DRAFTED_ROWS))
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):

@@ -1,7 +1,8 @@
 """Speculation as the scheduler sees it: how many positions beyond its next each sequence may have drafted in a step.
 
 The runner drafts the tokens and computes them in the same step, so that a plan has counts and no values here either.
-Drafts take what all others leave: of the token budget, and of the blocks, for which nobody is preempted. How often a
+Drafts take what all others leave: of the token budget, of the draws that memory is measured for, and of the blocks, for
+which nobody is preempted. How often a
 sequence's drafts are right is remembered; a new one begins with what is usual, and one that drafts nothing grows hopeful,
 so that it tries again. Owned by the scheduler, engine thread.
 """
@@ -25,11 +26,12 @@ _LONG_MEMORY = 0.95  # weight of what was usual, at each draft of anybody
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
 
-    __slots__ = ("_costs", "_max_drafts", "_memory", "_stats", "_usual")
+    __slots__ = ("_costs", "_max_drafts", "_max_rows", "_memory", "_stats", "_usual")
 
     def __init__(self, config: SchedulerConfig, memory: Memory, stats: Stats) -> None:
         self._memory, self._stats = memory, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
+        self._max_rows = config.max_num_rows
         self._usual = HOPE
         stats.spec_accepted_at = [0] * self._max_drafts
 
@@ -39,6 +41,7 @@ class DraftPlanner:
         `num_reserved` blocks stay available for sequences that are about to grow.
         """
         owners = flight.owners[:num_decodes]
+        budget = min(budget, self._max_rows - flight.num_samples)
         most = min(self._max_drafts, budget)
         rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in owners]
         chances = [seq.draft_chance if seq.draft_chance >= 0 else self._usual for seq in owners]

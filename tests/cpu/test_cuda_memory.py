@@ -202,8 +202,9 @@ def test_a_step_too_large_for_what_the_pool_leaves_is_told(card: Card) -> None:
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_num_batched_tokens", "max_model_len"), [(4, 64, 512), (1, 512, 40), (3, 100, 8), (7, 7, 64)]
 )
+@pytest.mark.parametrize("num_drafts", [0, 4])
 def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
 ) -> None:
     config = SchedulerConfig(
         num_blocks=64,
@@ -211,9 +212,12 @@ def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        num_speculative_tokens=num_drafts,
     )
     crowd, scored = full_steps(config, vocab_size=8)
-    assert crowd.num_samples == len(crowd.slices) == max_num_seqs
+    assert len(crowd.slices) == max_num_seqs
+    num_draws = sum(len(piece.samples) for piece in crowd.slices)
+    assert crowd.num_samples == num_draws == max_num_seqs * (1 + num_drafts)
     assert crowd.num_tokens == min(max_num_batched_tokens, max_num_seqs * max_model_len)
     assert scored.num_tokens == min(max_num_batched_tokens, max_model_len)
     assert [piece.prompt_logprobs for piece in scored.slices] == [0]

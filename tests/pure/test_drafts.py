@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.core.config import EngineConfig
 from engine.core.draft_costs import FREE, DraftCosts, choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
-from engine.core.plan import count_agreeing
+from engine.core.plan import StepPlan, count_agreeing
 from engine.core.speculative_config import SpeculativeConfig
 from tests.pure.driver import Driver, config, request
 
@@ -145,6 +145,24 @@ def test_nobody_is_preempted_and_no_prompt_is_held_up_for_drafts() -> None:
         counts.append((made.scheduler.stats.preemptions, made.runner.num_steps))
     assert counts[1][0] <= counts[0][0]
     assert counts[1][1] < counts[0][1]
+
+
+def test_a_step_draws_no_more_than_memory_was_measured_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.core.config._MAX_DRAFTED_ROWS", 9)
+    made = driver(1.0, max_num_seqs=4, max_num_batched_tokens=64)
+    plan, num_rows = made.scheduler.plan, []
+
+    def watched(now: float) -> StepPlan | None:
+        step = plan(now)
+        if step is not None:
+            num_rows.append(step.num_samples + sum(step.num_drafts.values()))
+        return step
+
+    monkeypatch.setattr(made.scheduler, "plan", watched)
+    for index in range(6):
+        made.add(request(f"r{index}", (index, 2, 3, 4, 5), max_tokens=12, eos_token_ids=frozenset()))
+    made.drain()
+    assert max(num_rows) == made.scheduler.config.max_num_rows == 9
 
 
 def test_drafts_end_before_the_last_token() -> None:

@@ -51,7 +51,8 @@ class CudaMemory(NamedTuple):
 
 
 def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
-    """The largest steps there can be: as many prompts as may run, drawing by every rule; and one whose prompt is scored."""
+    """The largest steps there can be: as many prompts as may run, drawing by every rule, as often as with drafts;
+    and one whose prompt is scored."""
     params = SamplingParams(
         max_tokens=2,
         temperature=1.0,
@@ -68,7 +69,9 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
     )
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     crowd = warm_up_plan(config, config.max_num_seqs, num_tokens)
-    crowd = crowd._replace(slices=[piece._replace(params=params) for piece in crowd.slices])
+    first, *others = [piece._replace(params=params) for piece in crowd.slices]
+    first = first._replace(samples=first.samples * (1 + config.max_num_rows - config.max_num_seqs))
+    crowd = crowd._replace(slices=[first, *others], num_samples=config.max_num_rows)
     scored = warm_up_plan(config, 1, min(config.max_num_batched_tokens, config.max_model_len))
     scored = scored._replace(slices=[piece._replace(params=params, prompt_logprobs=0) for piece in scored.slices])
     return [crowd, scored]
