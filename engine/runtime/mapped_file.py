@@ -1,10 +1,12 @@
 """Memory that is a file without a name: the system may write its pages there when it needs room, and it ends with us.
 
-A block copied there takes 0.02 ms as in any memory (0.15 when its pages are first touched; SmolLM2's). Start-up thread.
+Where the folder is itself in main memory (tmpfs), it may take no more than that has left. A block copied there takes
+0.02 ms as in any memory (0.15 when its pages are first touched; SmolLM2's). Start-up thread.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -15,8 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
+from engine.runtime.host_memory import available_memory
 
 _GIB = 1 << 30
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Tensor:
@@ -25,6 +29,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Te
     where = folder or Path(tempfile.gettempdir())
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_in_memory(where) and num_bytes > (room := available_memory()):
+            raise OSError(errno.ENOMEM, f"it is in main memory, which has {room / _GIB:.2f} GiB left")
         with tempfile.TemporaryFile(dir=where) as file:
             if hasattr(os, "posix_fallocate"):  # else a full disk would kill us when a page is touched
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -36,3 +42,15 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Te
             f"({error.strerror or error}); lower them, or name another folder with --kv-offload-dir or TMPDIR."
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Whether its files take main memory. No where there is no /proc to say so."""
+    device = folder.stat().st_dev
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    systems = {line.split()[2]: line.rpartition(" - ")[2].split()[0] for line in mounts.splitlines()}
+    return systems.get(number) in _IN_MEMORY
