@@ -4,8 +4,10 @@
     FOLDER/<fingerprint>.kv      slot i at i * stride
     FOLDER/<fingerprint>.index   entry i: the block's digest, a checksum of digest and bytes, when it was written, a check
 
-The fingerprint is of everything that K/V depends on, so blocks of another model, type or layout are in other files. Every
-read is compared with its checksum: what was torn by a crash, or rots, is a miss. Nothing is synced, for the same reason.
+The fingerprint is of everything that K/V depends on, so blocks of another model, type or layout are in other files.
+Those make way as this one's blocks need the room, whichever was written to longest ago first: the bound is the folder's.
+Every read is compared with its checksum: what was torn by a crash, or rots, is a miss. Nothing is synced, for the same
+reason.
 A thread of its own reads and writes, straight from and to the host blocks; the engine thread only queues and collects.
 """
 
@@ -32,6 +34,7 @@ _PAGE = 4096  # slots begin at a multiple
 _ENTRY = struct.Struct("<32sQI")  # digest, when, checksum
 _CHECK = struct.Struct("<I")
 _ENTRY_BYTES = 64
+_KINDS = (".kv", ".index")
 _MAX_TOLD = 5  # faults; after so many the log has heard enough
 
 Rows = Callable[[int], memoryview]  # the bytes of a host block
@@ -44,12 +47,14 @@ class DiskStore:
         """Take the folder. Raises ConfigError where that cannot be."""
         self._stride = -(-block_bytes // _PAGE) * _PAGE
         self.num_slots = num_slots
+        self._folder = folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _lock(folder)
+            self._others = _other_files(folder, fingerprint)
             self._blocks = os.open(folder / f"{fingerprint}.kv", os.O_RDWR | os.O_CREAT, 0o600)
             self._index = os.open(folder / f"{fingerprint}.index", os.O_RDWR | os.O_CREAT, 0o600)
-            _check_room(folder, self._blocks, num_slots * self._stride)
+            _check_room(folder, self._blocks, num_slots * self._stride, sum(size for _, size in self._others))
             os.ftruncate(self._blocks, num_slots * self._stride)  # it takes room as it is written to
             os.ftruncate(self._index, num_slots * _ENTRY_BYTES)
         except OSError as error:
@@ -57,6 +62,7 @@ class DiskStore:
         self._checksums: dict[int, int] = {}  # by slot
         self._num_written = 0
         self.kept = self._read_index()  # from before: (digest, slot), oldest first
+        self._make_way(len(self._checksums))
         self._num_told = 0
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
@@ -76,6 +82,14 @@ class DiskStore:
                 if digest not in found or found[digest][0] < written:
                     found[digest] = (written, slot)
         return [(digest, slot) for digest, (_, slot) in sorted(found.items(), key=lambda item: item[1])]
+
+    def _make_way(self, num_blocks: int) -> None:
+        """Have other fingerprints' files leave room for so many blocks within the bound."""
+        bound = self.num_slots * self._stride
+        while self._others and num_blocks * self._stride + sum(size for _, size in self._others) > bound:
+            name, _ = self._others.pop(0)
+            for kind in _KINDS:
+                (self._folder / (name + kind)).unlink(missing_ok=True)
 
     def serve(self, rows: Rows, wait_for_copies: Callable[[], None]) -> None:
         """Begin. `wait_for_copies` returns once the copies between pool and host that were launched are done."""
@@ -123,6 +137,7 @@ class DiskStore:
     def _write(self, transfer: Transfer, row: memoryview) -> bool:
         """The block, then its entry: between the two, the slot's old entry does not go with what is in it."""
         checksum = _checksum(transfer.digest, row)
+        self._make_way(len(self._checksums) + (transfer.slot not in self._checksums))
         _write_all(self._blocks, row, transfer.slot * self._stride)
         self._num_written += 1
         entry = _ENTRY.pack(transfer.digest, self._num_written, checksum)
@@ -173,8 +188,20 @@ def _lock(folder: Path) -> int:
     return file
 
 
-def _check_room(folder: Path, blocks: int, num_bytes: int) -> None:
-    there = os.fstat(blocks).st_blocks * 512
+def _other_files(folder: Path, fingerprint: str) -> list[tuple[str, int]]:
+    """Other fingerprints and the bytes that each takes, the one that was written to longest ago first."""
+    found: dict[str, tuple[float, int]] = {}
+    for path in folder.iterdir():
+        if path.suffix in _KINDS and path.stem != fingerprint:
+            status = path.stat()
+            last, size = found.get(path.stem, (0.0, 0))
+            found[path.stem] = (max(last, status.st_mtime), size + status.st_blocks * 512)
+    return [(name, size) for name, (_, size) in sorted(found.items(), key=lambda item: item[1])]
+
+
+def _check_room(folder: Path, blocks: int, num_bytes: int, num_leaving: int) -> None:
+    """Whether the disk has it, with what is there already and what makes way."""
+    there = os.fstat(blocks).st_blocks * 512 + num_leaving
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize + there
     if num_bytes > free:

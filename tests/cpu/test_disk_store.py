@@ -191,6 +191,19 @@ def test_a_folder_that_cannot_be_had_is_told(tmp_path: Path, spoil: object, told
     del spoiled
 
 
+def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
+    for age, name in enumerate(("newer", "older")):
+        for kind, size in ((".kv", 1 << 14), (".index", 0)):
+            (tmp_path / (name + kind)).write_bytes(b"x" * size)
+            os.utime(tmp_path / (name + kind), (1000 - age, 1000 - age))
+    left = []
+    with opened(tmp_path) as host:  # six slots of 8 KiB, and the others have the room of two each
+        for slot in (0, 1, 0, 2, 3, 3, 4):
+            assert host.write(slot, slot)
+            left.append("".join(sorted(path.name[0] for path in tmp_path.glob("*er.*"))))
+    assert left == ["nnoo", "nnoo", "nnoo", "nn", "nn", "nn", ""]
+
+
 def test_a_bound_beyond_the_disk_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-offload-disk-gib asks for .* set it to at most"):
         DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES)
