@@ -18,7 +18,8 @@ _NUM_STEPS, _NUM_ROUNDS = 5, 2
 
 
 def measure_speeds(runner: ModelRunner, config: SchedulerConfig) -> dict[int, float]:
-    """Tokens a second by block size, of those that the pool and the attention backend take; the runner's pool is void."""
+    """Tokens a second by block size, of those that the pool and the attention backend take; the runner's pool is void,
+    and without CUDA graphs, which are recorded for a size."""
     speeds: dict[int, float] = {}
     for _ in range(_NUM_ROUNDS):
         for size in CANDIDATES:
@@ -26,7 +27,7 @@ def measure_speeds(runner: ModelRunner, config: SchedulerConfig) -> dict[int, fl
             if candidate.num_blocks * size < config.max_model_len:
                 continue  # the longest sequence would not fit any more
             try:
-                runner.repartition(candidate)
+                runner.repartition(candidate, is_trial=True)
             except ConfigError:
                 continue  # this backend has other sizes
             speeds[size] = max(speeds.get(size, 0.0), _speed(runner, candidate))

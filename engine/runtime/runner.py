@@ -131,6 +131,7 @@ class ModelRunner:
         self._config = config
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
+        self._captures = False
         self._drafter: Drafter | None = None
 
     @torch.inference_mode()
@@ -140,25 +141,31 @@ class ModelRunner:
 
         graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
         graphs.capture(report)
-        self._graphs = graphs
+        self._graphs, self._captures = graphs, True
 
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy whole blocks out, as bytes."""
+        if self._host_pool is not None:
+            self._host_pool.settle()
         self._kv_cache.read_blocks(blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy whole blocks in."""
+        if self._host_pool is not None:
+            self._host_pool.settle()
+        if self._drafter is not None:
+            self._drafter.forget(blocks)
         self._kv_cache.write_blocks(blocks, rows)
 
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Cut the pool into blocks of another size; nothing of what was there is kept."""
+    def repartition(self, config: SchedulerConfig, *, is_trial: bool = False) -> None:
+        """Cut the pool into blocks of another size, and lose what was there. A trial does without CUDA graphs."""
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
         self._config = config
         if self._drafter is not None:
             self._drafter.repartition(config)
-        if self._graphs is not None:  # they name the old pool
-            self._graphs = None
+        self._graphs = None  # they name the old pool
+        if self._captures and not is_trial:
             self.capture(lambda _: None)
 
     def speculate(self, drafter: Drafter) -> None:

@@ -25,10 +25,14 @@ _NUM_MEASURED = 64  # blocks; what a sequence of a thousand tokens takes by defa
 
 
 class HostPool(Protocol):
-    """Where swapped blocks are. Both are called for every plan, with its copies between them."""
+    """Where swapped blocks are. `begin` and `bring_in` are called for every plan, with its copies between."""
 
     def begin(self, plan: StepPlan) -> None:
         """Copy out what the plan swaps out, before anything is written to the pool; let earlier arrivals be complete."""
+        ...
+
+    def settle(self) -> None:
+        """Let earlier arrivals be complete before whatever is launched next, between plans."""
         ...
 
     def bring_in(self, plan: StepPlan) -> None:
@@ -85,6 +89,9 @@ class MainMemoryPool:
         """Copy out."""
         for pool, rows in zip(self._pool, self._rows, strict=True):
             _copy(pool, rows, plan.swap_out)
+
+    def settle(self) -> None:
+        """They are."""
 
     def bring_in(self, plan: StepPlan) -> None:
         """Copy in."""

@@ -23,8 +23,9 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
+from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.base import Drafter
-from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
 from server.model_source import find_model
 from server.tokenizer import load_tokenizer
@@ -65,6 +66,7 @@ class Prophet:
     def __init__(self, futures: Sequence[Sequence[int]], is_wrong_at: Container[int] = range(4, 1000, 5)) -> None:
         self._futures, self._is_wrong_at = futures, is_wrong_at
         self.closed = False
+        self.forgotten: list[int] = []
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
         drafts = {}
@@ -77,6 +79,9 @@ class Prophet:
                 for at, token in enumerate(coming, start=len(tokens))
             ]
         return {index: found for index, found in drafts.items() if found}
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        self.forgotten = list(blocks)
 
     def repartition(self, config: SchedulerConfig) -> None:
         pass
@@ -267,6 +272,21 @@ def test_a_pool_that_is_cut_anew_is_cut_for_the_draft_model_too() -> None:
         served = serve(MODEL, anew, requests({}), runner=runner, scheduler=scheduler)
         assert served.ids == plain.ids
         assert scheduler.stats.spec_accepted_tokens == scheduler.stats.spec_draft_tokens > 0
+
+
+def test_blocks_that_came_from_elsewhere_are_read_anew() -> None:
+    config = settings(num_speculative_tokens=4)
+    runner, prophet = make_runner(MODEL, config), Prophet([])
+    runner.speculate(prophet)
+    rows = np.zeros((2, sum(view[0].nbytes for view in runner.blocks)), np.uint8)
+    runner.write_blocks([3, 1], rows)
+    assert prophet.forgotten == [3, 1]
+    known, size = KnownPositions(config), config.block_size
+    piece = warm_up_plan(config, 1, 3 * size).slices[0]._replace(block_table=[2, 3, 5], start=3 * size - 1)
+    known.note(piece.block_table, 0, 3 * size - 1)
+    assert known.up_to(piece) == 3 * size - 1
+    known.forget([3])
+    assert known.up_to(piece._replace(block_table=[2, 3, 5])) == size
 
 
 def test_a_draft_model_of_short_contexts_leaves_long_ones_alone() -> None:

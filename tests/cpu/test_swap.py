@@ -123,6 +123,9 @@ def test_the_cuda_pool_moves_what_it_is_told(
         host.begin(plan := StepPlan(1, [], [], 0, 0, swap_in=pairs))
         host.bring_in(plan)
     assert all(torch.equal(view, old) for view, old in zip(cache.blocks, before, strict=True))
+    assert host._arrived is not None
+    host.settle()
+    assert host._arrived is None, "whoever reads the pool between two plans has waited for it"
 
 
 def test_adjacent_blocks_are_one_copy() -> None:
@@ -244,6 +247,19 @@ def test_on_a_cpu_host_blocks_are_a_file_that_has_no_name(tmp_path: Path) -> Non
     maps = Path("/proc/self/maps").read_text()
     assert any(str(tmp_path) in line and line.endswith("(deleted)") for line in maps.splitlines())
     host.close()
+
+
+def test_a_folder_in_main_memory_takes_no_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not mapped_file._is_in_memory(Path("/proc"))
+    shared = Path("/dev/shm")
+    assert not shared.is_mount() or mapped_file._is_in_memory(shared)
+    monkeypatch.setattr(mapped_file, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(mapped_file, "_is_in_memory", lambda folder: False)
+    mapped_file.zeros((1 << 20, 2), torch.int8, tmp_path)
+    monkeypatch.setattr(mapped_file, "_is_in_memory", lambda folder: folder == tmp_path)
+    mapped_file.zeros((1 << 20, 1), torch.int8, tmp_path)
+    with pytest.raises(ConfigError, match=r"it is in main memory, which has 0\.00 GiB left\); lower them"):
+        mapped_file.zeros((1 << 20, 2), torch.int8, tmp_path)
 
 
 @pytest.mark.parametrize("size", [-1.0, float("nan"), float("inf")])

@@ -71,7 +71,7 @@ class TritonPagedAttention:
         self._device: _Device | None = None  # until the first step
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
-        """Head dimensions and types that the kernels are made for, and the library, once for each kind of layer."""
+        """Head dimensions and types that the kernels are made for; and the library, once a kind of layer and size."""
         if spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"--attention-backend 'triton' serves a head_dim of at most {MAX_HEAD_DIM}, and the model's is "
@@ -82,7 +82,15 @@ class TritonPagedAttention:
                 f"--attention-backend 'triton' serves {', '.join(_DTYPES.values())}, and --dtype makes K and V "
                 f"{str(dtype).removeprefix('torch.')}; set another --dtype, or use 'torch'."
             )
-        kind = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window, spec.softcap, spec.sinks is None)
+        kind = (
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.window,
+            spec.softcap,
+            spec.sinks is None,
+            block_size,
+        )
         if self._library is not None and kind not in self._checked:
             check_library(self._library, spec, dtype, block_size, device)
             self._checked.add(kind)

@@ -41,9 +41,7 @@ class PinnedPool:
     def begin(self, plan: StepPlan) -> None:
         """Gather and send off; and wait for what earlier plans brought in, whoever owns those blocks now."""
         step = torch.cuda.current_stream(self._device)
-        if self._arrived is not None:
-            step.wait_event(self._arrived)
-            self._arrived = None
+        self.settle()
         for pairs in _batches(plan.swap_out, self._num_staged):
             step.wait_event(self._left)
             gather(self._pool, self._to_device([block for block, _ in pairs]), self._leaving[: len(pairs)])
@@ -52,6 +50,12 @@ class PinnedPool:
                 for first, at, count in runs([host for _, host in pairs]):
                     self._rows[first : first + count].copy_(self._leaving[at : at + count], non_blocking=True)
                 self._left.record(self._stream)
+
+    def settle(self) -> None:
+        """Have the step's stream wait for what was brought in."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+            self._arrived = None
 
     def bring_in(self, plan: StepPlan) -> None:
         """Fetch, and scatter once the blocks' last readers are done; wait only if this step reads them."""

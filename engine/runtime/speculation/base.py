@@ -26,6 +26,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """These hold other tokens from now on, whose K/V came from elsewhere."""
+        ...
+
     def repartition(self, config: SchedulerConfig) -> None:
         """The pool has blocks of another number and size from now on, and nothing in them."""
         ...

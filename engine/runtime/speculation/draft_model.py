@@ -62,6 +62,10 @@ class DraftModel:
         drawn = self._draw(catching_up) if catching_up else None
         return {} if drawn is None else self._go_on(plan.slices, asked, drawn)
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """See Drafter."""
+        self._known.forget(blocks)
+
     def repartition(self, config: SchedulerConfig) -> None:
         """See Drafter."""
         self._kv_cache.repartition(config.num_blocks, config.block_size)
@@ -130,6 +134,11 @@ class KnownPositions:
             for at in range(begin // self._block_size, (end - 1) // self._block_size + 1):
                 block = piece.block_table[at]
                 counts[block] = min(counts[block], max(begin - at * self._block_size, 0))
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Nothing is there any more."""
+        for block in blocks:
+            self._counts[block] = 0
 
     def up_to(self, piece: SequenceSlice) -> int:
         """The first position of a slice's sequence, none behind the slice's first, that is still to be computed."""

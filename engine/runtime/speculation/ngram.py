@@ -52,6 +52,9 @@ class NgramDrafter:
                 drafts[index] = found
         return drafts
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Texts have no blocks."""
+
     def repartition(self, config: SchedulerConfig) -> None:
         """Texts have no blocks."""
 
