@@ -98,7 +98,9 @@ def test_what_was_let_in_while_the_pool_was_cut_and_does_not_fit_ends_alone() ->
         engine.stop(0)
 
 
-@pytest.mark.parametrize("other", [{"swap_space": 1.0}, {"speculative_config": '{"method": "ngram"}'}])
+@pytest.mark.parametrize(
+    "other", [{"swap_space": 1.0}, {"kv_offload_gib": 1.0}, {"speculative_config": '{"method": "ngram"}'}]
+)
 def test_what_is_measured_for_one_size_does_not_go_with_auto(other: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="--block-size auto does not go with"):
         EngineConfig(model="m", block_size=None, **other)  # type: ignore[arg-type]
