@@ -23,7 +23,7 @@ BACKGROUND_S = 1e12  # more than any other handicap and any wait; a double still
 Policy = Callable[[Request, float], float]  # of a request, and how many tokens one of its answers is expected to have
 
 
-def fcfs(request: Request, num_expected: float) -> float:  # noqa: ARG001
+def fcfs(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a policy's parameters
     """First come, first served."""
     return request.arrival_s
 
@@ -34,7 +34,7 @@ def sjf(request: Request, num_expected: float) -> float:
     return request.arrival_s + min(work_s, MAX_WORK_S)
 
 
-def priority(request: Request, num_expected: float) -> float:  # noqa: ARG001
+def priority(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a policy's parameters
     """Lower `priority` first; a request gains one level for every PRIORITY_STEP_S it has waited."""
     return request.arrival_s + PRIORITY_STEP_S * request.priority
 

@@ -16,7 +16,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import CacheTier, Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
-from server.metrics import MAX_NAMES, METRICS, VLLM_METRICS, Metrics
+from server.metric_rows import METRICS, VLLM_METRICS
+from server.metrics import MAX_NAMES, Metrics
 
 NUM_REQUESTS = 5
 
