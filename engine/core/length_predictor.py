@@ -11,6 +11,7 @@ Owned by the scheduler, engine thread. Knows token ids as numbers, no clock.
 from __future__ import annotations
 
 from array import array
+from typing import Protocol
 from zlib import crc32
 
 from engine.core.types import Request
@@ -20,6 +21,18 @@ NUM_TENANTS = 1024  # places of the tables
 NUM_PREFIXES = 8192
 TRUST = 2.0  # answers after which a level counts as much as all coarser ones together
 WINDOW = 64
+
+
+class Predictor(Protocol):
+    """What sjf goes by. A simulation may put others in LengthPredictor's place, to see what that one is worth."""
+
+    def predict(self, request: Request) -> float:
+        """Tokens of one answer."""
+        ...
+
+    def learn(self, request: Request, num_tokens: int, *, is_cut: bool) -> None:
+        """An answer has ended, of itself or because max_tokens `is_cut` it."""
+        ...
 
 
 class _Means:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.block_pool import BlockPool
-from engine.core.length_predictor import LengthPredictor
+from engine.core.length_predictor import Predictor
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
@@ -26,7 +26,7 @@ class Recorder:
     __slots__ = ("_disk_pool", "_host_pool", "_pool", "_predictor", "_stats", "_targets", "gaps", "lengths")
 
     def __init__(
-        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: LengthPredictor | None
+        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: Predictor | None
     ) -> None:
         self._predictor = predictor
         self._targets = targets

@@ -23,7 +23,7 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
-from engine.core.length_predictor import LengthPredictor
+from engine.core.length_predictor import LengthPredictor, Predictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
 from engine.core.pacing import Pacing
@@ -52,14 +52,15 @@ BACKGROUND_SHARE = 4
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats | None = None, predictor: Predictor | None = None) -> None:
+        """With sjf, lengths are learned unless there is another `predictor`."""
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self.tiers = Tiers(config, self.stats)
         self._memory = Memory(config, self.tiers)
         self._swap = SwapSpace(config, self.tiers)
         targets = Targets(config.target_ttft_s, config.target_itl_s)
-        self._predictor = LengthPredictor() if config.policy == "sjf" else None
+        self._predictor = predictor or (LengthPredictor() if config.policy == "sjf" else None)
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")

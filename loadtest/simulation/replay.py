@@ -76,11 +76,13 @@ def replay(
     depth: int = 0,
     num_replicas: int = 1,
     router: Router = one,
+    new_replica: Callable[..., Replica] = Replica,
     on_progress: OnProgress = lambda _: None,
 ) -> History:
     """Simulate until everything is answered, from rows in order of arrival.
 
-    Requests that can never be served are refused, as the daemon refuses them.
+    Requests that can never be served are refused, as the daemon refuses them. `new_replica` is Replica, or knows more of
+    its arguments.
     """
     history = History([])
     places: dict[str, tuple[TraceRequest, int]] = {}  # of the living: the row, and the replica that has it
@@ -97,7 +99,7 @@ def replay(
 
     every_s = rows[-1].arrival_s / _NUM_SAMPLES
     history.replicas += [
-        Replica(config, costs, depth=depth, sample_every_s=every_s, on_finish=finish) for _ in range(num_replicas)
+        new_replica(config, costs, depth=depth, sample_every_s=every_s, on_finish=finish) for _ in range(num_replicas)
     ]
     begun = time.process_time()
     with _no_collections():

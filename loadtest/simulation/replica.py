@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
+from engine.core.length_predictor import Predictor
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
@@ -61,6 +62,7 @@ class Replica:
         depth: int = 0,
         sample_every_s: float = 0.0,
         on_finish: Finished = lambda _: None,
+        predictor: Predictor | None = None,
     ) -> None:
         self.gaps = Gaps()
         self.stats = Stats(itl_s=self.gaps)
@@ -68,7 +70,7 @@ class Replica:
         self.num_sequence_steps = 0
         self.busy_s = 0.0
         self.now = 0.0
-        self._scheduler = Scheduler(config, self.stats)
+        self._scheduler = Scheduler(config, self.stats, predictor)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
         self._launched: deque[tuple[StepPlan, list[int], float]] = deque()
         self._device_free_s = 0.0
