@@ -209,6 +209,11 @@ class SchedulingSettings(BaseModel):
         _choices(*EVICTION_POLICIES),
         "which cached blocks go first when room is needed",
     )
+    pinned_prefix_share: float = _setting(
+        _ENGINE.pinned_prefix_share,
+        "SHARE",
+        "share of the KV pool, and of what is behind it, that prefixes which requests ask to retain may keep",
+    )
     async_scheduling: bool | None = _setting(
         _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"
     )

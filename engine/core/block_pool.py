@@ -6,6 +6,9 @@ Every block is in exactly one of three states, and the three always add up to th
     cached    nobody holds it, but the prefix cache can still find its content; taken last, in the order of eviction.py
     held      one or more page tables hold it; its reference count is the number of holders
 
+Of the cached ones those that are pinned are taken last of all, the one let go longest ago first, whatever the order says.
+A pin never keeps a block from whoever needs one: it only says which goes last, and a pool has a bound for them.
+
 Integers only; what a block contains lives with the runner. Owned by the scheduler, engine thread.
 """
 
@@ -13,20 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.core.eviction import EVICTION_POLICIES
+from engine.core.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 
 
 class BlockPool:
     """alloc / fork / free over `num_blocks` blocks, with copy-on-write left to whoever writes (see `is_shared`)."""
 
-    __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_refs", "num_blocks")
+    __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_pinned", "_refs", "_spared", "max_pinned", "num_blocks")
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None, eviction: str = "lru") -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None] | None = None,
+        eviction: str = "lru",
+        max_pinned: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
+        self.max_pinned = max_pinned
         self._refs = [0] * num_blocks
         # A dict used as an ordered set: O(1) to take one block out of the middle, and the end is at hand.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached = EVICTION_POLICIES[eviction](num_blocks)
+        self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
+        self._spared = Lru()  # ... and those of them that are cached
         self._indexed: set[int] = set()
         self._on_evict = on_evict
 
@@ -36,21 +48,30 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._spared)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
 
     @property
     def cached_blocks(self) -> tuple[int, ...]:
         """Next to go first."""
-        return tuple(self._cached)
+        return (*self._cached, *self._spared)
 
     @property
     def num_available(self) -> int:
         """Blocks that `alloc` can hand out: free ones, then cached ones by evicting them."""
+        return len(self._free) + len(self._cached) + len(self._spared)
+
+    @property
+    def num_expendable(self) -> int:
+        """Of these, those that are not pinned: what is only worth caching has to do with them."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - self.num_available
 
     def alloc(self, after: int = -1) -> int:
         """Take one block, by preference the one next to `after`: kernels read runs of adjacent blocks faster.
@@ -81,7 +102,7 @@ class BlockPool:
         """Add a holder to a block that is held or cached."""
         refs = self._refs[block]
         if not refs:
-            self._cached.remove(block)
+            self._order_of(block).remove(block)
         self._refs[block] = refs + 1
 
     def free(self, block: int) -> None:
@@ -91,13 +112,36 @@ class BlockPool:
         self._refs[block] = refs
         if not refs:
             if block in self._indexed:
-                self._cached.add(block)
+                self._order_of(block).add(block)
             else:
                 self._free[block] = None
 
     def found(self, blocks: Sequence[int]) -> None:
         """A prompt was admitted that begins with these: whether they stay longer for it is the eviction order's."""
         self._cached.found(blocks)
+
+    def pin(self, block: int) -> None:
+        """Of the blocks that the prefix cache can find, this one goes after all that are not pinned.
+
+        Beyond the bound the one that was pinned longest ago is not any more: a prefix comes to lower tiers tail first.
+        """
+        if not self.max_pinned or block in self._pinned:
+            return
+        assert block in self._indexed
+        if len(self._pinned) >= self.max_pinned:
+            self.unpin(next(iter(self._pinned)))
+        self._pinned[block] = None
+        if not self._refs[block]:
+            self._cached.remove(block)
+            self._spared.add(block)
+
+    def unpin(self, block: int) -> None:
+        """It is as if it were let go now, or is when it will be."""
+        if block in self._pinned:
+            del self._pinned[block]
+            if not self._refs[block]:
+                self._spared.remove(block)
+                self._cached.add(block)
 
     def is_shared(self, block: int) -> bool:
         """True if a writer must copy the block first."""
@@ -110,13 +154,21 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """The prefix cache cannot find a block any more."""
+        self.unpin(block)
         self._indexed.discard(block)
         if block in self._cached:
             self._cached.remove(block)
             self._free[block] = None
 
+    def _order_of(self, block: int) -> EvictionOrder:
+        return self._spared if block in self._pinned else self._cached
+
     def _evict(self) -> int:
-        block = self._cached.evict()
+        if self._cached:
+            block = self._cached.evict()
+        else:
+            block = self._spared.evict()
+            del self._pinned[block]
         self._indexed.discard(block)
         if self._on_evict is not None:
             self._on_evict(block)
@@ -130,6 +182,10 @@ class BlockPool:
                 expected[block] += 1
         for block, refs in enumerate(self._refs):
             assert refs == expected[block], f"block {block} has {refs} references and {expected[block]} holders"
-            places = (refs > 0) + (block in self._free) + (block in self._cached)
+            places = (refs > 0) + (block in self._free) + (block in self._cached) + (block in self._spared)
             assert places == 1, f"block {block} is in {places} of the states free, cached and held"
+            assert block not in (self._cached if block in self._pinned else self._spared), "a pin is in the wrong order"
         assert self._indexed.issuperset(self._cached), "a cached block is unknown to the prefix cache"
+        assert self._indexed.issuperset(self._pinned), "a pinned block is unknown to the prefix cache"
+        assert self._pinned.keys() >= self._spared.keys()
+        assert len(self._pinned) <= self.max_pinned

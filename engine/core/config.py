@@ -62,6 +62,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    pinned_prefix_share: float = 0.25
     swap_space: float = 0.0  # GiB
     kv_offload_gib: float = 0.0
     kv_offload_dir: str | None = None
@@ -115,6 +116,8 @@ class EngineConfig:
                 "--async-scheduling plans a step before the tokens of the last one are known, and --speculative-config "
                 "begins with them; leave one of the two out.",
             )
+        share = self.pinned_prefix_share
+        _require(0.0 <= share < 1.0, f"--pinned-prefix-share is {share}; it must be at least 0 and less than 1.")
         threads = self.num_threads
         _require(
             threads is None or threads <= MAX_NUM_THREADS,
@@ -175,6 +178,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
     eviction: str = "lru"
+    pinned_share: float = 0.0  # of the blocks of each tier: as many may be pinned
     min_copied_tokens: int = 1  # of a cached block that a prompt shares the beginning of, for it to be copied
     policy: str = "fcfs"
     target_itl_s: float | None = None  # between two tokens of a sequence

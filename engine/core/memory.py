@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
+from engine.core.pins import Pins
 from engine.core.prefix_cache import PrefixCache, chain_root
 from engine.core.sequence import Sequence
 from engine.core.tiers import Tiers
@@ -22,11 +23,13 @@ from engine.core.types import Request
 class Memory:
     """Blocks and seats, claimed and released sequence by sequence."""
 
-    def __init__(self, config: SchedulerConfig, tiers: Tiers) -> None:
+    def __init__(self, config: SchedulerConfig, tiers: Tiers, pins: Pins) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._min_copied = config.min_copied_tokens
         self._tiers = tiers
+        self._pins = pins
+        pins.shelves.append(self)
         self._listener = tiers if config.host_caching else None
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self.partition(config)
@@ -34,7 +37,11 @@ class Memory:
     def partition(self, config: SchedulerConfig) -> None:
         """Have blocks of that number and size, all free. Nobody may hold any."""
         self._block_size = config.block_size
-        self._cache = PrefixCache(config.num_blocks, config.block_size, config.eviction, self._listener)
+        max_pinned = int(config.num_blocks * config.pinned_share)
+        self._pins.clear(max_pinned)
+        self._cache = PrefixCache(
+            config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
+        )
         self.pool = self._cache.pool
 
     def chain_root(self, request: Request) -> bytes:
@@ -83,6 +90,8 @@ class Memory:
         seq.writable_until = seq.page_table.capacity
         if self._caching:
             seq.next_register = (len(hits) + 1) * size
+            if seq.request.pins:
+                self._pin(seq, 0, len(hits))
         seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
         return True
 
@@ -196,8 +205,28 @@ class Memory:
         # With overlap, the K/V of a token may be there that an abort threw away: nobody knows which one it was.
         full = min(seq.num_computed, len(seq.tokens)) // self._block_size
         self._cache.register(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
+        if seq.request.pins:
+            self._pin(seq, seq.num_registered, full)
         seq.num_registered = full
         seq.next_register = (full + 1) * self._block_size
+
+    def pin(self, digest: bytes) -> None:
+        """See pins.py."""
+        self._cache.pin(digest)
+
+    def unpin(self, digest: bytes) -> None:
+        """See pins.py."""
+        self._cache.unpin(digest)
+
+    def _pin(self, seq: Sequence, first: int, stop: int) -> None:
+        """Of a sequence's blocks first .. stop - 1, which can be found, pin those that its request wants kept."""
+        request, size = seq.request, self._block_size
+        for index in range(first, min(stop, max(pin.num_tokens for pin in request.pins) // size)):
+            seconds = max([pin.seconds for pin in request.pins if (index + 1) * size <= pin.num_tokens])
+            until = request.arrival_s + seconds
+            if not self._pins.keep(seq.chain, index, until, request.tenant, request.weight):
+                return
+            seq.num_pinned = max(seq.num_pinned, (index + 1) * size)
 
     def release(self, seq: Sequence) -> None:
         """Take everything back; the sequence is as if nothing of it had been computed."""
@@ -209,5 +238,6 @@ class Memory:
         """Raise AssertionError unless `living` hold exactly what is held."""
         self.pool.check_integrity(seq.page_table.blocks for seq in living)
         self._cache.check_integrity()
+        self._pins.check_integrity()
         seats = sorted(self._seats + [seat for seq in living for seat in seq.seats])
         assert seats == list(range(self._max_num_seqs)), "a runner seat is lost or taken twice"

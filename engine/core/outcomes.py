@@ -127,6 +127,8 @@ class Outcomes:
             gaps[previous_s] = gaps.get(previous_s, 0) + 1
         else:
             self._recorder.first_token(seq, now)
+            if seq.request.pins and seq.num_computed >= seq.next_register:
+                self._memory.register(seq)  # so that it can be told
             prompt = seq.prompt_info()
         seq.last_token_s = now
         logprobs = None if logprob is None else (logprob,)

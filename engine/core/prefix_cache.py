@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -74,13 +74,20 @@ class _Entry(NamedTuple):
 class PrefixCache:
     """An index over the pool's blocks: by digest, and by the block before and their tokens."""
 
-    __slots__ = ("_block_of", "_entry_of", "_followers", "_listener", "block_size", "pool")
+    __slots__ = ("_block_of", "_entry_of", "_followers", "_listener", "_pins", "block_size", "pool")
 
     def __init__(
-        self, num_blocks: int, block_size: int, eviction: str = "lru", listener: Listener | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        eviction: str = "lru",
+        listener: Listener | None = None,
+        pins: Container[bytes] = (),
+        max_pinned: int = 0,
     ) -> None:
         self._listener = listener
-        self.pool = BlockPool(num_blocks, self._forget, eviction)
+        self._pins = pins
+        self.pool = BlockPool(num_blocks, self._forget, eviction, max_pinned)
         self.block_size = block_size
         self._block_of: dict[bytes, int] = {}
         self._entry_of: dict[int, _Entry] = {}
@@ -112,8 +119,22 @@ class PrefixCache:
                 self._entry_of[block] = _Entry(digest, chain[index], content)
                 insort(self._followers.setdefault(chain[index], []), (content, block))
                 self.pool.index(block)
+                if self.pool.max_pinned and digest in self._pins:
+                    self.pool.pin(block)
                 if self._listener is not None:
                     self._listener.appeared(digest, block)
+
+    def pin(self, digest: bytes) -> None:
+        """See pins.py."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self.pool.pin(block)
+
+    def unpin(self, digest: bytes) -> None:
+        """See pins.py."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self.pool.unpin(block)
 
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.

@@ -176,3 +176,6 @@ class Recorder:
         stats.host_blocks_held = self._host_pool.num_held
         stats.host_blocks_cached = self._host_pool.num_cached
         stats.disk_blocks_cached = self._disk_pool.num_cached
+        stats.blocks_pinned = pool.num_pinned
+        stats.host_blocks_pinned = self._host_pool.num_pinned
+        stats.disk_blocks_pinned = self._disk_pool.num_pinned

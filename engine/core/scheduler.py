@@ -27,6 +27,7 @@ from engine.core.length_predictor import LengthPredictor, Predictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
 from engine.core.pacing import Pacing
+from engine.core.pins import Pins
 from engine.core.plan import SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
@@ -56,8 +57,9 @@ class Scheduler:
         """With sjf, lengths are learned unless there is another `predictor`."""
         self.config = config
         self.stats = stats if stats is not None else Stats()
-        self.tiers = Tiers(config, self.stats)
-        self._memory = Memory(config, self.tiers)
+        self._pins = Pins(self.stats)
+        self.tiers = Tiers(config, self.stats, self._pins)
+        self._memory = Memory(config, self.tiers, self._pins)
         self._swap = SwapSpace(config, self.tiers)
         targets = Targets(config.target_ttft_s, config.target_itl_s)
         self._predictor = predictor or (LengthPredictor() if config.policy == "sjf" else None)
@@ -128,6 +130,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
+        self._pins.expire(now)
         flight = Flight(planned_s=now)
         if self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way

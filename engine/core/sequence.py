@@ -97,6 +97,7 @@ class Sequence:
         "num_from_disk",
         "num_from_host",
         "num_in_flight",
+        "num_pinned",
         "num_planned",
         "num_preemptions",
         "num_prompt",
@@ -171,6 +172,7 @@ class Sequence:
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         self.num_cached = 0
         self.num_from_host = self.num_from_disk = 0  # of the positions it was admitted with
+        self.num_pinned = 0  # of the first positions
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
         self.awaits_until_s = 0.0  # ... and when it goes without
         self.num_preemptions = 0
@@ -230,6 +232,7 @@ class Sequence:
             num_cached_tokens=self.num_cached,
             num_host_tokens=self.num_from_host,
             num_disk_tokens=self.num_from_disk,
+            num_pinned_tokens=self.num_pinned,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
             prefill_s=max(self.first_token_s - self.first_scheduled_s, 0.0),  # 0 where no token is drawn

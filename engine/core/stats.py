@@ -127,6 +127,9 @@ class Stats:
     host_blocks_held: int = 0
     host_blocks_cached: int = 0
     disk_blocks_cached: int = 0
+    blocks_pinned: int = 0  # of prefixes that requests, or the operator, want retained: in the pool ...
+    host_blocks_pinned: int = 0
+    disk_blocks_pinned: int = 0  # ... and in the tiers behind it
     last_step_s: float = 0.0  # clock reading at the last commit
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
@@ -136,6 +139,7 @@ class Stats:
     generation_tokens: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    pins_refused: int = 0  # times that there was no place for one more block to retain
     blocks_waste: float = 0.0  # share of the recent sequences' blocks that was empty at their end; told while idle
     repartitions: int = 0  # times that the idle pool was cut into blocks of another size
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from engine.core.block_pool import BlockPool
 
@@ -10,11 +10,19 @@ from engine.core.block_pool import BlockPool
 class Tier:
     """Blocks, findable by content."""
 
-    __slots__ = ("_block_of", "_digest_of", "_on_evict", "pool")
+    __slots__ = ("_block_of", "_digest_of", "_on_evict", "_pins", "pool")
 
-    def __init__(self, num_blocks: int, eviction: str, on_evict: Callable[[int], None] | None = None) -> None:
-        self.pool = BlockPool(num_blocks, self._evicted, eviction)
+    def __init__(
+        self,
+        num_blocks: int,
+        eviction: str,
+        on_evict: Callable[[int], None] | None = None,
+        pins: Container[bytes] = (),
+        max_pinned: int = 0,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, self._evicted, eviction, max_pinned)
         self._on_evict = on_evict
+        self._pins = pins
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
@@ -31,6 +39,20 @@ class Tier:
         self._block_of[digest] = block
         self._digest_of[block] = digest
         self.pool.index(block)
+        if self.pool.max_pinned and digest in self._pins:
+            self.pool.pin(block)
+
+    def pin(self, digest: bytes) -> None:
+        """See pins.py."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self.pool.pin(block)
+
+    def unpin(self, digest: bytes) -> None:
+        """See pins.py."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            self.pool.unpin(block)
 
     def forget(self, block: int) -> None:
         """Whatever a block has, it is not to be found any more."""

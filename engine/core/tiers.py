@@ -6,7 +6,7 @@
     spill      in an idle moment what is new in the pool goes to the disk too, so that it survives the process
 
 What has come to a host block goes on to the disk. Host blocks are one pool with those of preempted sequences, who come
-first. Owned by the scheduler, engine thread; a BlockStore's own thread carries out what is between host and disk.
+first; what is only cached takes no pinned one's place. Owned by the scheduler, engine thread; a BlockStore's own thread carries out what is between host and disk.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
+from engine.core.pins import Pins
 from engine.core.prefix_cache import name_block
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
@@ -54,14 +55,16 @@ class BlockStore(Protocol):
 class Tiers:
     """Host blocks, disk slots, and what moves between them."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins) -> None:
         self._stats = stats
         self._size = config.block_size
         self._min_tokens = config.min_swap_tokens
         self._compute_s = config.compute_s
         self._is_caching = config.host_caching
-        self.host = Tier(config.num_host_blocks, config.eviction, self._left_host)
-        self.disk = Tier(config.num_disk_blocks, "lru")
+        num_host, num_disk, share = config.num_host_blocks, config.num_disk_blocks, config.pinned_share
+        self.host = Tier(num_host, config.eviction, self._left_host, pins, int(num_host * share))
+        self.disk = Tier(num_disk, "lru", None, pins, int(num_disk * share))
+        pins.shelves += (self.host, self.disk)
         self.due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
         self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight
         self._fresh: dict[bytes, int] = {}  # blocks of the pool that came since and were not spilled, oldest first
@@ -83,7 +86,7 @@ class Tiers:
         """The prefix cache gives a block up: have it copied, unless the host has it."""
         self._fresh.pop(digest, None)
         pool = self.host.pool
-        if self.host.find(digest) < 0 and pool.num_available:
+        if self.host.find(digest) < 0 and pool.num_expendable:
             host = pool.alloc()
             self.due[host] = block
             self.host.put(digest, host)
@@ -153,7 +156,7 @@ class Tiers:
             return
         for digest in wanted:
             if digest not in self._under_way:
-                if not host.pool.num_available:
+                if not host.pool.num_expendable:
                     break
                 slot = self.disk.find(digest)
                 self.disk.pool.fork(slot)
@@ -170,12 +173,12 @@ class Tiers:
     @property
     def is_transferring(self) -> bool:
         """True while anything is on its way, or is to go."""
-        return bool(self._under_way or (self._fresh and self._takes_stores and self.host.pool.num_available))
+        return bool(self._under_way or (self._fresh and self._takes_stores and self.host.pool.num_expendable))
 
     def spill(self) -> list[tuple[int, int]]:
         """What is to be copied to the host at once, so that it can go to the disk: (block of the pool, host block)."""
         self.unstage()
-        while self._fresh and self.host.pool.num_available and self._takes_stores:
+        while self._fresh and self.host.pool.num_expendable and self._takes_stores:
             digest = next(iter(self._fresh))
             block = self._fresh.pop(digest)
             if self.host.find(digest) < 0 and self._lacks(digest):
@@ -242,7 +245,7 @@ class Tiers:
 
     @property
     def _takes_stores(self) -> bool:
-        return len(self._under_way) + len(self._staged) < MAX_STORES and self.disk.pool.num_available > 0
+        return len(self._under_way) + len(self._staged) < MAX_STORES and self.disk.pool.num_expendable > 0
 
     def _lacks(self, digest: bytes) -> bool:
         """The disk has not got it, nor is it on its way."""

@@ -99,6 +99,13 @@ class SamplingParams:
         return self.n if self.beam is None else self.beam.width
 
 
+class Pin(NamedTuple):
+    """A wish that the K/V of a prompt's beginning stays cached, after everything else; as far as there is room."""
+
+    num_tokens: int
+    seconds: float  # from the request's arrival; without end it is the operator's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What was asked, after validation. `request_id` is ours, unique in the engine, never chosen by a client."""
@@ -109,6 +116,7 @@ class Request:
     arrival_s: float
     priority: int = 0  # lower is served first, as in vLLM
     cache_salt: str = ""  # requests with different salts never share cached blocks
+    pins: tuple[Pin, ...] = ()
     deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
     max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that nobody else needs, under every policy
@@ -134,6 +142,7 @@ class PromptInfo(NamedTuple):
     prefill_s: float = 0.0
     num_host_tokens: int = 0  # of the cached ones, those that came from host memory ...
     num_disk_tokens: int = 0  # ... and from a disk
+    num_pinned_tokens: int = 0  # of the prompt's first tokens, those that are retained for this request
     pooled: tuple[float, ...] | None = None  # the vector that `pooling` asks for, of the model's own length
 
 

@@ -1,0 +1,314 @@
+"""Pinned prefixes: they go last, in bounds, for a time, and cost whoever runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.core.eviction import EVICTION_POLICIES
+from engine.core.pins import Pins
+from engine.core.prefix_cache import PrefixCache, chain_next, chain_root
+from engine.core.stats import Stats
+from engine.core.types import Pin
+from tests.pure.driver import Driver, config, request
+from tests.pure.test_tiers import prompt, serve, tiered
+
+MAX_PINNED = 6
+HOUR = 3600.0
+SYSTEM = (49, *range(8))  # two full blocks and one token, unlike any prompt of the tiers' tests
+
+
+def chain_of(*tokens: int) -> list[bytes]:
+    chain = [chain_root("")]
+    for token in tokens:
+        chain.append(chain_next(chain[-1], [token]))
+    return chain
+
+
+class Shelf:
+    """What a shelf with room for everything is told."""
+
+    def __init__(self) -> None:
+        self.pinned: set[bytes] = set()
+
+    def pin(self, digest: bytes) -> None:
+        assert digest not in self.pinned
+        self.pinned.add(digest)
+
+    def unpin(self, digest: bytes) -> None:
+        self.pinned.remove(digest)
+
+
+class PinMachine(RuleBasedStateMachine):
+    """Owners pin prefixes of each other's prompts, and time goes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pins, self.shelf, self.now = Pins(Stats(), MAX_PINNED), Shelf(), 0.0
+        self.pins.shelves.append(self.shelf)
+        self.parents: dict[bytes, bytes] = {}
+
+    @rule(
+        name=st.sampled_from(["a", "b", "c"]),
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        seconds=st.sampled_from([5.0, 60.0, HOUR, inf]),
+        weight=st.sampled_from([1.0, 3.0]),
+    )
+    def keep(self, name: str, tokens: list[int], seconds: float, weight: float) -> None:
+        chain = chain_of(*tokens)
+        self.parents.update(zip(chain[2:], chain[1:], strict=False))
+        for index in range(len(tokens)):
+            before = {owner: (each.load, len(each.until)) for owner, each in self.pins._owners.items()}
+            mine = (self.pins._owners[name].num_alone if name in before else 0) + 1
+            is_kept = self.pins.keep(chain, index, self.now + seconds, name, weight)
+            for owner, each in self.pins._owners.items():
+                if owner != name and len(each.until) < before[owner][1]:
+                    assert is_kept, "it was taken for nothing"
+                    assert before[owner][0] > mine / weight, "it was taken from whoever had less"
+            if not is_kept:
+                break
+            assert all(digest in self.pins for digest in chain[1 : index + 2])
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 100.0, HOUR]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.pins.expire(self.now)
+        owners = [owner for owner in self.pins._owners.values() if owner.until]
+        assert all(min(owner.until.values()) > self.now - 1.0 for owner in owners), "a pin outlived its time"
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pins.check_integrity()
+        assert self.shelf.pinned == set(self.pins._owners_of)
+        for owner in (*self.pins._owners.values(), self.pins._operators):
+            for digest, until in owner.until.items():
+                parent = self.parents.get(digest)
+                assert parent is None or owner.until[parent] >= until, "a prefix lost its beginning"
+
+
+TestPinMachine = PinMachine.TestCase
+TestPinMachine.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+class PinnedCacheMachine(RuleBasedStateMachine):
+    """Prompts come, one after another, through a small cache under every policy; some are pinned."""
+
+    @initialize(policy=st.sampled_from(tuple(EVICTION_POLICIES)), max_pinned=st.integers(0, 8))
+    def start(self, policy: str, max_pinned: int) -> None:
+        self.pins = Pins(Stats(), max_pinned)
+        self.cache = PrefixCache(10, 1, policy, None, self.pins, max_pinned)
+        self.pins.shelves.append(self.cache)
+        self.now = 0.0
+
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        seconds=st.sampled_from([None, None, 5.0, HOUR]),
+        held=st.integers(0, 4),
+    )
+    def serve(self, tokens: list[int], seconds: float | None, held: int) -> None:
+        """With some blocks held by others meanwhile, which is what a pin never stands in the way of."""
+        pool, chain = self.cache.pool, [chain_root("")]
+        others = pool.alloc_many(min(held, pool.num_available - len(tokens)))
+        hits = self.cache.match(chain, tokens, len(tokens))
+        for block in hits:
+            pool.fork(block)
+        pinned_before, num_expendable = pool.num_pinned, pool.num_expendable
+        blocks = hits + pool.alloc_many(len(tokens) - len(hits))
+        lost = pinned_before - pool.num_pinned
+        assert lost == max(len(tokens) - len(hits) - num_expendable, 0), "pins go last, and go when they must"
+        self.cache.register(chain, tokens, blocks, len(hits), len(tokens))
+        for index in range(len(tokens) if seconds else 0):
+            if not self.pins.keep(chain, index, self.now + (seconds or 0.0)):
+                break
+        for block in (*reversed(blocks), *others):
+            pool.free(block)
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, HOUR]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.pins.expire(self.now)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check_integrity()
+            self.cache.pool.check_integrity([])
+            self.pins.check_integrity()
+            here = {block for digest, block in self.cache._block_of.items() if digest in self.pins}
+            assert here == set(self.cache.pool._pinned)
+
+
+TestPinnedCacheMachine = PinnedCacheMachine.TestCase
+TestPinnedCacheMachine.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def pinning(seconds: float = HOUR, num_tokens: int = len(SYSTEM)) -> dict[str, tuple[Pin, ...]]:
+    return {"pins": (Pin(num_tokens, seconds),)}
+
+
+def scan(driver: Driver, num: int = 12, name: str = "scan") -> None:
+    """Prompts of four blocks that have nothing in common, several times what the pool holds."""
+    for index in range(num):
+        asked = tuple((13 * index + 5 * i + index * i) % 48 for i in range(17))
+        driver.add(request(f"{name}{index}", asked, arrival_s=driver.now))
+        driver.drain()
+
+
+@pytest.mark.parametrize("eviction", tuple(EVICTION_POLICIES))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_pinned_prefix_survives_what_turns_the_pool_over(depth: int, eviction: str) -> None:
+    found = {}
+    for share in (0.0, 0.25):
+        driver = Driver(config(num_blocks=12, pinned_share=share, eviction=eviction), depth)
+        driver.add(request("pin", SYSTEM, **pinning()))
+        driver.drain()
+        scan(driver)
+        driver.add(request("again", (*SYSTEM, 40), arrival_s=driver.now))
+        driver.drain()
+        driver.check_streams()
+        found[share] = driver.prompts["again", 0].num_cached_tokens
+        assert driver.prompts["pin", 0].num_pinned_tokens == (8 if share else 0)
+        assert driver.scheduler.stats.blocks_pinned == (2 if share else 0)
+    assert found == {0.0: 0, 0.25: 8}
+
+
+def test_a_pin_ends() -> None:
+    driver = Driver(config(num_blocks=12, pinned_share=0.25))
+    driver.add(request("pin", SYSTEM, **pinning(seconds=0.5)))
+    driver.drain()
+    driver.now += 1.0
+    scan(driver)
+    assert driver.scheduler.stats.blocks_pinned == 0
+    driver.add(request("again", (*SYSTEM, 40)))
+    driver.drain()
+    assert driver.prompts["again", 0].num_cached_tokens == 0
+
+
+def test_who_runs_comes_before_what_is_pinned() -> None:
+    driver = Driver(config(num_blocks=12, pinned_share=0.9))
+    driver.add(request("pin", tuple(range(40)), max_tokens=1, pins=(Pin(40, HOUR),)))
+    driver.drain()
+    assert driver.scheduler.stats.blocks_pinned == 10
+    driver.add(request("large", tuple(range(1, 41)), max_tokens=8, eos_token_ids=frozenset()))
+    driver.drain()
+    driver.check_streams()
+    assert driver.scheduler.stats.blocks_pinned == 0
+    assert driver.scheduler.stats.preemptions == 0
+    driver.add(request("again", tuple(range(40)), max_tokens=1))
+    driver.drain()
+    assert driver.scheduler.stats.blocks_pinned == 10, "computed again, it is kept again"
+
+
+def test_a_pin_is_of_one_salt() -> None:
+    driver = Driver(config(num_blocks=12, pinned_share=0.5))
+    driver.add(request("pin", SYSTEM, cache_salt="a", **pinning()))
+    driver.add(request("other", SYSTEM, cache_salt="b"))
+    driver.drain()
+    assert driver.scheduler.stats.blocks_pinned == 2
+    scan(driver)
+    for salt, found in (("b", 0), ("a", 8)):
+        driver.add(request(f"again {salt}", (*SYSTEM, 40), cache_salt=salt, arrival_s=driver.now))
+        driver.drain()
+        assert driver.prompts[f"again {salt}", 0].num_cached_tokens == found
+
+
+def test_one_tenant_takes_no_more_of_it_than_another() -> None:
+    driver = Driver(config(num_blocks=24, pinned_share=0.25))  # six
+    for index in range(5):
+        driver.add(request(f"greedy{index}", (30 + index, *range(8)), tenant="greedy", **pinning()))
+        driver.drain()
+    assert driver.scheduler.stats.blocks_pinned == 6
+    for name in ("modest", "other"):
+        asked = tuple(range(ord(name[0]) % 40, ord(name[0]) % 40 + 9))
+        driver.add(request(name, asked, tenant=name, **pinning(seconds=60.0)))
+        driver.drain()
+        assert driver.prompts[name, 0].num_pinned_tokens == 8
+    assert {name: len(owner.until) for name, owner in driver.scheduler._pins._owners.items()} == {
+        "greedy": 2,
+        "modest": 2,
+        "other": 2,
+    }
+
+
+def test_nobody_takes_the_operators_place() -> None:
+    driver = Driver(config(num_blocks=12, pinned_share=0.25))  # three
+    driver.add(request("system", SYSTEM, max_tokens=0, **pinning(seconds=inf)))
+    driver.drain()
+    for index in range(4):
+        driver.add(request(f"client{index}", (30 + index, *range(8)), tenant=f"{index}", **pinning()))
+        driver.drain()
+    scan(driver)
+    driver.add(request("again", (*SYSTEM, 40), arrival_s=driver.now))
+    driver.drain()
+    assert driver.prompts["again", 0].num_cached_tokens == 8
+    assert driver.scheduler.stats.pins_refused > 0
+
+
+def test_a_pin_holds_in_the_tiers_behind_the_pool_and_is_found_there() -> None:
+    """The pool itself keeps it too, unless somebody who runs needs all of that."""
+    driver = tiered(num_host_blocks=8, num_disk_blocks=12, pinned_share=0.5)
+    serve(driver, "pin", SYSTEM, **pinning())
+    while driver.spill():
+        pass
+    assert serve(driver, "large", prompt(9, 47), max_tokens=1) == (0, 0, 0)
+    stats = driver.scheduler.stats
+    assert (stats.blocks_pinned, stats.host_blocks_pinned, stats.disk_blocks_pinned) == (0, 2, 2)
+    for index in range(12):
+        serve(driver, f"scan{index}", tuple((13 * index + 5 * i + index * i) % 48 for i in range(17)))
+        while driver.spill():
+            pass
+    assert (stats.host_blocks_pinned, stats.disk_blocks_pinned) == (2, 2)
+    assert sum(serve(driver, "again", (*SYSTEM, 40))) == 8
+    assert stats.blocks_pinned == 2
+    driver.check_streams()
+
+
+def conserved(driver: Driver, shares: Iterable[float]) -> bool:
+    pools = (driver.scheduler._memory.pool, driver.scheduler.tiers.host.pool, driver.scheduler.tiers.disk.pool)
+    return all(pool.num_pinned <= share * pool.num_blocks for pool, share in zip(pools, shares, strict=True))
+
+
+@settings(max_examples=30)
+@given(
+    depth=st.integers(0, 1),
+    eviction=st.sampled_from(tuple(EVICTION_POLICIES)),
+    share=st.sampled_from([0.25, 0.9]),
+    turns=st.lists(
+        st.tuples(
+            st.integers(0, 4),
+            st.sampled_from([None, 0.05, HOUR, inf]),
+            st.sampled_from(["step", "fail", "spill", "lose", "wait"]),
+            st.integers(0, 3),
+        ),
+        max_size=40,
+    ),
+)
+def test_pins_change_no_stream_and_lose_no_block(
+    depth: int, eviction: str, share: float, turns: list[tuple[int, float | None, str, int]]
+) -> None:
+    driver = tiered(depth, num_blocks=10, num_host_blocks=9, pinned_share=share, eviction=eviction)
+    for index, (first, seconds, deed, times) in enumerate(turns):
+        pins = () if seconds is None else (Pin(8, seconds), Pin(16, seconds / 2))
+        asked = request(
+            str(index), prompt(10 * first, 17), seed=index, arrival_s=driver.now, tenant=str(first % 2), pins=pins
+        )
+        driver.add(asked)
+        for _ in range(times):
+            if deed == "fail":
+                driver.run_out_of_memory()
+            elif deed == "lose":
+                driver.transfer(is_good=False)
+            elif deed == "spill" and not driver.launched:
+                driver.spill()
+            else:
+                driver.now += 0.5 * (deed == "wait")
+                driver.step()
+            driver.scheduler.check_integrity()
+            assert conserved(driver, (share, share, share))
+    driver.drain()
+    driver.check_streams()
