@@ -112,8 +112,9 @@ class Recorder:
         stats.background_steps += is_background
         stats.step_tokens.observe(plan.num_tokens)
         stats.step_sequences.observe(len(plan.slices))
-        stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)
-        stats.swapped_blocks[SwapDirection.IN] += len(plan.swap_in)
+        if plan.swap_out or plan.swap_in:
+            stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)
+            stats.swapped_blocks[SwapDirection.IN] += len(plan.swap_in)
 
     def finished(
         self, seq: Sequence, reason: FinishReason, now: float, num_choices: int, num_generated: int

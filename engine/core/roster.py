@@ -124,6 +124,8 @@ class Roster:
     @property
     def num_background(self) -> int:
         """How many of the background run: the end of that queue."""
+        if not (self.running and self.running[-1].is_background):
+            return 0
         return len(self.running) - bisect_left(self.running, True, key=_is_background)
 
     @property

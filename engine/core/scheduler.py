@@ -42,7 +42,6 @@ from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 
-_RUNNING = Status.RUNNING  # looking a member up on its Enum costs 70 ns (Python 3.11), for every sequence at every step
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
 _make = tuple.__new__
 
@@ -173,13 +172,8 @@ class Scheduler:
         slices, owners, copies = flight.slices, flight.owners, flight.copies
         num_before = len(slices)
         for seq in self._roster.due(limit, out):
-            if seq.status is not _RUNNING:
-                catching_up.append(seq)
-                continue
             start = seq.num_planned
-            if start >= seq.max_total - 1:
-                continue  # its last token is in flight, or it waits for other beams
-            if start >= seq.writable_until and not self._make_writable(seq, copies):
+            if start >= seq.quiet_until and not self._is_ready(seq, catching_up, copies):
                 continue
             fields = (
                 seq.seat,
@@ -202,6 +196,19 @@ class Scheduler:
         # Of those that are not running some have given way meanwhile: a search as a whole, wherever its beams stand.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
+    def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
+        """See to whatever a sequence needs for its next position. False: it has no part in this step's decodes."""
+        if seq.status is not Status.RUNNING:
+            catching_up.append(seq)
+            return False
+        if seq.num_planned >= seq.max_total - 1:
+            return False  # its last token is in flight, or it waits for other beams
+        if seq.num_planned >= seq.writable_until and not self._make_writable(seq, copies):
+            return False
+        if seq.quiet_until:
+            seq.rest()
+        return True
+
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
         while not self._memory.make_writable(seq, copies):
@@ -209,7 +216,7 @@ class Scheduler:
                 return False  # blocks are on their way: the next commit brings them
             victim = self._roster.running[-1]
             self._departures.preempt(victim)
-            if seq.status is not _RUNNING:
+            if seq.status is not Status.RUNNING:
                 return False  # it was its own victim
         return True
 

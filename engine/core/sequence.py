@@ -109,6 +109,7 @@ class Sequence:
         "place",
         "pooled",
         "prompt_logprobs",
+        "quiet_until",
         "request",
         "request_id",
         "samples",
@@ -151,6 +152,7 @@ class Sequence:
         self.num_computed = 0
         self.num_planned = 0
         self.num_in_flight = 0  # launched steps that name this sequence
+        self.quiet_until = 0  # positions below need nothing but a token each, see `rest`
         self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
         self.num_saved = 0  # ... and the positions they hold
         self.page_table = PageTable(block_size)
@@ -191,6 +193,15 @@ class Sequence:
         """Change state, along the arrows above only."""
         assert status in _MOVES[self.status], f"sequence {self.seq_id} cannot go from {self.status} to {status}"
         self.status = status
+        self.quiet_until = 0
+
+    def rest(self) -> None:
+        """Find out until where it only draws a token a step: no end, no new block, nothing for the prefix cache.
+
+        Called when a token of it was drawn, so that it has a first one and nothing of its prompt is in flight.
+        """
+        if self.status is Status.RUNNING and self.search is None:
+            self.quiet_until = min(self.max_total - 1, self.writable_until, self.next_register)
 
     @property
     def is_waiting(self) -> bool:
