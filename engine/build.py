@@ -135,7 +135,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     settings, store = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
-    scheduler = Scheduler(settings)
+    scheduler = Scheduler(replace(settings, num_layers=1 if speculation else runner.num_layers))
     if store is not None:
         scheduler.tiers.restore(store.kept)
     return Engine(

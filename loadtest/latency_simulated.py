@@ -39,6 +39,9 @@ class Machine(NamedTuple):
     max_step_tokens: int
 
     def seconds(self, plan: StepPlan) -> float:
+        return plan.cost(self._seconds)
+
+    def _seconds(self, plan: StepPlan) -> float:
         total = self.fixed_s
         for piece in plan.slices:
             if piece.start >= piece.num_prompt:

@@ -187,6 +187,9 @@ class SchedulerConfig:
     min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there, or cached ones come back
     host_caching: bool = False  # cached blocks that the pool gives up go there too
     num_disk_blocks: int = 0  # behind the host's, for cached blocks
+    num_layers: int = (
+        1  # that a runner can go through at different steps with a prompt's chunk; 1: it takes them all at once
+    )
     compute_s: float = 0.0  # of a prompt's position; nobody waits longer for a disk
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
@@ -204,6 +207,8 @@ class SchedulerConfig:
         assert self.min_swap_tokens >= 1
         assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
         assert self.num_speculative_tokens >= 0
+        assert self.num_layers >= 1
+        assert self.num_layers == 1 or not self.num_speculative_tokens, "a drafter reads whole slices"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "

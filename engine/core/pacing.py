@@ -37,10 +37,10 @@ class Pacing:
         self._targets = targets
         self._num_skipped = 0
 
-    def is_due(self, has_prompts: bool) -> bool:
-        """Whether a step that was committed is to be learned from."""
+    def is_due(self, is_telling: bool) -> bool:
+        """Whether a step that was committed is to be learned from: all that tell something about prompts are."""
         self._num_skipped += 1
-        if not has_prompts and self._num_skipped < _DECODES_SKIPPED:
+        if not is_telling and self._num_skipped < _DECODES_SKIPPED:
             return False
         self._num_skipped = 0
         return True
@@ -53,8 +53,11 @@ class Pacing:
         base_s = times.seconds(decodes) + times.chunked_s
         return max(AIM * target_s - base_s, FLOOR * base_s)
 
-    def long_s(self, others: Load, long: Seq[Sequence], now: float) -> float:
-        """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""
+    def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool) -> float:
+        """The long ones' part of that, beside `others`: decodes, and prompts that are not long.
+
+        Unless they go `by_layers` it has to do with that what the presence of prompts costs is paid before.
+        """
         times, num_in_line = self.times, len(long)
         if not times.is_known or (others.num_decodes and self._targets.itl_s is not None):
             return inf
@@ -62,7 +65,7 @@ class Pacing:
             return ALONE * num_in_line * times.fixed_s
         urgency = self._urgency(long, now)
         share_s = max(SHARE * num_in_line**2, urgency / (1 - urgency)) * times.seconds(others)
-        if others.num_prompt_tokens:
+        if others.num_prompt_tokens or by_layers:
             return share_s
         return max(share_s - times.chunked_s, times.chunked_s)
 

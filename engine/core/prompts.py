@@ -8,6 +8,11 @@ first one's, half the one's that is soonest through. Whoever is first in line ge
 
     a step holds at least 1 token of the first in line, and if that is long, 1 / RESERVE of the tokens are not for short ones
 
+Beside others, long ones go by layers, where the runner can: a few tokens cost nearly as much as many, for they read the
+whole context, so a step computes a large chunk in some of the model's layers, the next one goes on with the next layers,
+and what a step adds is as little as with few tokens. One chunk is under way at a time, whoever's turn it is. Between two
+chunks a step goes without, for what a step takes without prompts is what all others are measured by.
+
 Owned by the scheduler, engine thread.
 """
 
@@ -19,21 +24,24 @@ from math import inf
 from engine.core.flight import Flight
 from engine.core.memory import Memory
 from engine.core.pacing import Pacing
-from engine.core.plan import Sample
+from engine.core.plan import LayerRange, Sample
 from engine.core.roster import Roster
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Chunk, Sequence, Status
 from engine.core.step_time import decode_load
 
 RESERVE = 8
+LAYERS_A_STEP = 3  # of a chunk's: with more, the seconds of a step are better filled, but chunks are smaller
 
 
 class PromptPlanner:
     """Writes chunks into the plan that is being made."""
 
-    __slots__ = ("_memory", "_pacing", "_roster")
+    __slots__ = ("_is_measured", "_last", "_memory", "_num_layers", "_pacing", "_roster")
 
-    def __init__(self, memory: Memory, roster: Roster, pacing: Pacing) -> None:
-        self._memory, self._roster, self._pacing = memory, roster, pacing
+    def __init__(self, memory: Memory, roster: Roster, pacing: Pacing, num_layers: int) -> None:
+        self._memory, self._roster, self._pacing, self._num_layers = memory, roster, pacing, num_layers
+        self._last: Sequence | None = None  # whose turn it was to go by layers
+        self._is_measured = True  # no step without long prompts is due
 
     def plan(
         self,
@@ -88,14 +96,61 @@ class PromptPlanner:
     def _plan_long(self, long: list[Sequence], budget: int, now: float, flight: Flight) -> int:
         """The part of the long ones: half is for the first, half for the one that is soonest through; returns how many."""
         times = self._pacing.times
-        seconds = min(self._pacing.long_s(flight.load, long, now), flight.spare_s)
+        by_layers = self._num_layers > 1 and bool(flight.slices) and not any(map(_needs_states, long))
+        seconds = min(self._pacing.long_s(flight.load, long, now, by_layers=by_layers), flight.spare_s)
         first, soonest = long[0], min(long, key=_num_to_plan)
+        if by_layers and seconds < inf:
+            flight.is_reference, self._is_measured = not self._is_measured, True
+            if flight.is_reference or not budget:
+                return 0
+            return self._plan_layers(self._take_turn(long, first, soonest), budget, seconds, flight)
         flight.spare_s = seconds if first is soonest else seconds / 2
         count = self._plan_chunk(first, budget, flight, least=1)
         if soonest is not first:
             flight.spare_s = seconds - times.chunk_s(first.num_planned - count, count)
             count += self._plan_chunk(soonest, budget - count, flight)
         return count
+
+    def _take_turn(self, long: list[Sequence], first: Sequence, soonest: Sequence) -> Sequence:
+        """Whose chunk goes through the next layers: whoever's is under way, else the first one's and the soonest's in turns."""
+        last = self._last
+        if last is None or last.chunk is None or last not in long:
+            if last is not None:
+                last.chunk = None
+            self._last = last = soonest if last is first else first
+        return last
+
+    def _plan_layers(self, seq: Sequence, budget: int, seconds: float, flight: Flight) -> int:
+        """Plan some layers of the sequence's next chunk: as many as fit the seconds, at least one; returns its positions."""
+        start, times, num_layers = seq.num_planned, self._pacing.times, self._num_layers
+        if seq.chunk is None or seq.chunk.num_tokens > budget:
+            seconds_a_chunk = seconds * num_layers / LAYERS_A_STEP - times.chunked_s
+            room = int(min(times.tokens_within(seconds_a_chunk, start), budget)) or 1
+            num_chunks = -(-_num_to_plan(seq) // room)
+            seq.chunk = Chunk(
+                -(-_num_to_plan(seq) // num_chunks), 0
+            )  # of about one size, for a small one costs as much
+        count, begin = seq.chunk
+        layer_s = (times.chunked_s + times.chunk_s(start, count)) / num_layers
+        num = round(min(seconds / layer_s, num_layers)) if layer_s > 0 else num_layers
+        layers = LayerRange(begin, min(begin + max(num, 1), num_layers), num_layers)
+        samples: tuple[Sample, ...] = ()
+        seq.chunk = Chunk(count, layers.end)
+        if layers.is_last:
+            samples = self._finish_chunk(seq, start + count, flight)
+            self._is_measured = False
+        flight.layers = layers if layers.share < 1 else None
+        flight.add_chunk(seq, start, count, samples)
+        flight.load = flight.load.with_chunk(start, count, layers.share)
+        return count
+
+    def _finish_chunk(self, seq: Sequence, stop: int, flight: Flight) -> tuple[Sample, ...]:
+        """All layers of the positions before `stop` are planned: what is drawn from the last of them."""
+        seq.num_planned, seq.chunk = stop, None
+        if stop < len(seq.tokens):
+            return ()
+        seq.move(Status.RUNNING)
+        return self._first_samples(seq, flight)
 
     def _plan_chunk(self, seq: Sequence, budget: int, flight: Flight, least: int = 0) -> int:
         """Plan the next chunk of a sequence that is catching up, of at most `budget` positions; returns how many.
@@ -110,11 +165,7 @@ class PromptPlanner:
         if not count:
             return 0
         flight.spare_s -= times.chunk_s(start, count)
-        seq.num_planned = start + count
-        samples: tuple[Sample, ...] = ()
-        if seq.num_planned == len(seq.tokens):
-            seq.move(Status.RUNNING)
-            samples = self._first_samples(seq, flight)
+        samples = self._finish_chunk(seq, start + count, flight)
         flight.add_chunk(seq, start, count, samples)
         flight.load = flight.load.with_chunk(start, count)
         return count
@@ -134,6 +185,11 @@ class PromptPlanner:
                 self._roster.start(child)
             drawing += children
         return tuple(sample for sequence in drawing for sample in sequence.samples)
+
+
+def _needs_states(seq: Sequence) -> bool:
+    """Whether hidden states of its prompt are asked for, and not only of the last layer's rows that draw."""
+    return seq.needs_every_position or seq.params.pooling is not None
 
 
 def _num_to_plan(seq: Sequence) -> int:

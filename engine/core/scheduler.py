@@ -67,7 +67,7 @@ class Scheduler:
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
         self._pacing = Pacing(targets)
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
-        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
+        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         beams = Beams(self._memory, self._departures, self._roster, self._recorder)
@@ -159,7 +159,7 @@ class Scheduler:
         self._roster.tell()
         num_tokens = limit - budget
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
-        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
+        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts, flight.layers)
 
     def _plan_decodes(self, flight: Flight, limit: int, out: Collection[Account]) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
@@ -298,7 +298,7 @@ class Scheduler:
     def _learn(self, flight: Flight, now: float) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = flight.load.num_prompt_tokens > 0
-        if self._pacing.is_due(has_prompts):
+        if self._pacing.is_due(has_prompts or flight.is_reference):
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))

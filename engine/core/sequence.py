@@ -31,6 +31,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from enum import Enum
+from typing import NamedTuple
 
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
@@ -65,6 +66,13 @@ def choice_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) & 0x7FFF_FFFF_FFFF_FFFF
 
 
+class Chunk(NamedTuple):
+    """Positions from num_planned on that steps compute some layers at a time: `num_layers` are planned already."""
+
+    num_tokens: int
+    num_layers: int
+
+
 class Sequence:
     """Mutable, slotted, and touched by the scheduler alone."""
 
@@ -74,6 +82,7 @@ class Sequence:
         "beams",
         "chain",
         "choice",
+        "chunk",
         "draft_chance",
         "ending_ids",
         "first_scheduled_s",
@@ -149,8 +158,8 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.max_total = self.num_prompt + request.params.max_tokens
         self.ending_ids = request.params.eos_token_ids | request.params.stop_token_ids
-        self.num_computed = 0
-        self.num_planned = 0
+        self.num_computed = self.num_planned = 0
+        self.chunk: Chunk | None = None  # of its prompt, on its way through the layers
         self.num_in_flight = 0  # launched steps that name this sequence
         self.quiet_until = 0  # positions below need nothing but a token each, see `rest`
         self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
@@ -318,6 +327,7 @@ class Sequence:
         block_size = self.page_table.block_size
         self.page_table = PageTable(block_size)
         self.num_computed = self.num_planned = 0
+        self.chunk = None
         self.num_registered = 0
         if self.next_register != NEVER:
             self.next_register = block_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.core.fake_runner import FakeRunner
 from engine.core.plan import StepPlan
 from tests.pure.driver import VOCAB, Driver, config, request
@@ -11,6 +13,11 @@ STREAMS = 4
 
 
 def seconds(plan: StepPlan) -> float:
+    """What a step takes."""
+    return plan.cost(_seconds)
+
+
+def _seconds(plan: StepPlan) -> float:
     """Linear, so that the model can be exact."""
     context = sum(piece.num_tokens * (piece.start + piece.num_tokens / 2) for piece in plan.slices)
     return FIXED_S + TOKEN_S * plan.num_tokens + CONTEXT_S * context
@@ -19,11 +26,13 @@ def seconds(plan: StepPlan) -> float:
 class World:
     """Streams that run for ever, in an engine that has seen enough to know what its steps take."""
 
-    def __init__(self, num_streams: int = STREAMS, **changes: float | None) -> None:
+    def __init__(
+        self, num_streams: int = STREAMS, *, cost: Callable[[StepPlan], float] = seconds, **changes: float | None
+    ) -> None:
         sizes = {"num_blocks": 4000, "block_size": 16, "max_model_len": 40_000, "max_num_seqs": 64}
         sizes |= {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
         settings = config(**sizes | changes)  # type: ignore[arg-type]  # checked by the class itself
-        self.driver = Driver(settings, cost=seconds)
+        self.driver = Driver(settings, cost=cost)
         self.driver.runner = FakeRunner(settings, vocab_size=VOCAB, memory=False)
         for index in range(12):
             self.add(f"warm{index}", 40 * index + 10, max_tokens=3)

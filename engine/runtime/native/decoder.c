@@ -120,7 +120,8 @@ static void norm_whole(const struct decoder *d, struct norm norm, char *at, int6
     quire_add_rms_norm(&args);
 }
 
-static void rotate(const struct forward_args *f, const struct layer *layer, struct workspace *w, int64_t stride) {
+static void rotate(const struct forward_args *f, const struct layer *layer, struct workspace *w, int64_t stride,
+                   int64_t rows) {
     const struct decoder *d = f->decoder;
     int per_head = d->qk_norm == QK_NORM_HEAD;
     size_t angles = 0;
@@ -129,7 +130,7 @@ static void rotate(const struct forward_args *f, const struct layer *layer, stru
     struct rope_args args = {
         .qk = w->qkv, .cos = w->cos + angles, .signed_sin = w->sin + angles,
         .q_weight = per_head ? layer->q.weight : NULL, .k_weight = per_head ? layer->k.weight : NULL,
-        .tokens = f->num_tokens, .stride = stride, .num_heads = d->num_heads, .num_kv_heads = d->num_kv_heads,
+        .tokens = rows, .stride = stride, .num_heads = d->num_heads, .num_kv_heads = d->num_kv_heads,
         .head_dim = d->head_dim, .rope_dim = layer->rotary < 0 ? 0 : d->rotaries[layer->rotary].dim,
         .dtype = d->dtype, .weight_dtype = layer->q.dtype, .angle_dtype = DT_F32, .eps = d->eps,
     };
@@ -137,24 +138,26 @@ static void rotate(const struct forward_args *f, const struct layer *layer, stru
 }
 
 /* Queries, keys and values of the normed rows; keys and values into the pool; the heads' results into w->attended. */
-static int32_t attention(const struct forward_args *f, int64_t index, struct workspace *w) {
+static int32_t attention(const struct forward_args *f, int64_t index, struct workspace *w, int64_t rows) {
     const struct decoder *d = f->decoder;
     const struct layer *layer = &d->layers[index];
     size_t size = size_of(d->dtype);
     int64_t q_width = d->num_heads * d->head_dim, kv_width = d->num_kv_heads * d->head_dim;
     int64_t stride = q_width + 2 * kv_width;
     char *k = w->qkv + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
-    int32_t status = linear(f, index, PLACE_QKV, w->normed, w, w->qkv, f->num_tokens, d->dtype);
+    int32_t status = linear(f, index, PLACE_QKV, w->normed, w, w->qkv, rows, d->dtype);
     if (status) return status;
     if (d->qk_norm == QK_NORM_FULL) {
-        norm_whole(d, layer->q, w->qkv, q_width, stride, f->num_tokens);
-        norm_whole(d, layer->k, k, kv_width, stride, f->num_tokens);
+        norm_whole(d, layer->q, w->qkv, q_width, stride, rows);
+        norm_whole(d, layer->k, k, kv_width, stride, rows);
     }
-    rotate(f, layer, w, stride);
+    rotate(f, layer, w, stride, rows);
     struct store_args store = *f->store;
+    store.num_tokens = rows;
     store.pool = layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = stride;
     quire_store(&store);
     struct attend_args attend = *f->attend;
+    attend.num_slices -= rows < f->num_tokens;
     attend.pool = layer->pool, attend.q = w->qkv, attend.q_stride = stride, attend.out = w->attended;
     attend.num_heads = d->num_heads, attend.sinks = NULL, attend.window = layer->window;
     attend.scale = d->attention_scale, attend.softcap = d->softcap;
@@ -183,15 +186,38 @@ static void join(const struct decoder *d, struct norm after, struct norm before,
     add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, w);
 }
 
+/* Rows that go through a layer: all, or all but those of a part. */
+static int64_t rows_at(const struct forward_args *f, int64_t layer) {
+    const struct part *part = &f->part;
+    return layer < part->begin || layer >= part->end ? f->num_tokens - part->num_tokens : f->num_tokens;
+}
+
+/* Before a layer: the rows of the part come in, or are put aside. It is done where the layer before has left its delta and
+ * nothing has been made of it, so that one piece of code adds and norms it, with one rounding. Returns the layer's rows. */
+static int64_t admit_part(const struct forward_args *f, struct workspace *w, int64_t layer, int64_t rows) {
+    int64_t next = rows_at(f, layer), first = f->num_tokens - f->part.num_tokens, width = f->decoder->hidden;
+    size_t num = (size_t)(f->part.num_tokens * width), bytes = num * sizeof(float);
+    if (next == rows) return rows;
+    if (next > rows) {
+        memcpy(w->stream + first * width, f->part.kept, bytes);
+        memcpy(w->delta + first * width, f->part.kept + num, bytes);
+    } else {
+        memcpy(f->part.kept, w->stream + first * width, bytes);
+        memcpy(f->part.kept + num, w->delta + first * width, bytes);
+    }
+    if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, next);
+    return next;
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
-    int64_t rows = f->num_tokens;
+    int64_t rows = rows_at(f, 0);
     if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, rows);
     add_norm(d, d->layers[0].before_attention, w->stream, NULL, w->normed, d->dtype, rows, &d->layers[0].qkv, w);
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         int is_last = i + 1 == d->num_layers;
-        int32_t status = attention(f, i, w);
+        int32_t status = attention(f, i, w, rows);
         if (status) return status;
         if (is_last && f->num_rows == 0) return QUIRE_OK; /* a prompt's chunk: keys and values were all it was for */
         if (is_last && f->rows) {
@@ -202,6 +228,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, w->normed, rows);
         if ((status = linear(f, i, PLACE_GATE_UP, w->normed, w, w->mlp, rows, d->dtype))) return status;
         if ((status = linear(f, i, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32))) return status;
+        if (!is_last) rows = admit_part(f, w, i + 1, rows);
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
              is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }
