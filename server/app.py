@@ -28,6 +28,7 @@ from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import BodyLimit, HeadAsGet, RequestScope
+from server.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol.limits import Limits
 from server.response_store import ResponseStore
 from server.routes import (
@@ -113,10 +114,13 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
 
     page = load_files() if config.page else {}
     service = context.batches
+    prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         context.client.start()
+        if prefixes:
+            await compute_prefixes(prefixes, context)
         if service is not None:
             service.start(
                 Dispatcher(_line_app(replace(context, is_background=True))),

@@ -31,6 +31,7 @@ class AppConfig:
     prefill_timeout_s: float = 60.0
     kv_connector_dir: Path | None = None  # where prefill and decode daemons hand K/V over
     kv_connector_bytes: int = 4 << 30
+    pinned_prefixes: Path | None = None  # a file of prompts' beginnings that are computed at the start
     page: bool = True  # the playground and the live view at /
     strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
     tool_call_parser: str = "auto"  # how calls of tools are written; server/tools/dialects.py

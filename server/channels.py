@@ -10,10 +10,9 @@ comes out does not depend on how the text was cut. One splitter a choice, on the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from server.tools.parser import held_back
 from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from server.tools.splitter import Splitter, first_of, held_back
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -32,29 +31,20 @@ def speaks_in_channels(template: str) -> bool:
     return CHANNEL in template and MESSAGE in template
 
 
-class ChannelSplitter:
+class ChannelSplitter(Splitter):
     """push text as it comes, finish at its end. Calls are thoughts unless it `reads_calls`."""
 
     def __init__(self, *, reads_calls: bool) -> None:
+        super().__init__(self._beginning)
         self._reads_calls = reads_calls
-        self._step: Callable[[], bool] = self._beginning
-        self._buffer = ""  # not read yet
         self._kind: type[Reasoning | Content | CallArguments] = Content  # of the body at hand
         self._is_empty = True  # nothing of it has been given
         self._has_thought = False
-        self._pieces: list[Piece] = []
 
     @property
     def is_reasoning(self) -> bool:
         """True if what comes next is thoughts."""
         return self._step == self._body and self._kind is Reasoning
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._take()
 
     def finish(self) -> list[Piece]:
         """What was held back; a header that was cut short is left out. Ends the text."""
@@ -67,10 +57,6 @@ class ChannelSplitter:
         self._buffer = ""
         return self._take()
 
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
     def _give(self, text: str) -> None:
         if text:
             self._pieces.append(self._kind(text))
@@ -79,8 +65,6 @@ class ChannelSplitter:
     def _end_body(self) -> None:
         if self._kind is CallArguments and self._is_empty:
             self._give("{}")
-
-    # Each step reads some of the buffer and returns True, or returns False and waits for more.
 
     def _beginning(self) -> bool:
         for mark in (CHANNEL, _TO):
@@ -119,13 +103,13 @@ class ChannelSplitter:
         return True
 
     def _body(self) -> bool:
-        found = [(at, mark) for mark in _AFTER_BODY if (at := self._buffer.find(mark)) >= 0]
-        if not found:
+        found = first_of(self._buffer, _AFTER_BODY)
+        if found is None:
             certain = len(self._buffer) - held_back(self._buffer, _AFTER_BODY)
             self._give(self._buffer[:certain])
             self._buffer = self._buffer[certain:]
             return False
-        at, mark = min(found)
+        at, mark = found
         self._give(self._buffer[:at])
         self._end_body()
         self._buffer = self._buffer[at + (len(mark) if mark in ENDS else 0) :]

@@ -214,6 +214,12 @@ class SchedulingSettings(BaseModel):
         "SHARE",
         "share of the KV pool, and of what is behind it, that prefixes which requests ask to retain may keep",
     )
+    pinned_prefixes: Path | None = _setting(
+        None,
+        "FILE",
+        "JSON lines of messages, or a prompt, each: computed at the start, and cached for good",
+        unset="none",
+    )
     async_scheduling: bool | None = _setting(
         _ENGINE.async_scheduling, "", "plan the next step while this one runs", unset="chosen for the device"
     )
@@ -404,10 +410,23 @@ class Settings(
                 "--tenants does not go with --data-dir: files and batches are everybody's, and no tenant's limits hold them; "
                 "leave one of them out."
             )
+        if self.pinned_prefixes:
+            self._check_pins()
         if self.role != "both" and self.block_size is None:
             raise ConfigError(
                 f"--role {self.role} does not go with --block-size auto; name a size that both daemons use."
             )
+
+    def _check_pins(self) -> None:
+        """Raise ConfigError for what leaves no place for --pinned-prefixes."""
+        without = {
+            "--pinned-prefix-share 0, which leaves no place for them": not self.pinned_prefix_share,
+            "--no-enable-prefix-caching": not self.enable_prefix_caching,
+            "--block-size auto, which forgets what was cached when it chooses another": self.block_size is None,
+        }
+        for setting, is_so in without.items():
+            if is_so:
+                raise ConfigError(f"--pinned-prefixes does not go with {setting}; leave one of them out.")
 
     def app_config(self, model: str, served_name: str) -> AppConfig:
         """The HTTP application's settings; `served_name` is for a user who named none."""
@@ -429,6 +448,7 @@ class Settings(
             prefill_timeout_s=self.prefill_timeout,
             kv_connector_dir=self.kv_connector_dir,
             kv_connector_bytes=int(self.kv_connector_gib * (1 << 30)),
+            pinned_prefixes=self.pinned_prefixes,
             page=self.page,
             strict_fields=self.strict_fields,
             tool_call_parser=self.tool_call_parser,

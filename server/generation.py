@@ -37,6 +37,7 @@ class Generation:
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._host_tokens: dict[int, int] = {}  # of these
         self._disk_tokens: dict[int, int] = {}
+        self._pinned_tokens: dict[int, int] | None = {} if any(request.pins for request in requests) else None
         self.timeline = Timeline(len(self._choices))
 
     @property
@@ -45,7 +46,8 @@ class Generation:
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices) if self._tells_reasoning else None
         below = (sum(self._host_tokens.values()), sum(self._disk_tokens.values()))
-        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning, below)
+        pinned = None if self._pinned_tokens is None else sum(self._pinned_tokens.values())
+        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning, below, pinned)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -101,6 +103,8 @@ class Generation:
                 self._cached_tokens[prompt] = event.prompt.num_cached_tokens
                 self._host_tokens[prompt] = event.prompt.num_host_tokens
                 self._disk_tokens[prompt] = event.prompt.num_disk_tokens
+                if self._pinned_tokens is not None:
+                    self._pinned_tokens.setdefault(prompt, event.prompt.num_pinned_tokens)
             try:
                 is_done = choice.accept(event)
             except QuireError:

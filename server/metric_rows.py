@@ -86,6 +86,11 @@ def _host(stats: Stats) -> Mapping[str, float]:
     return {"free": stats.host_blocks_free, "cached": stats.host_blocks_cached, "held": stats.host_blocks_held}
 
 
+def _pinned(stats: Stats) -> Mapping[str, float]:
+    counts = (stats.blocks_pinned, stats.host_blocks_pinned, stats.disk_blocks_pinned)
+    return {tier.value: count for tier, count in zip(CacheTier, counts, strict=True)}
+
+
 def _hits(stats: Stats) -> Mapping[str, float]:
     return {tier.value: stats.prefix_hits[tier] for tier in CacheTier}
 
@@ -149,6 +154,12 @@ METRICS = (
         _host,
         "state",
     ),
+    _gauge(
+        "quire_pinned_blocks",
+        "Blocks of prefixes that requests, or the operator, want retained, by where they are; as of the last step.",
+        _pinned,
+        "tier",
+    ),
     _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.disk_blocks_cached),
     _gauge(
         "quire_kv_cache_usage_ratio",
@@ -173,6 +184,11 @@ METRICS = (
         "The same, by where they were: the KV pool, host memory, the disk.",
         _hits,
         "tier",
+    ),
+    _counter(
+        "quire_pins_refused_total",
+        "Times that a block was not retained as asked, for --pinned-prefix-share was taken.",
+        lambda s: s.pins_refused,
     ),
     _counter(
         "quire_kv_offload_blocks_total", "Blocks fetched from the disk and stored there.", _transferred, "direction"

@@ -7,10 +7,9 @@ One splitter a choice, pure, on the event loop.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
-from server.tools.parser import held_back
 from server.tools.pieces import Content, Piece, Reasoning
+from server.tools.splitter import Splitter, held_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,73 +45,62 @@ def detect_reasoning(template: str) -> ReasoningTags | None:
     return next((tags for tags in REASONING_TAGS.values() if tags.closing in template), None)
 
 
-class _State(Enum):
-    START = auto()  # thoughts may begin
-    THOUGHTS = auto()
-    ANSWER = auto()
-
-
-class ReasoningSplitter:
+class ReasoningSplitter(Splitter):
     """push text as it comes, finish at its end."""
 
     def __init__(self, tags: ReasoningTags, *, begins_within: bool) -> None:
+        super().__init__(self._begin)
         self._tags = tags
         self._begins_within = begins_within
-        self._state = _State.START
-        self._buffer = ""
         self._skips_space = False  # what comes next follows a tag
 
     @property
     def is_reasoning(self) -> bool:
         """True if what comes next is thoughts."""
-        return self._state is _State.THOUGHTS or (self._begins_within and self._state is _State.START)
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
-        self._buffer += text
-        if self._state is _State.START:
-            self._begin()
-        thoughts = self._think() if self._state is _State.THOUGHTS else []
-        return thoughts + self._answer()
+        return self._step == self._think or (self._begins_within and self._step == self._begin)
 
     def finish(self) -> list[Piece]:
         """What was held back. Ends the text."""
-        rest, self._buffer = self._buffer, ""
-        return self._piece(Reasoning, rest.rstrip()) if self.is_reasoning else self._piece(Content, rest)
+        if self.is_reasoning:
+            self._give(Reasoning, self._buffer.rstrip())
+        else:
+            self._give(Content, self._buffer)
+        self._buffer = ""
+        return self._take()
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
         """Decide, as soon as it is certain, what the text begins with."""
         words, opening = self._buffer.lstrip(), self._tags.opening
         if words.startswith(opening):
             self._buffer = words[len(opening) :]
         elif opening.startswith(words):
-            return
+            return False
         elif not self._begins_within:
-            self._state = _State.ANSWER
-            return
-        self._state, self._skips_space = _State.THOUGHTS, True
+            self._step = self._answer
+            return True
+        self._step, self._skips_space = self._think, True
+        return True
 
-    def _think(self) -> list[Piece]:
+    def _think(self) -> bool:
         """What is certainly a thought: neither the closing tag, nor its beginning, nor space that may precede it."""
         thoughts, tag, answer = self._buffer.partition(self._tags.closing)
         if tag:
-            pieces = self._piece(Reasoning, thoughts.rstrip())
-            self._buffer, self._state, self._skips_space = answer, _State.ANSWER, True
-            return pieces
+            self._give(Reasoning, thoughts.rstrip())
+            self._buffer, self._step, self._skips_space = answer, self._answer, True
+            return True
         thoughts = self._buffer[: len(self._buffer) - held_back(self._buffer, (self._tags.closing,))].rstrip()
         self._buffer = self._buffer[len(thoughts) :]
-        return self._piece(Reasoning, thoughts)
+        self._give(Reasoning, thoughts)
+        return False
 
-    def _answer(self) -> list[Piece]:
-        if self._state is not _State.ANSWER:
-            return []
-        answer, self._buffer = self._buffer, ""
-        return self._piece(Content, answer)
+    def _answer(self) -> bool:
+        self._give(Content, self._buffer)
+        self._buffer = ""
+        return True
 
-    def _piece(self, kind: type[Reasoning | Content], text: str) -> list[Piece]:
+    def _give(self, kind: type[Reasoning | Content], text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
-        if not text:
-            return []
-        self._skips_space = False
-        return [kind(text)]
+        if text:
+            self._skips_space = False
+            self._pieces.append(kind(text))

@@ -1,6 +1,8 @@
-"""How long an answer will be, from those that were: of everybody, of the tenant, of the tenant's prompts that begin alike.
+"""How long an answer will be, from those that were: of everybody, of the tenant, of those that the tenant allowed about as
+much, of those among them whose prompts begin alike.
 
-Means at three levels, the finer trusted the more the more it has seen; before anything was seen, max_tokens. An answer is
+Means at four levels, the finer trusted the more the more it has seen; before anything was seen, max_tokens. What clients
+allow often tells what they expect: without it, sjf loses to max_tokens alone where nothing else tells. An answer is
 never expected to be longer than its max_tokens. One that max_tokens cut off tells only that it would have been no shorter, so it
 counts where it was longer than expected and is ignored where not. Old answers are forgotten: a level's mean is of about
 its last WINDOW. Levels are tables of fixed size; what falls into one place of a table by chance shares a mean.
@@ -18,6 +20,7 @@ from engine.core.types import Request
 
 PREFIX_TOKENS = 32  # long enough to tell one system prompt or template from another
 NUM_TENANTS = 1024  # places of the tables
+NUM_ALLOWANCES = 4096
 NUM_PREFIXES = 8192
 TRUST = 2.0  # answers after which a level counts as much as all coarser ones together
 WINDOW = 64
@@ -66,7 +69,7 @@ class LengthPredictor:
     __slots__ = ("_levels",)
 
     def __init__(self) -> None:
-        self._levels = (_Means(1), _Means(NUM_TENANTS), _Means(NUM_PREFIXES))
+        self._levels = tuple(map(_Means, (1, NUM_TENANTS, NUM_ALLOWANCES, NUM_PREFIXES)))
 
     def predict(self, request: Request) -> float:
         """Tokens of one answer."""
@@ -81,7 +84,8 @@ class LengthPredictor:
             level.learn(digest, num_tokens, is_cut=is_cut)
 
 
-def _digests(request: Request) -> tuple[int, int, int]:
-    """Of everybody, the tenant, and the tenant's prompt prefix; the same in every process."""
+def _digests(request: Request) -> tuple[int, int, int, int]:
+    """Of the four levels; the same in every process. max_tokens counts to the power of two."""
     tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
-    return 0, tenant, crc32(array("q", request.prompt[:PREFIX_TOKENS]).tobytes(), tenant)
+    allowance = crc32(b"%d" % request.params.max_tokens.bit_length(), tenant)
+    return 0, tenant, allowance, crc32(array("q", request.prompt[:PREFIX_TOKENS]).tobytes(), allowance)

@@ -12,6 +12,7 @@ from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.measure import Shape
 from loadtest.simulation.replay import History
 from loadtest.simulation.report import Row
+from loadtest.simulation.sjf import Result
 
 _QUANTILES = ("p50", "p90", "p99")
 
@@ -72,6 +73,24 @@ def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]
         places = [group + (index - (len(values) - 1) / 2) * width for group in range(len(groups))]
         axis.bar(places, heights, width, label=variant)
     axis.set_xticks(range(len(groups)), groups)
+
+
+def draw_sjf(path: Path, found: Mapping[str, Mapping[str, Result]]) -> None:
+    """One column a workload: mean, p50 and p99 of TTFT, and of the time to the answer's end."""
+    plt = require_matplotlib()
+    size = {"figsize": (5 * len(found), 7), "constrained_layout": True}
+    figure, axes = plt.subplots(2, len(found), squeeze=False, **size)
+    names = ("mean", *_QUANTILES)
+    for column, (workload, results) in zip(axes.T, found.items(), strict=True):
+        for axis, name in zip(column, ("ttft_s", "e2e_s"), strict=True):
+            spreads = {variant: getattr(each, name) for variant, each in results.items()}
+            _bars(axis, names, {variant: [getattr(each, key) for key in names] for variant, each in spreads.items()})
+            axis.set(ylabel=f"{'TTFT' if name == 'ttft_s' else 'time to the end'}, s")
+            _scale_log(plt, axis, axis.yaxis, yscale="log")
+        column[0].set_title(workload)
+        column[0].legend(fontsize="small")
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
 
 
 def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic workloads, each from one seed: the four that policies are compared on, and a plain one.
+"""Synthetic workloads, each from one seed: those that policies are compared on, and a plain one.
 
 A workload is a function of how many requests, how many a second, and a random generator. Lengths are log-normal, as real
 ones are: most are short, a few very long. Knows nothing of schedulers.
@@ -105,10 +105,54 @@ def batch_and_interactive(num: int, rate: float, rng: random.Random) -> list[Tra
     return batch + [_ask(rng, at, _length(rng, 80, 0.6), _length(rng, 80, 0.6), tenant="interactive") for at in times]
 
 
+_ALLOWED = 1024  # of clients that all send the same max_tokens, which then says nothing
+
+
+def _medians(rng: random.Random, num: int) -> list[float]:
+    """Lengths from a word to a page, evenly spread over all sizes between, so that no seed has more work than another."""
+    return rng.sample([4.0 * 150 ** ((index + 0.5) / num) for index in range(num)], num)
+
+
+def templates(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Bursts of four tenants with six prompt templates each; a template's answers are alike."""
+    kinds = [
+        (f"tenant-{index % 4}", f"template-{index}", rng.randrange(48, 320), median)
+        for index, median in enumerate(_medians(rng, 24))
+    ]
+    rows = []
+    for at in _arrivals(rng, num, rate, shape=0.2):
+        tenant, template, shared, median = rng.choice(kinds)
+        prompt, output = shared + _length(rng, 40, 0.7), min(_length(rng, median, 0.35), _ALLOWED)
+        rows.append(TraceRequest(at, prompt, output, _ALLOWED, template, shared, tenant))
+    return rows
+
+
+def apps(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Bursts of a dozen tenants, whose prompts share nothing; each is given answers of about its own length."""
+    medians = {f"app-{index}": median for index, median in enumerate(_medians(rng, 12))}
+    rows = []
+    for at in _arrivals(rng, num, rate, shape=0.2):
+        app = rng.choice(list(medians))
+        output = min(_length(rng, medians[app], 0.5), _ALLOWED)
+        rows.append(TraceRequest(at, _length(rng, 120, 0.7), output, _ALLOWED, tenant=app))
+    return rows
+
+
+def unpredictable(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Bursts of requests that differ in nothing but the length of their answers, which nobody can know."""
+    return [
+        TraceRequest(at, _length(rng, 120, 0.2), min(_length(rng, 80, 1.1), _ALLOWED), _ALLOWED)
+        for at in _arrivals(rng, num, rate, shape=0.2)
+    ]
+
+
 WORKLOADS: Mapping[str, Workload] = {
     "steady": Workload("Poisson arrivals of short questions", steady, 5.0, 600),
     "bursty-chat": Workload("bursts of chats behind eight system prompts", bursty_chat, 6.0, 600),
     "long-documents": Workload("one request in ten is a document of thousands of tokens", long_documents, 3.0, 400),
     "greedy-tenant": Workload("five steady tenants, and one that floods", greedy_tenant, 6.0, 600),
     "batch-interactive": Workload("a batch of jobs, and people beside it", batch_and_interactive, 5.0, 600),
+    "templates": Workload("answers as long as their prompt's template has them", templates, 7.0, 1200),
+    "apps": Workload("answers as long as their tenant's are", apps, 7.0, 1200),
+    "unpredictable": Workload("answers of any length, and nothing tells", unpredictable, 7.0, 1200),
 }

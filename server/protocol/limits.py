@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,3 +79,8 @@ class Limits:
                 param=param,
             )
         return max(1, min(self.max_model_len - num_prompt, self.pool_tokens - num_prompt + 1))
+
+
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many items two sequences have in common at their beginning."""
+    return bisect_left(range(1, min(len(one), len(other)) + 1), True, key=lambda count: one[:count] != other[:count])

@@ -11,7 +11,9 @@ from engine.core.errors import InvalidRequestError
 from server.errors import shorten, unsupported
 from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
+from server.protocol.conversation import Message
 from server.protocol.messages_blocks import Blocks, Turn, chat_messages, joined_text
+from server.protocol.retention import CacheControl, last_marks
 from server.protocol.structured import Schema
 from server.protocol.translated import TranslatedBody
 
@@ -31,6 +33,7 @@ class MessageTool(RequestBody):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> MessageTool:
@@ -110,7 +113,7 @@ class CountBody(TranslatedBody):
     """What makes a prompt, here and in /v1/messages/count_tokens."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
+        {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
     )
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TranslatedBody.UNSUPPORTED,
@@ -145,6 +148,7 @@ class CountBody(TranslatedBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
+    cache_control: CacheControl | None = None  # as if the last block had it
 
     @model_validator(mode="after")
     def _check(self) -> CountBody:
@@ -187,6 +191,28 @@ class CountBody(TranslatedBody):
     def _answer_fields(self) -> dict[str, Any]:
         """What else the chat is asked for."""
         return {}
+
+    def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
+        """Beginnings that are to stay cached: for how long, and the conversation that has them; None for all of `chat`."""
+        heads = [*self.tools, *(self.system or ())]
+        marks = [(0, each.cache_control) for each in heads if each.cache_control is not None]
+        for place, turn in enumerate(self.messages, start=1):
+            marks += [(place, block.cache_control) for block in turn.content if block.cache_control is not None]
+        if self.cache_control is not None:
+            marks.append((len(self.messages), self.cache_control))
+        found: list[tuple[float, ChatBody | None]] = []
+        for seconds, place in last_marks(marks).items():
+            is_whole = place == len(self.messages)
+            found.append((seconds, None if is_whole else self._beginning(chat, place)))
+        return found
+
+    def _beginning(self, chat: ChatBody, num_turns: int) -> ChatBody:
+        """The same chat after so many turns, or, of none, with a word instead of them."""
+        messages = chat_messages(self.messages[:num_turns]) or [{"role": "user", "content": "-"}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": joined_text(self.system, "system")})
+        shown = [Message.model_validate(message) for message in messages]
+        return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 
 
 class MessagesBody(CountBody):

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, model_validator
 from engine.core.errors import InvalidRequestError
 from server.errors import shorten, unsupported
 from server.protocol.base import RequestBody
+from server.protocol.retention import CacheControl
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -38,6 +39,7 @@ class Block(RequestBody):
     tool_use_id: str | None = None
     content: Blocks | None = None
     is_error: bool = False
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -21,7 +21,7 @@ from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reason
 
 
 class MessageUsage(ResponseBody):
-    """Of the prompt's tokens, those found in the cache are counted apart."""
+    """Of the prompt's tokens, those found in the cache are counted apart, and those that are new there to stay."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -31,9 +31,10 @@ class MessageUsage(ResponseBody):
     @classmethod
     def of(cls, usage: Usage) -> MessageUsage:
         cached = usage.prompt_tokens_details.cached_tokens
+        created = max((usage.prompt_tokens_details.pinned_tokens or 0) - cached, 0)
         return cls(
-            input_tokens=usage.prompt_tokens - cached,
-            cache_creation_input_tokens=0,
+            input_tokens=usage.prompt_tokens - cached - created,
+            cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
         )

@@ -35,6 +35,8 @@ class ReadingBody(RequestBody):
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
     user: str = Field("", max_length=MAX_USER)
 
+    retained_s: ClassVar[float] = 0.0
+
     @property
     def tenant(self) -> str:
         """Whom it says it is from."""

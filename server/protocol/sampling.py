@@ -14,6 +14,7 @@ from server.choice import TextRules
 from server.errors import shorten
 from server.protocol.base import Integer, RequestBody
 from server.protocol.limits import Limits
+from server.protocol.retention import PromptCacheOptions, Retention, retained_s
 from server.protocol.structured import ResponseFormat, StructuredOutputs
 from server.structured.spec import GrammarSpec
 
@@ -75,10 +76,7 @@ INSTEAD: Mapping[str, str] = {
 }
 
 # Fields that by their meaning leave the answer as it is: bookkeeping and hints.
-NO_OPS = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-    | {"service_tier", "store", "request_id"}
-)
+NO_OPS = frozenset({"metadata", "prompt_cache_key", "service_tier", "store", "request_id"})
 
 
 def _listed(value: Any) -> Any:
@@ -144,6 +142,8 @@ class SamplingBody(RequestBody):
     deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # for the whole answer, from its arrival
     max_queue_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # until it is started
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
+    prompt_cache_retention: Retention | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     user: str = Field("", max_length=MAX_USER)  # whom `fair` shares with, where no keys tell
     safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for it
     response_format: ResponseFormat | None = None
@@ -153,6 +153,11 @@ class SamplingBody(RequestBody):
     def tenant(self) -> str:
         """Whom it says it is from."""
         return self.user or self.safety_identifier
+
+    @property
+    def retained_s(self) -> float:
+        """How long the whole prompt is to stay cached, as far as there is room; 0 for no longer than others."""
+        return retained_s(self.prompt_cache_retention, self.prompt_cache_options)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
@@ -208,7 +213,8 @@ class SamplingBody(RequestBody):
 
     def ignored_fields(self) -> list[str]:
         """Those of the body and of the objects in it."""
-        parts = {name: getattr(self, name) for name in ("stream_options", "response_format", "structured_outputs")}
+        names = ("stream_options", "response_format", "structured_outputs", "prompt_cache_options")
+        parts = {name: getattr(self, name) for name in names}
         if self.response_format is not None:
             parts["response_format.json_schema"] = self.response_format.json_schema
         nested = [f"{at}.{name}" for at, part in parts.items() if part is not None for name in part.ignored_fields()]

@@ -32,6 +32,7 @@ PASSED_ON = frozenset(
         "max_queue_ms",
     }
     | {"min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens"}
+    | {"prompt_cache_options", "prompt_cache_retention"}
     | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "user", "safety_identifier"}
 )
 

@@ -9,6 +9,7 @@ class PromptTokensDetails(ResponseBody):
     cached_tokens: int
     cached_tokens_host: int | None = None  # of these, where other tiers than the KV pool are in use
     cached_tokens_disk: int | None = None
+    pinned_tokens: int | None = None  # of the prompts' beginnings, where that was asked for
 
 
 class CompletionTokensDetails(ResponseBody):
@@ -32,8 +33,9 @@ class Usage(ResponseBody):
         cached_tokens: int,
         reasoning_tokens: int | None = None,
         cached_below: tuple[int, int] = (0, 0),
+        pinned_tokens: int | None = None,
     ) -> Usage:
-        """`reasoning_tokens` None: nobody told them apart. `cached_below`: from host memory, from a disk."""
+        """`reasoning_tokens` None: nobody told them apart. `cached_below`: from host memory, from a disk; `pinned_tokens` None: nobody asked."""
         usage = cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
@@ -44,6 +46,8 @@ class Usage(ResponseBody):
             usage.prompt_tokens_details.cached_tokens_host, usage.prompt_tokens_details.cached_tokens_disk = (
                 cached_below
             )
+        if pinned_tokens is not None:
+            usage.prompt_tokens_details.pinned_tokens = pinned_tokens
         if reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
         return usage

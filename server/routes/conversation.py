@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.core.errors import ClientError
 from engine.core.types import Request, SamplingParams
 from server.choice import TextRules
+from server.errors import ApiError
 from server.protocol.chat import ChatBody
 from server.protocol.form import Envelope
+from server.protocol.limits import num_common
 from server.routes.context import Context
 from server.routes.generate import answer_id, constrain, engine_requests
 
@@ -17,6 +20,7 @@ from server.routes.generate import answer_id, constrain, engine_requests
 class Asked:
     """A conversation, ready to be submitted."""
 
+    text: str
     prompt: Sequence[int]
     params: SamplingParams
     rules: TextRules
@@ -40,6 +44,16 @@ async def prompt_ids(context: Context, body: ChatBody) -> tuple[str, list[int]]:
     return text, body.truncate(ids, context.limits)
 
 
+async def count_common(context: Context, body: ChatBody, text: str, prompt: Sequence[int]) -> int:
+    """How many tokens of a prompt, rendered as `text`, another conversation begins with; 0 of one that cannot be."""
+    try:
+        common = text[: num_common(body.render(context.limits), text)]
+        [ids] = await context.encode([common], "messages", add_special_tokens=body.add_special_tokens)
+    except (ClientError, ApiError):
+        return 0
+    return num_common(ids, prompt)
+
+
 async def prepare(context: Context, body: ChatBody) -> Asked:
     """Raises ClientError or ApiError for what cannot be answered."""
     text, prompt = await prompt_ids(context, body)
@@ -47,6 +61,7 @@ async def prepare(context: Context, body: ChatBody) -> Asked:
     params = await constrain(context, body.message_grammar(context.limits), params)
     params = body.with_thoughts(params, context.limits, text)
     return Asked(
+        text=text,
         prompt=prompt,
         params=params,
         rules=body.message_rules(params, context.limits, text),

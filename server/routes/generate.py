@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from engine.core.admission import check_request
 from engine.core.errors import QuireError
-from engine.core.types import Request, SamplingParams
+from engine.core.types import Pin, Request, SamplingParams
 from server.choice import Delta, TextRules
 from server.client import Answer
 from server.disconnect import unless_disconnected
@@ -56,6 +56,7 @@ def engine_requests(
             arrival_s=context.engine.clock(),
             priority=body.priority,
             cache_salt=body.cache_salt,
+            pins=(Pin(len(prompt), body.retained_s),) if body.retained_s else (),
             deadline_s=seconds(body.deadline_ms),
             max_queue_s=seconds(body.max_queue_ms),
             is_background=context.is_background,

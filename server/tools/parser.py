@@ -8,11 +8,11 @@ and what goes wrong within the arguments of a call that has begun stays in them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.tools.call_reader import ArgumentsReader, CallReader, CallState
 from server.tools.pieces import CallArguments, CallBegin, Content, Piece
+from server.tools.splitter import Splitter, first_of, held_back
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _SEPARATORS = ",;"
@@ -32,35 +32,20 @@ class Dialect:
     id_length: int = 0  # of a call's id, where templates insist on one
 
 
-def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """How long the end of `text` is that may still become one of the marks."""
-    longest = min(max(map(len, marks), default=0) - 1, len(text))
-    return next((size for size in range(longest, 0, -1) if any(mark.startswith(text[-size:]) for mark in marks)), 0)
-
-
-class ToolParser:
+class ToolParser(Splitter):
     """push text as it comes, finish at its end. `names` are those of the request's tools."""
 
     def __init__(self, dialect: Dialect, names: frozenset[str]) -> None:
+        super().__init__(self._text)
         self._dialect = dialect
         self._names = names
         self._openings = tuple(opening for opening, _ in dialect.marks)
-        self._step: Callable[[], bool] = self._text
-        self._buffer = ""  # not read yet
         self._held = ""  # read since the last call or content: markup, if a call comes of it, and content if not
         self._closing = ""  # what may end the calls at hand
         self._in_list = False
         self._reader: CallReader | ArgumentsReader = CallReader(self._accepts)
-        self._pieces: list[Piece] = []
         self._is_fresh = True  # nothing but space so far
         self._has_called = False
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._take()
 
     def finish(self) -> list[Piece]:
         """What was held back. Ends the text."""
@@ -71,10 +56,6 @@ class ToolParser:
             self._content(rest)
         self._buffer = self._held = ""
         return self._take()
-
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def _is_markup(self, rest: str) -> bool:
         """True if this end of a text with calls is only space, or an end mark that was cut short."""
@@ -90,21 +71,18 @@ class ToolParser:
             self._pieces.append(Content(text))
             self._is_fresh = False
 
-    # Each step reads some of the buffer and returns True, or returns False and waits for more.
-
     def _text(self) -> bool:
         """Words for the user, up to a mark. Space before a mark belongs to it, so space waits for what follows."""
         buffer = self._buffer
         words = buffer.lstrip()
         if self._is_fresh and self._dialect.is_bare and words[:1] in ("{", "["):
             return self._open(len(buffer) - len(words), "")
-        found = [(at, mark, closing) for mark, closing in self._dialect.marks if (at := buffer.find(mark)) >= 0]
-        if found:
-            at, mark, closing = min(found)
+        if found := first_of(buffer, self._openings):
+            at, mark = found
             before = buffer[:at].rstrip()
             self._content(before)
             self._buffer = buffer[len(before) :]
-            return self._open(at - len(before) + len(mark), closing)
+            return self._open(at - len(before) + len(mark), dict(self._dialect.marks)[mark])
         certain = buffer[: len(buffer) - held_back(buffer, self._openings)].rstrip()
         self._content(certain)
         self._buffer = buffer[len(certain) :]
@@ -214,14 +192,14 @@ class ToolParser:
     def _broken(self) -> bool:
         """What follows a fault in arguments is part of them, up to the next mark."""
         marks = (*self._openings, self._closing) if self._closing else self._openings
-        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
-        if not found:
+        found = first_of(self._buffer, marks)
+        if found is None:
             certain = len(self._buffer) - held_back(self._buffer, marks)
             if certain:
                 self._pieces.append(CallArguments(self._buffer[:certain]))
             self._buffer = self._buffer[certain:]
             return False
-        at, mark = min(found)
+        at, mark = found
         if at:
             self._pieces.append(CallArguments(self._buffer[:at]))
         self._buffer = self._buffer[at + (len(mark) if mark == self._closing else 0) :]

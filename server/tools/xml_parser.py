@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from server.tools.parser import held_back
 from server.tools.pieces import CallArguments, CallBegin, Content, Piece
+from server.tools.splitter import Splitter, first_of, held_back
 from server.tools.xml_values import STRING, json_of, kinds_of
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -43,13 +43,12 @@ _PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}")
 Schema = Mapping[str, Any]
 
 
-class XmlToolParser:
+class XmlToolParser(Splitter):
     """push text as it comes, finish at its end. `tools` are the request's, with the schemas of their parameters."""
 
     def __init__(self, tools: Mapping[str, Schema]) -> None:
+        super().__init__(self._text)
         self._tools = tools
-        self._step: Callable[[], bool] = self._text
-        self._buffer = ""  # not read yet
         self._held = ""  # read since the last call or content: markup, if a call comes of it, and content if not
         self._is_tagged = False  # the function stands in tags
         self._parameters: Schema = {}  # the schema of the call at hand
@@ -57,15 +56,7 @@ class XmlToolParser:
         self._kinds: frozenset[str] = frozenset()
         self._value = ""
         self._is_first = True  # nothing of the value has been read
-        self._pieces: list[Piece] = []
         self._has_called = False
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
-        self._buffer += text
-        while self._buffer and self._step():
-            pass
-        return self._take()
 
     def finish(self) -> list[Piece]:
         """What was held back. Ends the text."""
@@ -84,10 +75,6 @@ class XmlToolParser:
         self._buffer = self._held = ""
         return self._take()
 
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
     def _is_markup(self, rest: str) -> bool:
         """True if this end of a text with calls is only space, or an end mark that was cut short."""
         return not rest.strip() or (self._step == self._after and CLOSING.startswith(rest.strip()))
@@ -102,18 +89,16 @@ class XmlToolParser:
         elif text:
             self._pieces.append(CallArguments(text))
 
-    # Each step reads some of the buffer and returns True, or returns False and waits for more.
-
     def _text(self) -> bool:
         """Words for the user, up to a mark. Space before a mark belongs to it, so space waits for what follows."""
         buffer = self._buffer
-        found = [(at, mark) for mark in (OPENING, FUNCTION) if (at := buffer.find(mark)) >= 0]
-        if not found:
+        found = first_of(buffer, (OPENING, FUNCTION))
+        if found is None:
             certain = buffer[: len(buffer) - held_back(buffer, (OPENING, FUNCTION))].rstrip()
             self._content(certain)
             self._buffer = buffer[len(certain) :]
             return False
-        at, mark = min(found)
+        at, mark = found
         before = buffer[:at].rstrip()
         self._content(before)
         self._held, self._buffer = buffer[len(before) : at + len(mark)], buffer[at + len(mark) :]
@@ -186,12 +171,12 @@ class XmlToolParser:
     def _read_value(self) -> tuple[str, bool]:
         """More of the value, and whether that was the last of it."""
         buffer = self._buffer
-        found = [(at, end) for end in _ENDS if (at := buffer.find(end)) >= 0]
-        if not found:
+        found = first_of(buffer, _ENDS)
+        if found is None:
             certain = len(buffer) - held_back(buffer, tuple(_ENDS))
             self._buffer = buffer[certain:]
             return self._without_break(buffer[:certain]), False
-        at, end = min(found)
+        at, end = found
         self._buffer = buffer[at + _ENDS[end] :]
         self._step = self._members
         return self._without_break(buffer[:at]), True

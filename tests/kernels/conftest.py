@@ -6,6 +6,7 @@ tests/conftest.py has chosen which. What a device does and the interpreter of Tr
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ def mend() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    patched: set[str] = set()  # modules whose functions can be called
     builder, patch_tensor = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, patch_lang = builder.cast_impl, builder.create_dot, interpreter._patch_lang
     floats = {
         tl.float8e4nv: torch.float8_e4m3fn,
         tl.bfloat16: torch.bfloat16,
@@ -32,6 +34,13 @@ def mend() -> None:
         """A scalar is an array of one number, of which NumPy 2.4 makes no bound of a loop."""
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def patch_once(function: Any) -> Any:
+        """It patches the language at every call of every function within a kernel, milliseconds each; once is enough."""
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch_lang(function)
+        return SimpleNamespace(restore=lambda: None)
 
     def rounding_cast(self: Any, source: Any, target: Any) -> Any:
         """To bfloat16 it cuts digits off, or takes integers for bits; devices round."""
@@ -54,7 +63,8 @@ def mend() -> None:
         a, b = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return dot(self, a, b, *rest)
 
-    interpreter._patch_lang_tensor, builder.cast_impl, builder.create_dot = patch, rounding_cast, wide_dot
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, patch
+    builder.cast_impl, builder.create_dot = rounding_cast, wide_dot
     builder.create_fp_to_fp = fp8_cast
 
 

@@ -159,6 +159,7 @@ def test_an_empty_variable_and_an_empty_file_say_nothing(tmp_path: Path, monkeyp
         (["--max-model-len", "auto"], "max_model_len", None),
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
+        (["--pinned-prefix-share", "0.5"], "pinned_prefix_share", 0.5),
         (["--threads", "3"], "num_threads", 3),
         (["--lora-modules", "a=/x=y", "b=c/d"], "lora_modules", (("a", "/x=y"), ("b", "c/d"))),
         (["--lora-modules", '{"name": "a, b", "path": "/x"}', "c=d"], "lora_modules", (("a, b", "/x"), ("c", "d"))),
@@ -177,7 +178,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
-        "--tenants", "/etc/tenants.yaml",
+        "--tenants", "/etc/tenants.yaml", "--pinned-prefixes", "/etc/prefixes.jsonl",
         "--role", "decode", "--prefill-url", "http://a:1", "--prefill-timeout", "9",
         "--kv-connector-dir", "/dev/shm/x", "--kv-connector-gib", "1",
     ]  # fmt: skip
@@ -197,6 +198,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         pooling="mean",
         data_dir=Path("/var/quire"),
         tenants=Path("/etc/tenants.yaml"),
+        pinned_prefixes=Path("/etc/prefixes.jsonl"),
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
         role="decode",
@@ -228,6 +230,9 @@ def test_every_application_setting_reaches_the_application() -> None:
         ),
         (["--role", "decode", "--prefill-url", "http://a", "--swap-space", "1"], "does not go with --swap-space"),
         (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
+        (["--pinned-prefixes", "f", "--block-size", "auto"], "does not go with --block-size auto"),
+        (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no place"),
+        (["--pinned-prefixes", "f", "--no-enable-prefix-caching"], "does not go with --no-enable-prefix-caching"),
     ],
 )
 def test_what_does_not_go_together_is_told(argv: list[str], message: str) -> None:

@@ -39,6 +39,18 @@ def test_the_finer_level_wins_once_it_has_seen_enough() -> None:
     assert 100 < stranger < 300, "and of an unknown one as everybody's"
 
 
+def test_what_a_client_allows_tells_what_it_expects() -> None:
+    """One tenant, prompts that share nothing: answers take about half of what each may."""
+    predictor, chance = LengthPredictor(), random.Random(2)
+    for i in range(600):
+        max_tokens = chance.choice((16, 64, 256, 1024))
+        asked = request(prompt=(i, 1), max_tokens=max_tokens)
+        predictor.learn(asked, max_tokens // 2, is_cut=False)
+    for max_tokens in (16, 64, 256, 1024):
+        expected = predictor.predict(request(prompt=(9, 9), max_tokens=max_tokens))
+        assert abs(expected - max_tokens / 2) < 0.1 * max_tokens / 2 + 10
+
+
 def test_a_change_is_followed() -> None:
     predictor = told(*[500] * 200, *[20] * (4 * WINDOW))
     assert predictor.predict(request(max_tokens=1000)) < 60
@@ -66,9 +78,9 @@ def test_it_is_never_more_than_max_tokens_nor_out_of_what_was_seen(
 
 def test_it_stays_as_large_as_it_is() -> None:
     predictor = LengthPredictor()
-    for i in range(2 * NUM_PREFIXES):
+    for i in range(3 * NUM_PREFIXES):
         predictor.learn(request(prompt=(i, i), tenant=f"t{i}"), 10, is_cut=False)
-    assert sum(len(level._means) for level in predictor._levels) < 2 * NUM_PREFIXES
+    assert sum(len(level._means) for level in predictor._levels) < 3 * NUM_PREFIXES
     assert TRUST > 0
 
 

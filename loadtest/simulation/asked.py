@@ -1,0 +1,118 @@
+"""What all ways of `quire simulate` are asked for: workloads, costs, settings, targets, and where figures go.
+
+Reads command lines and traces and writes figures, and so does nothing else in the package but the ways themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from loadtest.report import without_nan
+from loadtest.simulation.costs import DEFAULT_COSTS
+from loadtest.simulation.figures import Targets
+from loadtest.simulation.replica import SimulationError
+from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace
+from loadtest.simulation.workloads import WORKLOADS, generate
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what each way takes."""
+    named = "; ".join(f"{name} ({workload.summary})" for name, workload in WORKLOADS.items())
+    parser.add_argument("source", nargs="+", metavar="TRACE", help=f"a CSV file, or a workload: {named}")
+    parser.add_argument(
+        "--num", type=positive_int, metavar="N", help="requests, of a fleet each replica's; of a file, the first"
+    )
+    parser.add_argument("--rate", type=positive, metavar="R", help="requests a second of a workload")
+    parser.add_argument("--speed", type=positive, default=1.0, metavar="X", help="have all arrive so much faster")
+    parser.add_argument(
+        "--clip", action="store_true", help="cut what is too long for the model, instead of refusing it"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of workloads; default 0")
+    parser.add_argument(
+        "--costs", type=Path, default=DEFAULT_COSTS, metavar="FILE",
+        help="from `quire calibrate`; default: SmolLM2-135M on two Zen 5 cores",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", nargs="+", default=[], dest="assignments", metavar="FIELD=VALUE[,VALUE...]",
+        help="settings of the scheduler; several values are compared",
+    )  # fmt: skip
+    parser.add_argument(
+        "--depth", type=int, choices=(0, 1), default=0, help="steps planned ahead; default 0, as on a CPU"
+    )
+    parser.add_argument("--target-ttft-ms", type=positive, default=1000.0, metavar="MS", help="default 1000")
+    parser.add_argument("--target-tpot-ms", type=positive, default=50.0, metavar="MS", help="default 50")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
+
+
+def positive(text: str) -> float:
+    """A type of argparse."""
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A type of argparse."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def share(text: str) -> float:
+    """A type of argparse."""
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def name(source: str) -> str:
+    """What figures call it."""
+    return source if source in WORKLOADS else Path(source).name
+
+
+def rows(
+    source: str,
+    options: argparse.Namespace,
+    max_model_len: int,
+    console: Console,
+    *,
+    num_replicas: int = 1,
+    num_before: int = 0,
+) -> list[TraceRequest]:
+    """The requests of a workload, so many for each replica, or of a file, as they shall arrive.
+
+    A workload is another one behind each of the `num_before` that were drawn of it.
+    """
+    if source in WORKLOADS:
+        num = (options.num or WORKLOADS[source].num) * num_replicas
+        found = generate(
+            source, num=num, rate=options.rate, seed=options.seed + num_before, max_model_len=max_model_len
+        )
+    else:
+        if options.rate is not None:
+            raise SimulationError("--rate is for workloads; the arrivals of a file are scaled with --speed.")
+        trace = read_trace(Path(source))
+        found = trace.requests[: options.num]
+        if trace.num_unanswered:
+            console.print(f"{source}: {trace.num_unanswered} lines without output are left out.", style="yellow")
+        if options.clip:
+            found = clipped(found, max_model_len)
+    return at_speed(found, options.speed)
+
+
+def targets(options: argparse.Namespace) -> Targets:
+    """What a good answer is."""
+    return Targets(options.target_ttft_ms / 1e3, options.target_tpot_ms / 1e3)
+
+
+def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """The figures, behind what they were asked for with."""
+    kept = ("source", "num", "rate", "speed", "clip", "seed", "depth", "target_ttft_ms", "target_tpot_ms")
+    document = without_nan({"asked": {name: getattr(options, name) for name in kept}, **results})
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,118 @@
+"""--pinned-prefixes: beginnings of prompts that the operator wants computed at the start, and cached for good.
+
+    {"messages": [{"role": "system", "content": "You are ..."}], "tools": [...]}      as for /v1/chat/completions
+    {"prompt": "Once upon a time", "cache_salt": "tales"}                              as for /v1/completions
+
+One JSON object a line. Of a conversation, what any other that goes on with a user's message has in common with it counts.
+Read on the thread that starts the daemon, computed on the event loop before it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engine.core.admission import check_request
+from engine.core.errors import ClientError, ConfigError, InvalidRequestError
+from engine.core.types import Pin, Request, SamplingParams
+from server.errors import ApiError, to_api_error
+from server.protocol.chat import ChatBody
+from server.protocol.completions import CompletionBody
+from server.protocol.conversation import Message
+from server.protocol.limits import num_common
+from server.routes.context import Context
+
+log = logging.getLogger("quire.serve")
+
+_PROBES = ("-", "+")  # two users' first words
+
+
+def read_prefixes(path: Path, context: Context) -> list[Request]:
+    """The requests that compute them. Raises ConfigError, which names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--pinned-prefixes is {str(path)!r}, which cannot be read: {error}.") from error
+    requests: list[Request] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            requests += _requests(line, context)
+        except (json.JSONDecodeError, ValidationError, ClientError, ApiError) as error:
+            told = str(error) if isinstance(error, json.JSONDecodeError) else to_api_error(error).message
+            raise ConfigError(f"--pinned-prefixes {path}, line {number}: {told}") from error
+    return requests
+
+
+async def compute_prefixes(requests: Sequence[Request], context: Context) -> None:
+    """Have the engine compute them, and tell of those that there was no place for."""
+    num_tokens = num_pinned = 0
+    begun_s = context.engine.clock()
+    for request in requests:  # one after another: the first line comes first where there is not room for all
+        answer = context.client.submit([request])
+        with answer:
+            while True:
+                event = (await answer.take())[-1].event
+                if event.prompt is not None:
+                    num_pinned += event.prompt.num_pinned_tokens
+                if event.finish_reason is not None:
+                    break
+        size = context.engine.config.block_size
+        num_tokens += len(request.prompt) // size * size
+    seconds = context.engine.clock() - begun_s
+    log.info("pinned prefixes: %d, %d tokens in whole blocks, computed in %.1f s", len(requests), num_tokens, seconds)
+    if num_pinned < num_tokens:
+        log.warning(
+            "Only %d of these tokens are pinned: --pinned-prefix-share is %g of a pool of %d tokens; raise either",
+            num_pinned,
+            context.engine.config.pinned_share,
+            context.limits.pool_tokens,
+        )
+
+
+def _requests(line: str, context: Context) -> list[Request]:
+    asked = json.loads(line)
+    if not isinstance(asked, dict) or ("messages" in asked) == ("prompt" in asked):
+        raise InvalidRequestError("it must be a JSON object with either messages or a prompt.")
+    body = (ChatBody if "messages" in asked else CompletionBody).model_validate_json(line)
+    if ignored := body.ignored_fields():
+        raise InvalidRequestError(f"nobody knows the fields {', '.join(ignored)}; remove them.")
+    adapter = context.adapter(body.model)
+    requests = [
+        Request(
+            request_id=uuid.uuid4().hex,
+            prompt=tuple(prompt),
+            params=SamplingParams(max_tokens=0, adapter=adapter),
+            arrival_s=context.engine.clock(),
+            cache_salt=body.cache_salt,
+            pins=(Pin(len(prompt), inf),),
+        )
+        for prompt in _prompts(body, context)
+    ]
+    for request in requests:
+        check_request(request, context.engine.config)
+    return requests
+
+
+def _prompts(body: ChatBody | CompletionBody, context: Context) -> list[list[int]]:
+    tokenizer, limits = context.tokenizer, context.limits
+    if isinstance(body, CompletionBody):
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        for prompt in body.prompt:
+            if not isinstance(prompt, str):
+                limits.check_ids(prompt, "prompt")
+        ids = [prompt for prompt in body.prompt if not isinstance(prompt, str)]
+    else:
+        shown = [
+            body.model_copy(update={"messages": [*body.messages, Message(role="user", content=word)]}).render(limits)
+            for word in _PROBES
+        ]
+        texts, ids = [shown[0][: num_common(*shown)]], []
+    return ids + [tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]

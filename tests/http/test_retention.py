@@ -1,0 +1,188 @@
+"""Prompts that clients, or the operator, want to stay cached: what is asked, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.core.errors import ConfigError
+from tests.http.harness import CONFIG, Live
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SYSTEM = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(140))
+PINNING = replace(CONFIG, pinned_share=0.25)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with Live(config=PINNING, template=TEMPLATE, tool_call_parser="hermes").serving() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def http(live: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=live.url, timeout=30) as client:
+        yield client
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = http.post(path, json={"model": "parrot", "max_tokens": 1, **body})
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def scan(http: httpx.Client) -> None:
+    """More of the pool than there is, of prompts that have nothing in common."""
+    for index in range(12):
+        post(http, "/v1/completions", prompt=[(index * 37 + i * i) % 256 for i in range(480)])
+
+
+@pytest.mark.parametrize("fields", [{"prompt_cache_retention": "24h"}, {"prompt_cache_options": {"ttl": "30m"}}])
+def test_a_prompt_is_retained_and_told(http: httpx.Client, fields: dict[str, Any]) -> None:
+    asked = [len(str(fields)), *range(99)]
+    details = post(http, "/v1/completions", prompt=asked, **fields)["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 0, "pinned_tokens": 96}
+    scan(http)
+    details = post(http, "/v1/completions", prompt=asked)["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 96}
+    assert pinned_blocks(http.get("/metrics").text) >= 6
+
+
+def test_what_retains_nothing(http: httpx.Client) -> None:
+    for fields in (
+        {"prompt_cache_retention": "in_memory"},
+        {"prompt_cache_retention": "in-memory"},
+        {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
+        {"prompt_cache_options": {"mode": "implicit"}},
+    ):
+        answer = post(http, "/v1/completions", prompt=[7] * 40, **fields)
+        assert "pinned_tokens" not in answer["usage"]["prompt_tokens_details"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_retention": "1h"},
+        {"prompt_cache_options": {"ttl": "1h"}},
+        {"prompt_cache_options": "24h"},
+    ],
+)
+def test_what_is_no_time(http: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = http.post("/v1/completions", json={"model": "parrot", "prompt": "x", **fields})
+    assert answer.status_code == 400
+    assert next(iter(fields)) in answer.json()["error"]["param"]
+
+
+def test_responses_pass_it_on(http: httpx.Client) -> None:
+    body = {"model": "parrot", "input": SYSTEM[::-1], "max_output_tokens": 16, "prompt_cache_retention": "24h"}
+    before = http.get("/metrics").text
+    assert http.post("/v1/responses", json=body).status_code == 200
+    assert pinned_blocks(http.get("/metrics").text) > pinned_blocks(before)
+
+
+def pinned_blocks(metrics: str) -> float:
+    return next(
+        float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("quire_pinned_blocks") and "pool" in line
+    )
+
+
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def test_cache_control_retains_up_to_its_block(http: httpx.Client) -> None:
+    words = [f"{name}{SYSTEM[:60]}" for name in "pqr"]
+    messages = [
+        {"role": "user", "content": [text(words[0])]},
+        {"role": "assistant", "content": [text(words[1], **CONTROL)]},
+        {"role": "user", "content": [text(words[2] + "q" * 100)]},
+    ]
+    usage = post(http, "/v1/messages", system=[text("m" + SYSTEM, **HOUR)], messages=messages)["usage"]
+    prompt = f"<system>m{SYSTEM}<user>{words[0]}<assistant>{words[1]}<user>"
+    retained = len(prompt) // 16 * 16
+    whole = len(prompt) + len(words[2]) + 100 + len("<assistant>")
+    assert usage["cache_creation_input_tokens"] == retained
+    assert usage["cache_read_input_tokens"] == 0
+    assert usage["input_tokens"] == whole - retained
+    scan(http)
+    usage = post(http, "/v1/messages", system=[text("m" + SYSTEM, **HOUR)], messages=messages)["usage"]
+    assert usage["cache_read_input_tokens"] == retained
+    assert usage["cache_creation_input_tokens"] == 0
+
+
+@pytest.mark.parametrize("where", ["top", "tool", "last"])
+def test_cache_control_wherever_it_stands(http: httpx.Client, where: str) -> None:
+    mark = {name: CONTROL if name == where else {} for name in ("top", "tool", "last")}
+    tool = {"name": f"look_up_{where}" + "x" * 40, "input_schema": {"type": "object"}, **mark["tool"]}
+    messages = [{"role": "user", "content": [text(SYSTEM, **mark["last"])]}]
+    usage = post(http, "/v1/messages", system="s", tools=[tool], messages=messages, **mark["top"])["usage"]
+    whole = len(f"{tool['name']}<system>s<user>{SYSTEM}<assistant>")
+    beginning = len(f"{tool['name']}<system>s<user>") if where == "tool" else whole
+    assert usage["cache_creation_input_tokens"] == beginning // 16 * 16
+
+
+def test_a_mark_that_is_none(http: httpx.Client) -> None:
+    body = {"model": "parrot", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    answer = http.post("/v1/messages", json={**body, "cache_control": {"type": "ephemeral", "ttl": "2h"}})
+    assert answer.status_code == 400
+    assert "cache_control" in answer.json()["error"]["message"]
+
+
+def test_the_operators_prefixes_are_there_from_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "prefixes.jsonl"
+    lines = [{"messages": [{"role": "system", "content": SYSTEM}]}, {"prompt": "z" * 50, "cache_salt": "salt"}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    with (
+        Live(config=PINNING, template=TEMPLATE, pinned_prefixes=path).serving() as live,
+        httpx.Client(base_url=live.url, timeout=30) as http,
+    ):
+        scan(http)
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "x"}]
+        usage = post(http, "/v1/chat/completions", messages=messages)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == len(f"<system>{SYSTEM}<user>") // 16 * 16
+        for salt, found in (("salt", 48), ("", 0)):
+            usage = post(http, "/v1/completions", prompt="z" * 60, cache_salt=salt)["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == found
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "Expecting"),
+        ("[]", "either messages or a prompt"),
+        ('{"prompt": "x", "messages": []}', "either messages or a prompt"),
+        ('{"prompt": "x", "model": "other"}', "'other' is not served"),
+        ('{"prompt": "x", "colour": 1}', "colour"),
+        ('{"messages": [{"role": "nobody"}]}', "messages.0.role"),
+        ('{"prompt": [999]}', "token id 999"),
+        (json.dumps({"prompt": "x" * 600}), "512"),
+    ],
+)
+def test_a_line_that_is_none_is_told(tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text('{"prompt": "good"}\n' + line)
+    with pytest.raises(ConfigError, match="line 2") as refused:
+        Live(config=PINNING, template=TEMPLATE, pinned_prefixes=path)
+    assert told in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Live(config=PINNING, pinned_prefixes=tmp_path / "none")
