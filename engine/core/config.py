@@ -16,6 +16,7 @@ from engine.core.errors import ConfigError
 from engine.core.eviction import EVICTION_POLICIES
 from engine.core.policies import POLICIES
 from engine.core.speculative_config import SpeculativeConfig
+from engine.core.swap_costs import FREE_SWAPS, SwapCosts
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -184,13 +185,12 @@ class SchedulerConfig:
     target_itl_s: float | None = None  # between two tokens of a sequence
     target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
-    min_swap_tokens: int = 1  # computed positions from which a preempted sequence goes there, or cached ones come back
+    swap_costs: SwapCosts = FREE_SWAPS  # as they were measured at the start
     host_caching: bool = False  # cached blocks that the pool gives up go there too
     num_disk_blocks: int = 0  # behind the host's, for cached blocks
     num_layers: int = (
         1  # that a runner can go through at different steps with a prompt's chunk; 1: it takes them all at once
     )
-    compute_s: float = 0.0  # of a prompt's position; nobody waits longer for a disk
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
 
@@ -204,7 +204,6 @@ class SchedulerConfig:
             value = getattr(self, name)
             _require(value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
         _require(self.num_host_blocks >= 0, f"--num-host-blocks is {self.num_host_blocks}; it must be at least 0.")
-        assert self.min_swap_tokens >= 1
         assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
         assert self.num_speculative_tokens >= 0
         assert self.num_layers >= 1

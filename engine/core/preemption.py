@@ -20,15 +20,16 @@ from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.sequence import Sequence, Status
+from engine.core.swap_belief import SwapBelief
 from engine.core.tiers import Tiers
 
 
 class SwapSpace:
     """Host blocks, saved to and restored from sequence by sequence."""
 
-    def __init__(self, config: SchedulerConfig, tiers: Tiers) -> None:
+    def __init__(self, config: SchedulerConfig, tiers: Tiers, costs: SwapBelief) -> None:
         self._block_size = config.block_size
-        self._min_tokens = config.min_swap_tokens
+        self._costs = costs
         self._tiers = tiers
         self.pool = tiers.host.pool
 
@@ -38,8 +39,8 @@ class SwapSpace:
         False where that does not pay or there is no room. To be called before its blocks are released.
         """
         num_blocks = blocks_for(seq.num_computed, self._block_size)
-        is_worth_it = seq.num_computed >= self._min_tokens and not seq.needs_every_position
-        if not is_worth_it or self.pool.num_available < num_blocks:
+        has_room = self.pool.num_available >= num_blocks
+        if not has_room or seq.needs_every_position or not self._costs.pays_to_save(seq.num_computed):
             return False
         seq.host_blocks = self.pool.alloc_many(num_blocks)
         seq.num_saved = seq.num_computed

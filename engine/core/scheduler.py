@@ -28,7 +28,7 @@ from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
 from engine.core.pacing import Pacing
 from engine.core.pins import Pins
-from engine.core.plan import SequenceSlice, StepPlan, StepResult
+from engine.core.plan import Moves, SequenceSlice, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
 from engine.core.prompts import PromptPlanner
@@ -38,6 +38,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step_time import decode_load
+from engine.core.swap_belief import SwapBelief
 from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
@@ -57,15 +58,16 @@ class Scheduler:
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self._pins = Pins(self.stats)
-        self.tiers = Tiers(config, self.stats, self._pins)
-        self._memory = Memory(config, self.tiers, self._pins)
-        self._swap = SwapSpace(config, self.tiers)
         targets = Targets(config.target_ttft_s, config.target_itl_s)
+        self._pacing = Pacing(targets)
+        self._costs = SwapBelief(config.swap_costs, config.block_size, self._pacing.times, self.stats)
+        self.tiers = Tiers(config, self.stats, self._pins, self._costs)
+        self._memory = Memory(config, self.tiers, self._pins)
+        self._swap = SwapSpace(config, self.tiers, self._costs)
         self._predictor = predictor or (LengthPredictor() if config.policy == "sjf" else None)
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
-        self._pacing = Pacing(targets)
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
         self._flights: deque[Flight] = deque()
@@ -282,7 +284,7 @@ class Scheduler:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         flight = self._flights.popleft()
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
-        self._learn(flight, now)
+        self._learn(flight, now, result.moves)
         self._swap.settle(flight)
         self.tiers.settle(flight, is_done=True)
         for seq in flight.arrivals:
@@ -295,14 +297,16 @@ class Scheduler:
         self._roster.tell()
         return events
 
-    def _learn(self, flight: Flight, now: float) -> None:
+    def _learn(self, flight: Flight, now: float, moves: Moves) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = flight.load.num_prompt_tokens > 0
         if self._pacing.is_due(has_prompts or flight.is_reference):
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
-            self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s))
+            self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
+        if moves.num_blocks:
+            self._costs.learn(moves)
         self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:

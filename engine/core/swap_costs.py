@@ -1,7 +1,4 @@
-"""Whether a preempted sequence is copied to host memory and back, or computed anew: whichever is sooner done.
-
-A pure formula, asked once at start with what was measured there; the scheduler then compares lengths.
-"""
+"""What copying K/V to host memory and computing it cost, as measured once at the start; swap_belief.py follows from there."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import NamedTuple
 class SwapCosts(NamedTuple):
     """Seconds, measured on the machine that serves."""
 
-    trip_s: float  # what a copy to the host and back takes, however small it is
-    block_s: float  # a block's part of it
-    token_s: float  # computing one position as part of a prompt
+    trip_s: float = 0.0  # what a copy to the host and back takes, however small it is
+    block_s: float = 0.0  # a block's part of it
+    token_s: float = 0.0  # computing one position as part of a prompt
 
 
 def min_swap_tokens(costs: SwapCosts, block_size: int) -> int | None:
@@ -26,3 +23,6 @@ def min_swap_tokens(costs: SwapCosts, block_size: int) -> int | None:
     if gain_s <= 0:
         return None
     return int((costs.trip_s + costs.block_s) / gain_s) + 1
+
+
+FREE_SWAPS = SwapCosts()

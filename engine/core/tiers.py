@@ -22,6 +22,7 @@ from engine.core.pins import Pins
 from engine.core.prefix_cache import name_block
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
+from engine.core.swap_belief import SwapBelief
 from engine.core.tier import Tier
 
 MAX_STORES = 16  # on their way to the disk at once; of what comes faster than a disk writes, some is not kept
@@ -55,11 +56,10 @@ class BlockStore(Protocol):
 class Tiers:
     """Host blocks, disk slots, and what moves between them."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins, costs: SwapBelief) -> None:
         self._stats = stats
         self._size = config.block_size
-        self._min_tokens = config.min_swap_tokens
-        self._compute_s = config.compute_s
+        self._costs = costs
         self._is_caching = config.host_caching
         num_host, num_disk, share = config.num_host_blocks, config.num_disk_blocks, config.pinned_share
         self.host = Tier(num_host, config.eviction, self._left_host, pins, int(num_host * share))
@@ -101,7 +101,7 @@ class Tiers:
                 if host < 0:
                     break
                 found.append(host)
-        return found if len(found) * self._size >= self._min_tokens else []
+        return found if self._costs.pays_to_bring(first * self._size, len(found) * self._size) else []
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
         """Hold what a sequence was admitted with, and note where it had been."""
@@ -152,7 +152,7 @@ class Tiers:
                 if self.disk.find(digest) < 0 or len(wanted) >= host.pool.num_blocks // 2:
                     break
                 wanted.append(digest)
-        if len(wanted) * self._size < self._min_tokens:
+        if not wanted or not self._costs.pays_to_bring(first * self._size, len(wanted) * self._size):
             return
         for digest in wanted:
             if digest not in self._under_way:
@@ -163,7 +163,7 @@ class Tiers:
                 self._order(Transfer(TransferKind.FETCH, digest, host.pool.alloc(), slot))
             self._waiting.setdefault(digest, []).append(seq)
             seq.num_awaited += 1
-        seq.awaits_until_s = now + len(wanted) * self._size * self._compute_s
+        seq.awaits_until_s = now + self._costs.compute_s(first * self._size, len(wanted) * self._size)
 
     @property
     def is_fetching(self) -> bool:

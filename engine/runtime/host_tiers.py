@@ -80,7 +80,7 @@ def _measure(
         report(Progress("swap_space", f"none: {rates}, so everything is computed anew"))
         return settings
     report(Progress("swap_space", f"{num_blocks} blocks, for sequences from {least} tokens: {rates}"))
-    return replace(settings, num_host_blocks=num_blocks, min_swap_tokens=least, compute_s=costs.token_s)
+    return replace(settings, num_host_blocks=num_blocks, swap_costs=costs)
 
 
 def _open_disk(

@@ -61,6 +61,7 @@ class ModelStep:
         scores: list[_Scores],
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
+        host_pool: HostPool | None,
     ) -> None:
         self._shapes = [Shape.of(piece) for piece in plan.slices] if plan.num_drafts else ()
         self._owners = [
@@ -71,6 +72,7 @@ class ModelStep:
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
+        self._host_pool = host_pool
         if sampled is not None and sampled.constrained is not None:
             sampled.constrained.read = self._ids
 
@@ -111,7 +113,10 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        return fold(result, faults, self._shapes) if self._shapes else result
+        result = fold(result, faults, self._shapes) if self._shapes else result
+        if self._host_pool is not None:
+            result.moves = self._host_pool.take_moves()
+        return result
 
 
 class ModelRunner:
@@ -308,7 +313,7 @@ class ModelRunner:
 
     def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
         if self._device.type != "cuda":
-            return ModelStep(plan, sampled, scores, pooled, None)
+            return ModelStep(plan, sampled, scores, pooled, None, self._host_pool)
         if sampled is not None:
             logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
             sampled = sampled._replace(
@@ -319,7 +324,7 @@ class ModelRunner:
             pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
         event = torch.cuda.Event()
         event.record()
-        return ModelStep(plan, sampled, scores, pooled, event)
+        return ModelStep(plan, sampled, scores, pooled, event, self._host_pool)
 
 
 def _grammar_fault(error: str) -> Fault:

@@ -13,7 +13,7 @@ import torch
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.core.plan import StepPlan
+from engine.core.plan import Moves, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.swap_costs import SwapCosts
@@ -87,9 +87,19 @@ def test_what_is_gathered_for_the_journey_is_scattered_after_it(backend: str) ->
 class AtOnce:
     """A stream, and an event: all that is asked of it is done when it is asked for."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object, enable_timing: bool = False) -> None:
+        self.is_timed = enable_timing
+
     def record(self, *_: object) -> None: ...
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: AtOnce) -> float:
+        assert self.is_timed
+        assert end.is_timed
+        return 2.0
 
     def wait_event(self, event: AtOnce) -> None:
         assert isinstance(event, AtOnce)
@@ -123,6 +133,9 @@ def test_the_cuda_pool_moves_what_it_is_told(
         host.begin(plan := StepPlan(1, [], [], 0, 0, swap_in=pairs))
         host.bring_in(plan)
     assert all(torch.equal(view, old) for view, old in zip(cache.blocks, before, strict=True))
+    num_batches = sum(-(-count // num_staged) for count in (7, 4, 3))
+    assert host.take_moves() == Moves(14, pytest.approx(num_batches * 2e-3))
+    assert host.take_moves() == Moves()
     assert host._arrived is not None
     host.settle()
     assert host._arrived is None, "whoever reads the pool between two plans has waited for it"
@@ -148,6 +161,7 @@ def test_preempted_by_swap_says_the_same(backend: str, depth: int, caching: bool
     for i, prompt in enumerate(PROMPTS):
         assert served.ids[f"r{i}", 0] == solo_greedy(MODEL, prompt, 16)
     assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0
+    assert 0 < scheduler.stats.swap_block_s < 0.01, "what copies take was seen"
     assert scheduler.stats.swapped_blocks[SwapDirection.IN] > 0
 
 

@@ -123,6 +123,7 @@ SHOWN = {
     "quire_request_prompt_tokens": "request_prompt_tokens",
     "quire_request_generation_tokens": "request_generation_tokens",
     "quire_predicted_length_error_tokens": "length_error_tokens",
+    "quire_pins_refused_total": "pins_refused",
     "quire_kv_offload_disk_blocks": "disk_blocks_cached",
     "quire_kv_block_waste_ratio": "blocks_waste",
     "quire_kv_repartitions_total": "repartitions",
@@ -131,6 +132,7 @@ LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
+BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "disk_blocks_pinned", "swap_block_s", "compute_block_s"}
 ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
 
 

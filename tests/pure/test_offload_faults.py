@@ -7,13 +7,16 @@ from typing import Any
 
 from engine.core.errors import DeviceMemoryError
 from engine.core.plan import StepPlan
+from engine.core.swap_costs import SwapCosts
 from engine.core.tiers import Transfer
 from engine.offload import Offload
 from tests.pure.driver import Driver, config, request
 
 
 def test_a_spill_that_finds_no_memory_stores_nothing() -> None:
-    driver = Driver(config(num_host_blocks=16, host_caching=True, num_disk_blocks=40, compute_s=1.0))
+    driver = Driver(
+        config(num_host_blocks=16, host_caching=True, num_disk_blocks=40, swap_costs=SwapCosts(token_s=1.0))
+    )
     queued: list[Transfer] = []
 
     class Store:

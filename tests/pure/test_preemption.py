@@ -87,7 +87,7 @@ def test_a_full_host_pool_leaves_the_rest_to_be_computed_anew(depth: int) -> Non
 
 
 def test_a_short_sequence_is_computed_anew() -> None:
-    driver = Driver(config(num_blocks=9, num_host_blocks=40, min_swap_tokens=100))
+    driver = Driver(config(num_blocks=9, num_host_blocks=40, swap_costs=SwapCosts(trip_s=9.0)))
     crowd(driver)
     driver.drain()
     assert driver.scheduler.stats.preempted[PreemptionKind.SWAP] == 0 < driver.scheduler.stats.preemptions

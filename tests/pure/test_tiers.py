@@ -7,19 +7,21 @@ import random
 import pytest
 
 from engine.core.stats import CacheTier, TransferKind
+from engine.core.swap_costs import SwapCosts
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
 
 EVER = 1000.0
+SLOW = SwapCosts(token_s=1.0)
 
 
 def prompt(first: int, length: int = 17) -> tuple[int, ...]:
     return tuple((first + i) % 50 for i in range(length))
 
 
-def tiered(depth: int = 0, **changes: int | bool | str) -> Driver:
+def tiered(depth: int = 0, **changes: object) -> Driver:
     """A pool of 12 blocks of four tokens, with host blocks and a disk behind it, both larger."""
-    tiers = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60, "compute_s": 1.0}
+    tiers = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60, "swap_costs": SLOW}
     return Driver(config(**(tiers | changes)), depth)  # type: ignore[arg-type]
 
 
@@ -35,7 +37,7 @@ def serve(driver: Driver, name: str, asked: tuple[int, ...], **params: object) -
     )
 
 
-def restarted(driver: Driver, **changes: int | bool | str) -> Driver:
+def restarted(driver: Driver, **changes: object) -> Driver:
     """Another process that finds the same disk."""
     other = tiered(**changes)
     kept = driver.scheduler.tiers.disk
@@ -58,7 +60,7 @@ def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
 
 
 def test_too_little_is_computed_rather_than_brought_back() -> None:
-    driver = tiered(num_disk_blocks=0, min_swap_tokens=17)
+    driver = tiered(num_disk_blocks=0, swap_costs=SwapCosts(trip_s=9.0))
     for index in range(4):
         serve(driver, f"first{index}", prompt(10 * index))
     assert serve(driver, "again", prompt(0))[1:] == (0, 0)
@@ -84,7 +86,7 @@ def test_what_is_being_read_is_waited_for_no_longer_than_computing_takes() -> No
     driver = tiered()
     serve(driver, "first", prompt(0))
     driver.spill()
-    other = restarted(driver, compute_s=0.005)  # 16 tokens: 80 ms
+    other = restarted(driver, swap_costs=SwapCosts(token_s=0.005))  # 16 tokens: 80 ms
     other.add(request("again", prompt(0)))
     waited = 0
     while not other.launch():
@@ -199,7 +201,7 @@ def test_whatever_happens_to_copies_on_their_way_nobody_reads_what_is_not_there(
             "depth": depth,
             "eviction": eviction,
             "num_blocks": 10,
-            "compute_s": chance.choice((0.0, 0.01, EVER)),
+            "swap_costs": SwapCosts(token_s=chance.choice((0.0, 0.01, EVER))),
         }
         driver = tiered(**changes, **sizes) if driver is None else restarted(driver, **changes)
         aborted: set[str] = set()
