@@ -20,9 +20,7 @@ goes if a tenant waits that was served no more and would hold, with the newcomer
 one does. That ratio is the hysteresis: each such exchange lowers the sum of num_running^2 / weight, so exchanges come to
 an end by themselves, and none is ever taken back at once.
 
-Steps follow a third, for whoever comes has to wait for the one that runs and shares the next. The step that draws a
-newcomer's first token is its own: tenants that hold far more sit it out. And while another tenant was here lately, prompts
-of those that hold much come in small pieces.
+Steps follow a third: turns.py.
 
 Within a tenant `priority` orders, with its aging. Pure functions; the roster and its
 queue call them, engine thread.
@@ -33,13 +31,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.core.account import Account
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Sequence
 
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
 YIELD_RATIO = 2.0
-COMPANY_S = 60.0  # a tenant that was here so lately may come again at any moment
-COMPANY_SHARE = 16  # steps are then so much smaller, as far as prompts go: whoever comes waits for the one that runs
 
 
 def charge_generated(sequences: Iterable[Sequence]) -> None:
@@ -49,29 +45,6 @@ def charge_generated(sequences: Iterable[Sequence]) -> None:
         if drawn > 0:
             seq.num_charged += drawn
             seq.account.charge(OUTPUT_COST * drawn)
-
-
-def sitting_out(running: Iterable[Sequence], limit: int) -> set[Account]:
-    """Who has no part in a step that can draw the first token of a newcomer: tenants that hold far more than its own.
-
-    The newcomer was admitted as the one served least, and is charged for its prompt: nobody sits out for the next one
-    before it has caught up. Prompts that take more than one step of `limit` tokens go along with all others.
-    """
-    newcomers = [
-        seq
-        for seq in running
-        if seq.first_token_s < 0 and seq.status is Status.PREFILL and len(seq.tokens) - seq.num_planned <= limit
-    ]
-    if not newcomers:
-        return set()
-    others = {seq.account for seq in running}
-    return {
-        other
-        for other in others
-        for seq in newcomers
-        if other.share >= YIELD_RATIO * seq.account.share
-        and other.served >= seq.account.served - INPUT_COST * seq.num_prompt / seq.account.weight
-    }
 
 
 def interleave(running: list[Sequence]) -> None:

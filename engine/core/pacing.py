@@ -4,6 +4,7 @@ A prompt that a step can hold is not held back: those who run feel it once, and 
 which throughput would pay. A long one is paced, for everybody who runs feels each of its steps and only itself gains by haste:
 
     beside others    SHARE * n * n of what the step takes without them, where n long prompts are in line
+    pressing         PRESSING times that, where with the policy `fair` others are to make way for a newcomer (turns.py)
     alone            ALONE * n times what a step costs however little is in it: whoever comes waits for the one that runs
 
 One is hardly felt; where many wait, prompts are the load, and it is they who should not wait for long. With a target ITL it is that, and nothing else, which all prompts of a step share. With a target TTFT a long prompt takes what
@@ -22,6 +23,7 @@ from engine.core.targets import Targets
 SHARE = 0.4  # a step with one long prompt takes 1.4 times as long: half as much again is felt, and steps vary
 ALONE = 8  # an eighth of a lone prompt's time is the price
 AIM = 0.9  # of a target: steps vary
+PRESSING = 4.0  # a newcomer's prompt is to take a quarter longer than alone
 FLOOR = 0.1  # of what decoding takes: so much longer a step may take if it misses the target ITL without any prompt
 _MAX_URGENCY = 0.9  # of all time, for long prompts that are about to miss the target TTFT
 _DECODES_SKIPPED = 8  # of steps without prompts one in so many is learned from: they are many and alike
@@ -53,7 +55,7 @@ class Pacing:
         base_s = times.seconds(decodes) + times.chunked_s
         return max(AIM * target_s - base_s, FLOOR * base_s)
 
-    def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool) -> float:
+    def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool, is_pressing: bool) -> float:
         """The long ones' part of that, beside `others`: decodes, and prompts that are not long.
 
         Unless they go `by_layers` it has to do with that what the presence of prompts costs is paid before.
@@ -64,7 +66,8 @@ class Pacing:
         if not others.num_decodes and not others.num_prompt_tokens:
             return ALONE * num_in_line * times.fixed_s
         urgency = self._urgency(long, now)
-        share_s = max(SHARE * num_in_line**2, urgency / (1 - urgency)) * times.seconds(others)
+        share = PRESSING if is_pressing else SHARE * num_in_line**2
+        share_s = max(share, urgency / (1 - urgency)) * times.seconds(others)
         if others.num_prompt_tokens or by_layers:
             return share_s
         return max(share_s - times.chunked_s, times.chunked_s)

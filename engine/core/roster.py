@@ -10,20 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from operator import attrgetter
 
-from engine.core.account import Account
-from engine.core.fairness import (
-    COMPANY_SHARE,
-    INPUT_COST,
-    YIELD_RATIO,
-    charge_generated,
-    interleave,
-    place_of,
-    sitting_out,
-    takeable,
-)
+from engine.core.config import SchedulerConfig
+from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
 from engine.core.flight import Flight
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
+from engine.core.step_time import StepTime
+from engine.core.turns import EVERYBODY, Turn, Turns, holder_of_most, sitting_out
 from engine.core.waiting import WaitingQueue
 
 _place = attrgetter("place")
@@ -33,14 +26,15 @@ _is_background = attrgetter("is_background")
 class Roster:
     """Sequences come, wait, run, and are struck off."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "is_fair", "requests", "running", "waiting")
+    __slots__ = ("_next_seq_id", "_recorder", "_turns", "is_fair", "requests", "running", "waiting")
 
-    def __init__(self, recorder: Recorder, *, is_fair: bool) -> None:
-        self.is_fair = is_fair  # tenants are told apart
-        self.waiting = WaitingQueue(is_fair=is_fair)
+    def __init__(self, recorder: Recorder, config: SchedulerConfig) -> None:
+        self.is_fair = config.policy == "fair"  # tenants are told apart
+        self.waiting = WaitingQueue(is_fair=self.is_fair)
         self.running: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
+        self._turns = Turns(config.max_num_batched_tokens)
         self._next_seq_id = 0
 
     def take_seq_id(self) -> int:
@@ -63,6 +57,8 @@ class Roster:
         account = seq.account
         account.num_running += 1
         if not seq.num_charged:
+            if self.is_fair:
+                self._turns.come(seq, self.running)
             seq.num_charged = seq.num_prompt
             account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
         if self.is_fair:
@@ -86,17 +82,19 @@ class Roster:
         if self.is_fair:
             charge_generated(flight.sequences)
 
-    def sitting_out(self, limit: int) -> set[Account]:
-        """With `fair`: whose sequences have no part in the next step, for a newcomer's sake."""
-        return sitting_out(list(self.due(limit)), limit)
+    def turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
+        """With `fair`: who has a part in the next step. It may be cut if nobody planned can have to give way."""
+        due = self.due(limit)
+        if accounts := sitting_out(due, limit):
+            return Turn({seq for seq in due if seq.account in accounts}, admits=False)
+        most = holder_of_most(due) if cuts and self._turns.expects(now) else None
+        if most is None or self.waiting.has_others(most):
+            return EVERYBODY
+        return self._turns.cut(due, most, times)
 
-    def prompt_limit(self, limit: int, catching_up: Iterable[Sequence], now: float) -> int:
-        """With `fair`: the most prompt tokens of a step. Less than `limit` if all are of tenants that hold much already."""
-        first = self.waiting.first
-        prompts = [*catching_up, *([] if first is None else [first])]
-        if self.waiting.is_in_company(now) and all(seq.account.share >= YIELD_RATIO for seq in prompts):
-            return -(-limit // COMPANY_SHARE)
-        return limit
+    def pressing(self, long: Iterable[Sequence]) -> list[Sequence]:
+        """Of long prompts, those that others make way for."""
+        return self._turns.pressing(long, self.running) if self.is_fair else []
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
         """Who may be preempted, if need be all of them, so that a waiting sequence can run; first to go first.
@@ -133,12 +131,12 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int, out: Collection[Account] = ()) -> list[Sequence]:
+    def due(self, limit: int, out: Collection[Sequence] = ()) -> list[Sequence]:
         """The best of those that run, no more than `limit` that can be planned. Without those who sit `out`."""
         due = self.running[: self.num_due]
         if len(due) <= limit and not out:
             return due
-        return [seq for seq in due if not seq.is_waiting and seq.account not in out][:limit]
+        return [seq for seq in due if not seq.is_waiting and seq not in out][:limit]
 
     def tell(self) -> None:
         """Bring the gauges up to date."""

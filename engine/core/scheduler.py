@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from engine.core.account import Account
 from engine.core.admission import check_request
 from engine.core.beams import Beams
 from engine.core.config import SchedulerConfig
@@ -41,6 +40,7 @@ from engine.core.step_time import decode_load
 from engine.core.swap_belief import SwapBelief
 from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
+from engine.core.turns import EVERYBODY
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 
 # A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
@@ -67,7 +67,7 @@ class Scheduler:
         self._predictor = predictor or (LengthPredictor() if config.policy == "sjf" else None)
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
         self._policy = POLICIES[config.policy]
-        self._roster = Roster(self._recorder, is_fair=config.policy == "fair")
+        self._roster = Roster(self._recorder, config)
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
         self._flights: deque[Flight] = deque()
@@ -133,22 +133,21 @@ class Scheduler:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         self._pins.expire(now)
         flight = Flight(planned_s=now)
-        if self._memory.pool.num_available < len(self._roster.running):
+        if is_short := self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
-        out: Collection[Account] = ()
+        turn = EVERYBODY
         if self._roster.is_fair:
             self._admit_first(now, flight)
-            out = self._roster.sitting_out(limit)
-        catching_up = self._plan_decodes(flight, limit, out)
+            turn = self._roster.turn(limit, now, self._pacing.times, cuts=not is_short)
+        catching_up = self._plan_decodes(flight, limit, turn.out)
         num_decodes = len(flight.slices)
-        if self._roster.is_fair:
-            limit = min(limit, num_decodes + self._roster.prompt_limit(limit, catching_up, now))
-        budget = limit - num_decodes
-        if catching_up or (not out and self._roster.waiting.first is not None):
+        budget = min(limit - num_decodes, turn.max_prompt_tokens)
+        limit = num_decodes + budget
+        if catching_up or (turn.admits and self._roster.waiting.first is not None):
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens
-            admitted = () if out else self._admit(now, flight)
+            admitted = self._admit(now, flight) if turn.admits else ()
             budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
         if not flight.slices:
             return None
@@ -163,12 +162,12 @@ class Scheduler:
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
         return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts, flight.layers)
 
-    def _plan_decodes(self, flight: Flight, limit: int, out: Collection[Account]) -> list[Sequence]:
+    def _plan_decodes(self, flight: Flight, limit: int, out: Collection[Sequence]) -> list[Sequence]:
         """Give every running sequence its next position; returns the prompts that still have to catch up.
 
         The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted, but
-        for beams of a search that gives way. The background, at its end, pauses while there is anybody else, and tenants
-        that sit `out` for a newcomer do.
+        for beams of a search that gives way. The background, at its end, pauses while there is anybody else, and so do
+        those that sit `out` for others.
         """
         catching_up: list[Sequence] = []
         slices, owners, copies = flight.slices, flight.owners, flight.copies

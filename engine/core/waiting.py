@@ -10,11 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
-from math import inf
 from operator import attrgetter
 
 from engine.core.account import Account
-from engine.core.fairness import COMPANY_S, INPUT_COST
+from engine.core.fairness import INPUT_COST
 from engine.core.sequence import Sequence
 from engine.core.types import Request
 
@@ -26,15 +25,13 @@ _order = attrgetter("order")
 class WaitingQueue:
     """add and remove sequences; `first` is who is next."""
 
-    __slots__ = ("_accounts", "_is_fair", "_lanes", "_last_came", "_last_left", "_seen_s")
+    __slots__ = ("_accounts", "_is_fair", "_lanes", "_last_left")
 
     def __init__(self, *, is_fair: bool) -> None:
         self._is_fair = is_fair
         self._accounts: dict[tuple[bool, str], Account] = {}
         # Foreground and background. A lane is there while somebody stands in it.
         self._lanes: tuple[dict[Account, list[Sequence]], ...] = ({}, {})
-        self._last_came: Account | None = None
-        self._seen_s = (-inf, -inf)  # when it was last seen, and anybody else
         self._last_left = [Account(), Account()]  # of either, whose sequence was the last to leave a lane
 
     def account(self, request: Request) -> Account:
@@ -46,14 +43,7 @@ class WaitingQueue:
                 self._forget_idle()
             account = self._accounts[key] = Account()
         account.weight = request.weight
-        if not request.is_background:
-            self._seen_s = request.arrival_s, self._seen_s[account is self._last_came]
-            self._last_came = account
         return account
-
-    def is_in_company(self, now: float) -> bool:
-        """True if two tenants or more were here lately."""
-        return self._seen_s[1] > now - COMPANY_S
 
     def _forget_idle(self) -> None:
         self._accounts = {
@@ -96,6 +86,10 @@ class WaitingQueue:
     @property
     def has_foreground(self) -> bool:
         return bool(self._lanes[0])
+
+    def has_others(self, account: Account) -> bool:
+        """True if anybody waits whose account is another, but for the background."""
+        return any(other is not account for other in self._lanes[0])
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, as they would be admitted if nobody else came and answers cost nothing."""
