@@ -18,9 +18,10 @@ from engine.connector.base import Layout
 from engine.core.block_size import CANDIDATES, BlockSizeChooser, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
+from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
-from engine.loop import Engine, QueueLimits
+from engine.loop import Engine
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds

@@ -33,6 +33,7 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.plan import PendingStep, Runner, StepPlan
+from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
@@ -49,16 +50,6 @@ T = TypeVar("T")
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
 _QUIET_S = 0.1  # without a message for this long, nobody waits while other work is done
-
-
-class QueueLimits(NamedTuple):
-    """How much may wait beyond what can run; None is no limit."""
-
-    max_requests: int | None = None
-    max_tokens: int | None = None
-
-
-NO_LIMITS = QueueLimits()
 
 
 class EngineHealth(NamedTuple):
@@ -167,22 +158,12 @@ class Engine:
             self._thread.join()
 
     def _check_queue(self, num_new_tokens: int) -> None:
-        """Refuse at the door what would wait too long, with the time after which it should be tried again.
-
-        Only others are ahead: an engine with a free seat takes any submission, else a large one would never be taken.
-        """
-        stats, inbox, limits = self.stats, self._inbox, self._limits
-        num_running = stats.num_running - stats.num_background_running  # those of the background give way
-        num_seats = max(self.config.max_num_seqs - num_running, 0)
-        num_ahead = stats.num_waiting + stats.num_preempted + inbox.num_requests - num_seats
-        if num_ahead < 0:
-            return
+        """Refuse at the door what would wait too long, with the time after which it should be tried again."""
+        stats, inbox = self.stats, self._inbox
+        num_ahead = count_ahead(stats, self.config.max_num_seqs) + inbox.num_requests
         num_tokens = stats.num_waiting_tokens + inbox.num_tokens
-        if limits.max_requests is not None and num_ahead >= limits.max_requests:
-            full = f"{num_ahead} requests wait already (--max-num-queued-reqs {limits.max_requests})"
-        elif limits.max_tokens is not None and num_tokens + num_new_tokens > limits.max_tokens:
-            full = f"{num_tokens} prompt tokens wait already (--max-num-queued-tokens {limits.max_tokens})"
-        else:
+        full = self._limits.find_full(num_ahead, num_tokens, num_new_tokens)
+        if not full:
             return
         stats.rejected += 1
         wait_s = self._estimate_wait_s(num_ahead, num_tokens)

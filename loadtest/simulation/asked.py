@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from engine.core.queue_limits import QueueLimits
 from loadtest.report import without_nan
 from loadtest.simulation.costs import DEFAULT_COSTS
 from loadtest.simulation.figures import Targets
-from loadtest.simulation.replica import SimulationError
+from loadtest.simulation.replica import Replica, SimulationError
 from loadtest.simulation.trace import TraceRequest, at_speed, clipped, read_trace
 from loadtest.simulation.workloads import WORKLOADS, generate
 
@@ -44,6 +47,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--depth", type=int, choices=(0, 1), default=0, help="steps planned ahead; default 0, as on a CPU"
     )
+    parser.add_argument(
+        "--max-num-queued-reqs", type=positive_int, metavar="N", help="that may wait at a replica; more get 429"
+    )
+    parser.add_argument("--max-num-queued-tokens", type=positive_int, metavar="N", help="the same, tokens of prompts")
+    parser.add_argument(
+        "--acceptance", type=probability, metavar="P",
+        help="how likely a drafted token is right, with --set num_speculative_tokens=N",
+    )  # fmt: skip
     parser.add_argument("--target-ttft-ms", type=positive, default=1000.0, metavar="MS", help="default 1000")
     parser.add_argument("--target-tpot-ms", type=positive, default=50.0, metavar="MS", help="default 50")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -54,6 +65,13 @@ def positive(text: str) -> float:
     """A type of argparse."""
     if not 0 < (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A type of argparse."""
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 
@@ -68,6 +86,13 @@ def share(text: str) -> float:
     """A type of argparse."""
     if not 0 < (value := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def probability(text: str) -> float:
+    """A type of argparse."""
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
     return value
 
 
@@ -111,8 +136,17 @@ def targets(options: argparse.Namespace) -> Targets:
     return Targets(options.target_ttft_ms / 1e3, options.target_tpot_ms / 1e3)
 
 
+def new_replica(options: argparse.Namespace) -> Callable[..., Replica]:
+    """A replica's constructor that knows of limits and drafts."""
+    limits = QueueLimits(options.max_num_queued_reqs, options.max_num_queued_tokens)
+    return partial(Replica, limits=limits, acceptance=options.acceptance)
+
+
 def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """The figures, behind what they were asked for with."""
-    kept = ("source", "num", "rate", "speed", "clip", "seed", "depth", "target_ttft_ms", "target_tpot_ms")
+    kept = (
+        "source", "num", "rate", "speed", "clip", "seed", "depth", "max_num_queued_reqs", "max_num_queued_tokens",
+        "acceptance", "target_ttft_ms", "target_tpot_ms",
+    )  # fmt: skip
     document = without_nan({"asked": {name: getattr(options, name) for name in kept}, **results})
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -22,8 +22,9 @@ from engine.core.config import SchedulerConfig
 from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import percentile
-from loadtest.simulation.costs import Front, StepCosts
+from loadtest.simulation.costs import Front, Handoff, StepCosts
 from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measure
+from loadtest.simulation.moves import measure_copies, measure_handoff
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
@@ -90,8 +91,10 @@ def _calibrate_engine(
     on_step = _advance(progress, task)
     measure(runner, config, shapes, vocab_size=engine.vocab_size, rounds=1, on_step=on_step)  # memory is touched
     seconds = measure(runner, config, shapes, vocab_size=engine.vocab_size, rounds=rounds, on_step=on_step)
+    copies = measure_copies(runner, config)
+    handoff = Handoff() if engine.layout is None else measure_handoff(runner, engine.layout, config.num_blocks)
     runner.close()
-    costs = fit(fitted, seconds[: len(fitted)])
+    costs = replace(fit(fitted, seconds[: len(fitted)]), copies=copies, handoff=handoff)
     errors = sorted(abs(predict(costs, shape) / taken - 1) for shape, taken in zip(shapes, seconds, strict=True))
     unseen = sorted(
         abs(predict(costs, shape) / taken - 1) for shape, taken in zip(others, seconds[len(fitted) :], strict=True)

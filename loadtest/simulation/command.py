@@ -80,7 +80,8 @@ def _replay(options: argparse.Namespace) -> int:
                     if not count % 64:
                         progress.update(task, completed=count)
 
-                history = replay(requests, variant.config, costs, depth=options.depth, on_progress=on_progress)
+                settings = {"depth": options.depth, "new_replica": asked.new_replica(options)}
+                history = replay(requests, variant.config, costs, on_progress=on_progress, **settings)
                 progress.update(task, completed=len(requests))
                 histories.append(history)
                 rows.append(Row(name, variant.name, summarize(history, targets)))
@@ -115,7 +116,7 @@ def _fleet(options: argparse.Namespace) -> int:
             for router in options.router:
                 found[router, num] = capacity(
                     rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=asked.targets(options),
-                    share=options.share, depth=options.depth,
+                    share=options.share, depth=options.depth, new_replica=asked.new_replica(options),
                 )  # fmt: skip
                 progress.advance(task)
     goal = f"{options.share:.0%} with TTFT up to {options.target_ttft_ms:g} ms and TPOT up to {options.target_tpot_ms:g} ms"

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engine.core.draft_costs import DraftCosts, lower_hull
 from engine.core.plan import StepPlan
 
 DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
@@ -48,6 +49,29 @@ class Front:
     prompt_token_s: float = 0.0  # the same, any other token that is computed
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Blocks between the pool and host memory, which are copied within the step, as on a CPU. Seconds out and back."""
+
+    trip_s: float = 0.0  # however few blocks
+    block_s: float = 0.0
+
+    def of(self, plan: StepPlan) -> float:
+        """What a step's copies take, either way half of a trip."""
+        num_ways = bool(plan.swap_out) + bool(plan.swap_in)
+        return (num_ways * self.trip_s + (len(plan.swap_out) + len(plan.swap_in)) * self.block_s) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """A prompt's blocks on their way from the daemon that computed them to another. Seconds."""
+
+    trip_s: float = 0.0  # however few blocks
+    block_s: float = 0.0  # a block, from one pool to the other
+    pause_s: float = 0.0  # of these, those in which an engine takes no step, at either end
+    block_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of a step; `settings` are the scheduler's, of the engine that was measured."""
@@ -57,6 +81,8 @@ class StepCosts:
     decode_context_s: float  # a token of context that a decoding sequence reads
     prefill_pair_s: float  # a position of a prompt's chunk, times the positions it attends to
     front: Front = field(default_factory=Front)
+    copies: Copies = field(default_factory=Copies)
+    handoff: Handoff = field(default_factory=Handoff)
     settings: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)  # where and how it was measured, and how well it fits
 
@@ -91,6 +117,18 @@ class StepCosts:
         fixed = self._fixed(plan.num_tokens, plan.num_samples)
         return fixed + self.decode_context_s * context + self.prefill_pair_s * pairs
 
+    def drafted_step(self, plan: StepPlan) -> float:
+        """A step with drafts: more rows, all of which draw and attend; nothing for drafting, which looks tokens up."""
+        num_drafts = sum(plan.num_drafts.values())
+        seen = sum([count * plan.slices[index].start for index, count in plan.num_drafts.items()])
+        drafted = plan._replace(num_tokens=plan.num_tokens + num_drafts, num_samples=plan.num_samples + num_drafts)
+        return self.step(drafted) + self.prefill_pair_s * seen
+
+    def draft_costs(self, max_num_rows: int) -> DraftCosts:
+        """What the scheduler is told of a step with and without drafts, by its rows."""
+        points = [(rows, self._fixed(rows, rows)) for rows in self.rows.at if 0 < rows <= max_num_rows]
+        return DraftCosts(lower_hull(points), lower_hull(points))
+
     def save(self, path: Path) -> None:
         """As JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -101,7 +139,14 @@ class StepCosts:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             rows, samples = (_table(document.pop(name)) for name in ("rows", "samples"))
-            return cls(rows=rows, samples=samples, front=Front(**document.pop("front", {})), **document)
+            return cls(
+                rows=rows,
+                samples=samples,
+                front=Front(**document.pop("front", {})),
+                copies=Copies(**document.pop("copies", {})),
+                handoff=Handoff(**document.pop("handoff", {})),
+                **document,
+            )
         except OSError as error:
             raise CostError(f"the costs {path} cannot be read: {error.strerror}.") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from engine.core.stats import PreemptionKind
 from loadtest.report import QUANTILES, Spread
 from loadtest.simulation.replay import History, Served
 
@@ -32,6 +33,7 @@ class Figures:
 
     num_served: int
     num_refused: int
+    num_rejected: int
     num_dropped: int
     end_s: float
     output_tokens_per_s: float
@@ -43,6 +45,7 @@ class Figures:
     goodput_per_s: float
     fairness: float  # see fairness_index; nan where no two tenants ever competed
     preemptions: int
+    swapped: int  # of these, those that were copied to host memory
     prefix_hit_ratio: float
     busy_ratio: float
     mean_blocks_held: float
@@ -73,7 +76,7 @@ def summarize(history: History, targets: Targets) -> Figures:
     served, replicas = history.served, history.replicas
     stats = [replica.stats for replica in replicas]
     samples = [sample for replica in replicas for sample in replica.samples]
-    num_all = len(served) + history.num_dropped + sum(history.refused.values())
+    num_all = len(served) + history.num_rejected + history.num_dropped + sum(history.refused.values())
     num_good = sum(map(targets.met_by, served))
     end_s = history.end_s
     queried = sum(each.prefix_queried_tokens for each in stats)
@@ -84,6 +87,7 @@ def summarize(history: History, targets: Targets) -> Figures:
     return Figures(
         num_served=len(served),
         num_refused=sum(history.refused.values()),
+        num_rejected=history.num_rejected,
         num_dropped=history.num_dropped,
         end_s=end_s,
         output_tokens_per_s=sum(each.num_tokens for each in served) / end_s if end_s else 0.0,
@@ -95,6 +99,7 @@ def summarize(history: History, targets: Targets) -> Figures:
         goodput_per_s=num_good / end_s if end_s else 0.0,
         fairness=fairness_index(by_tenant),
         preemptions=sum(each.preemptions for each in stats),
+        swapped=sum(each.preempted[PreemptionKind.SWAP] for each in stats),
         prefix_hit_ratio=sum(each.prefix_hit_tokens for each in stats) / queried if queried else 0.0,
         busy_ratio=sum(replica.busy_s for replica in replicas) / (end_s * len(replicas)) if end_s else 0.0,
         mean_blocks_held=sum(sample.blocks_held for sample in samples) / len(samples) if samples else 0.0,

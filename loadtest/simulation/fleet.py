@@ -11,6 +11,7 @@ from engine.core.config import SchedulerConfig
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.figures import Targets
 from loadtest.simulation.replay import replay
+from loadtest.simulation.replica import Replica
 from loadtest.simulation.routers import Router
 from loadtest.simulation.trace import TraceRequest, at_speed
 
@@ -50,12 +51,15 @@ def capacity(
     targets: Targets,
     share: float,
     depth: int = 0,
+    new_replica: Callable[..., Replica] = Replica,
 ) -> float:
     """Requests a second that so many replicas can take, with `share` of all requests within the targets."""
 
     def is_good(speed: float) -> bool:
         faster = at_speed(rows, speed)
-        history = replay(faster, config, costs, depth=depth, num_replicas=num_replicas, router=router)
+        history = replay(
+            faster, config, costs, depth=depth, num_replicas=num_replicas, router=router, new_replica=new_replica
+        )
         return sum(map(targets.met_by, history.served)) >= share * len(rows)
 
     return natural_rate(rows) * highest_speed(is_good)

@@ -15,8 +15,8 @@ from math import inf
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ClientError
-from engine.core.types import FinishReason, TokenEvent
+from engine.core.errors import ClientError, OverloadedError
+from engine.core.types import FinishReason, Request, TokenEvent
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.routers import Router, one
@@ -52,11 +52,34 @@ class Served(NamedTuple):
 class History:
     """What a replay leaves behind."""
 
-    replicas: list[Replica]
+    replicas: list[Replica] = field(default_factory=list)
+    living: dict[str, tuple[TraceRequest, int]] = field(default_factory=dict)  # the row, and the replica that has it
     served: list[Served] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)  # why, and how often
+    num_rejected: int = 0  # with 429, the queue being full; nobody comes again
     num_dropped: int = 0  # accepted, and ended without an answer: their deadline could not be met
     cpu_s: float = 0.0  # what simulating took
+
+    def submit(self, row: TraceRequest, request: Request, place: int, at_s: float) -> None:
+        """Give a request to a replica, which may refuse it."""
+        try:
+            self.replicas[place].submit(request, at_s)
+            self.living[request.request_id] = row, place
+        except OverloadedError:
+            self.num_rejected += 1
+        except ClientError as error:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+
+    def finish(self, event: TokenEvent) -> None:
+        """A replica has ended a request."""
+        row, replica = self.living.pop(event.request_id)
+        timings = event.timings
+        if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self.num_dropped += 1
+            return
+        ttft_s = timings.queue_s + timings.prefill_s
+        figures = ttft_s, timings.queue_s, timings.decode_s, row.output_tokens, timings.num_preemptions
+        self.served.append(Served(row, replica, *figures))
 
     @property
     def end_s(self) -> float:
@@ -84,49 +107,38 @@ def replay(
     Requests that can never be served are refused, as the daemon refuses them. `new_replica` is Replica, or knows more of
     its arguments.
     """
-    history = History([])
-    places: dict[str, tuple[TraceRequest, int]] = {}  # of the living: the row, and the replica that has it
-
-    def finish(event: TokenEvent) -> None:
-        row, replica = places.pop(event.request_id)
-        timings = event.timings
-        if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            history.num_dropped += 1
-            return
-        ttft_s = timings.queue_s + timings.prefill_s
-        figures = ttft_s, timings.queue_s, timings.decode_s, row.output_tokens, timings.num_preemptions
-        history.served.append(Served(row, replica, *figures))
-
-    every_s = rows[-1].arrival_s / _NUM_SAMPLES
-    history.replicas += [
-        new_replica(config, costs, depth=depth, sample_every_s=every_s, on_finish=finish) for _ in range(num_replicas)
-    ]
-    begun = time.process_time()
-    with _no_collections():
+    history = History()
+    settings = {"depth": depth, "sample_every_s": sampling_s(rows), "on_finish": history.finish}
+    history.replicas += [new_replica(config, costs, **settings) for _ in range(num_replicas)]
+    with timed(history):
         for index, row in enumerate(rows):
             for replica in history.replicas:
                 replica.advance(row.arrival_s)
             chosen = router(history.replicas, row, index)
-            try:
-                history.replicas[chosen].submit(to_request(row, index))
-                places[str(index)] = row, chosen
-            except ClientError as error:
-                history.refused[str(error)] = history.refused.get(str(error), 0) + 1
+            history.submit(row, to_request(row, index), chosen, row.arrival_s)
             on_progress(index)
         for replica in history.replicas:
             replica.advance(inf)
             replica.check_integrity()
-    history.cpu_s = time.process_time() - begun
     return history
 
 
+def sampling_s(rows: Sequence[TraceRequest]) -> float:
+    """How far apart a replica's samples are."""
+    return rows[-1].arrival_s / _NUM_SAMPLES
+
+
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """The scheduler makes no circles, and looking for some takes a tenth of the time."""
-    was_enabled = gc.isenabled()
+def timed(history: History) -> Iterator[None]:
+    """Note what simulating takes, without garbage collections.
+
+    The scheduler makes no circles, and looking for some takes a tenth of the time.
+    """
+    was_enabled, begun = gc.isenabled(), time.process_time()
     gc.disable()
     try:
         yield
     finally:
+        history.cpu_s = time.process_time() - begun
         if was_enabled:
             gc.enable()

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
+from engine.core.errors import OverloadedError
 from engine.core.length_predictor import Predictor
 from engine.core.plan import StepPlan, StepResult
+from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.types import Request, TokenEvent
 from loadtest.simulation.costs import StepCosts
+from loadtest.simulation.drafting import Drafting
 
 
 class SimulationError(Exception):
@@ -63,18 +67,27 @@ class Replica:
         sample_every_s: float = 0.0,
         on_finish: Finished = lambda _: None,
         predictor: Predictor | None = None,
+        limits: QueueLimits = NO_LIMITS,
+        acceptance: float | None = None,
     ) -> None:
+        """`acceptance` is how likely a drafted token is right; needed where num_speculative_tokens is not 0."""
+        _check_settings(config, costs, depth, acceptance)
+        if config.num_speculative_tokens:
+            config = replace(config, draft_costs=costs.draft_costs(config.max_num_rows))
         self.gaps = Gaps()
         self.stats = Stats(itl_s=self.gaps)
         self.samples: list[Sample] = []
         self.num_sequence_steps = 0
         self.busy_s = 0.0
         self.now = 0.0
+        self.num_expected = 0  # requests that will come here, once their prompts are computed elsewhere
         self._scheduler = Scheduler(config, self.stats, predictor)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
-        self._launched: deque[tuple[StepPlan, list[int], float]] = deque()
+        self._limits, self._max_num_seqs = limits, config.max_num_seqs
+        self._drafting = Drafting(acceptance or 0.0)
+        self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
-        self._owed_s = 0.0  # by the next step, for requests that were taken in
+        self._owed_s = 0.0  # by the next step, for requests that were taken in and blocks that were moved
         self._num_ended = 0
         self._sample_every_s, self._next_sample_s = sample_every_s, 0.0
 
@@ -82,14 +95,37 @@ class Replica:
     def num_requests(self) -> int:
         """How many it has and has not answered."""
         stats = self.stats
-        return stats.num_running + stats.num_waiting + stats.num_preempted
+        return stats.num_running + stats.num_waiting + stats.num_preempted + self.num_expected
 
-    def submit(self, request: Request) -> None:
-        """Take a request that arrives now, which must not be before what was simulated. Raises a ClientError."""
+    def submit(self, request: Request, at_s: float) -> None:
+        """Take a request now, which must not be before what was simulated. Raises a ClientError, or OverloadedError."""
+        stats = self.stats
+        num_tokens = stats.num_waiting_tokens
+        full = self._limits.find_full(count_ahead(stats, self._max_num_seqs), num_tokens, len(request.prompt))
+        if full:
+            stats.rejected += 1
+            raise OverloadedError(full, retry_after_s=0.0)
         if not self._scheduler.has_work:
-            self.now = max(self.now, request.arrival_s)
+            self.now = max(self.now, at_s)
         self._scheduler.add(request)
         self._owed_s += self._costs.front.intake_s
+
+    def count_cached(self, request: Request, num_blocks: int) -> int:
+        """How many of a prompt's first blocks its cache has."""
+        scheduler = self._scheduler
+        return len(scheduler.find_prefix(scheduler.chain_root(request), request.prompt, num_blocks))
+
+    def adopt(self, request: Request, num_blocks: int) -> int:
+        """Have its cache hold a prompt's first blocks, as far as there is room; how many it had not got."""
+        written: list[int] = []
+        scheduler = self._scheduler
+        root = scheduler.chain_root(request)
+        scheduler.adopt_prefix(root, request.prompt, num_blocks, lambda _, blocks: written.extend(blocks))
+        return len(written)
+
+    def owe(self, seconds: float) -> None:
+        """The next step begins so much later."""
+        self._owed_s += seconds
 
     def advance(self, until_s: float) -> None:
         """Simulate all turns that begin before a moment."""
@@ -121,16 +157,22 @@ class Replica:
         else:
             drawn = [piece.start + piece.num_tokens - 1 for piece in slices if piece.samples]
             seconds = self._costs.step(plan)
+        result = StepResult(drawn)
+        if plan.num_drafts:
+            result.drafted = self._drafting.check(plan)
+            seconds = self._costs.drafted_step(plan)
+        if plan.swap_out or plan.swap_in:
+            seconds += self._costs.copies.of(plan)
         seconds += self._owed_s
         self._owed_s = 0.0
         self.busy_s += seconds
         self._device_free_s = max(self.now, self._device_free_s) + seconds
-        self._launched.append((plan, drawn, self._device_free_s))
+        self._launched.append((plan, result, self._device_free_s))
 
     def _commit(self) -> None:
-        plan, drawn, done_s = self._launched.popleft()
+        plan, result, done_s = self._launched.popleft()
         self.now = max(self.now, done_s)
-        events = self._scheduler.commit(plan, StepResult(drawn), self.now)
+        events = self._scheduler.commit(plan, result, self.now)
         num_ended = sum(self.stats.finished.values())
         if num_ended != self._num_ended:
             self._num_ended = num_ended
@@ -145,3 +187,20 @@ class Replica:
         stats = self.stats
         queues = stats.num_running, stats.num_waiting, stats.num_preempted
         return Sample(self.now, stats.blocks_held, stats.blocks_cached, *queues)
+
+
+def _check_settings(config: SchedulerConfig, costs: StepCosts, depth: int, acceptance: float | None) -> None:
+    """Raise SimulationError for what would be simulated wrongly."""
+    if config.num_disk_blocks:
+        raise SimulationError("num_disk_blocks must be 0: a disk's transfers are not simulated.")
+    if config.num_host_blocks and not costs.copies.block_s:
+        raise SimulationError(
+            "the costs do not say what copies to host memory take; measure them: "
+            "quire calibrate -o costs.json -- --swap-space 1."
+        )
+    if config.num_speculative_tokens and acceptance is None:
+        raise SimulationError(
+            "num_speculative_tokens is not 0; say with --acceptance how likely a drafted token is right."
+        )
+    if config.num_speculative_tokens and depth:
+        raise SimulationError("speculation takes steps one at a time; leave --depth at 0, or num_speculative_tokens.")

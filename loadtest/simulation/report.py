@@ -21,11 +21,13 @@ class Row(NamedTuple):
     figures: Figures
 
 
-def _ms(seconds: float) -> str:
+def in_ms(seconds: float) -> str:
+    """Milliseconds on paper."""
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"
 
 
-def _share(ratio: float) -> str:
+def in_percent(ratio: float) -> str:
+    """A share on paper."""
     return "-" if math.isnan(ratio) else f"{ratio:.1%}"
 
 
@@ -39,26 +41,41 @@ def show(rows: Sequence[Row], targets: Targets, console: Console) -> None:
     work = Table(title="Work", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("workload", "variant"):
         work.add_column(column)
-    for column in ("served", "refused", "s", "out tok/s", "busy", "preempted", "hits", "blocks", "most", "waiting"):
+    for column in (
+        "served",
+        "refused",
+        "429",
+        "s",
+        "out tok/s",
+        "busy",
+        "preempted",
+        "swapped",
+        "hits",
+        "blocks",
+        "most",
+        "waiting",
+    ):
         work.add_column(column, justify="right")
     previous = ""
     for row in rows:
         each, name = row.figures, "" if row.workload == previous else row.workload
         previous = row.workload
         spreads = (each.ttft_s, each.tpot_s, each.itl_s, each.e2e_s)
-        times = [_ms(value) for spread in spreads for value in (spread.p50, spread.p99)]
+        times = [in_ms(value) for spread in spreads for value in (spread.p50, spread.p99)]
         fair = "-" if math.isnan(each.fairness) else f"{each.fairness:.3f}"
-        latency.add_row(name, row.variant, *times, _share(each.goodput_ratio), fair)
+        latency.add_row(name, row.variant, *times, in_percent(each.goodput_ratio), fair)
         work.add_row(
             name,
             row.variant,
             str(each.num_served),
             str(each.num_refused + each.num_dropped),
+            str(each.num_rejected),
             f"{each.end_s:.0f}",
             f"{each.output_tokens_per_s:,.0f}",
-            _share(each.busy_ratio),
+            in_percent(each.busy_ratio),
             str(each.preemptions),
-            _share(each.prefix_hit_ratio),
+            str(each.swapped),
+            in_percent(each.prefix_hit_ratio),
             f"{each.mean_blocks_held:,.0f}",
             f"{each.most_blocks_held:,}",
             str(each.most_waiting),
@@ -91,7 +108,7 @@ def _show_tenants(rows: Sequence[Row], console: Console) -> None:
         for index, (name, each) in enumerate(row.figures.tenants.items()):
             heads = ("", "") if index else (row.workload, row.variant)
             times = (each.ttft_s.p50, each.ttft_s.p99, each.tpot_s.p50, each.tpot_s.p99)
-            table.add_row(*heads, name, str(each.num_served), *map(_ms, times), _share(each.goodput_ratio))
+            table.add_row(*heads, name, str(each.num_served), *map(in_ms, times), in_percent(each.goodput_ratio))
     console.print(table)
 
 

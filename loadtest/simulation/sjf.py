@@ -47,7 +47,13 @@ class _Run(NamedTuple):
 
 
 def compare(
-    rounds: Sequence[Sequence[TraceRequest]], config: SchedulerConfig, costs: StepCosts, on_run: Callable[[], None]
+    rounds: Sequence[Sequence[TraceRequest]],
+    config: SchedulerConfig,
+    costs: StepCosts,
+    *,
+    depth: int = 0,
+    new_replica: Callable[..., Replica] = Replica,
+    on_run: Callable[[], None] = lambda: None,
 ) -> dict[str, Result]:
     """Each variant on the same requests; every round begins with an empty engine that has learned nothing."""
     found = {}
@@ -56,7 +62,7 @@ def compare(
         for rows in rounds:
             watched = None if make is None else Watched(make(rows))
             policy = replace(config, policy="fcfs" if watched is None else "sjf")
-            history = replay(rows, policy, costs, new_replica=partial(Replica, predictor=watched))
+            history = replay(rows, policy, costs, depth=depth, new_replica=partial(new_replica, predictor=watched))
             runs.append(_Run(rows, history.served, {} if watched is None else watched.predicted))
             on_run()
         found[variant] = _result(runs)

@@ -44,7 +44,10 @@ def run(options: argparse.Namespace) -> int:
                 asked.rows(source, options, config.max_model_len, console, num_before=n) for n in range(num_rounds)
             ]
             task = progress.add_task(asked.name(source), total=len(VARIANTS) * len(rounds))
-            found[asked.name(source)] = compare(rounds, config, costs, on_run=partial(progress.advance, task))
+            found[asked.name(source)] = compare(
+                rounds, config, costs, depth=options.depth, new_replica=asked.new_replica(options),
+                on_run=partial(progress.advance, task),
+            )  # fmt: skip
     show(found, console)
     if options.json:
         figures = [

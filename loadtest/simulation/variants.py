@@ -56,8 +56,6 @@ def make_variants(
         chosen = dict(zip(axes, combination, strict=True))
         names = [str(chosen[name]) if name == "policy" else f"{name} {chosen[name]}" for name in differing]
         config = SchedulerConfig(**{**base, **chosen})
-        if config.num_speculative_tokens:
-            raise SimulationError("num_speculative_tokens must be 0: which drafts a model accepts is not simulated.")
         variants.append(Variant(", ".join(names) or config.policy, config))
     return variants
 

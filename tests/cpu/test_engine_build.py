@@ -15,8 +15,9 @@ from engine.build import _pool_budget, build_engine
 from engine.core.config import EngineConfig, LoraModule, SchedulerConfig, num_loras
 from engine.core.draft_costs import DraftCosts
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
+from engine.core.queue_limits import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
-from engine.loop import Engine, QueueLimits
+from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention
 from engine.runtime.cuda.budget import CudaMemory, full_steps, other_steps
 from engine.runtime.kv_cache import PoolSize, fit_pool

@@ -22,8 +22,9 @@ from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.plan import SequenceSlice
+from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
-from engine.loop import Engine, QueueLimits
+from engine.loop import Engine
 from server.app import create_app
 from server.app_config import AppConfig
 from server.connection import Connection

@@ -19,9 +19,9 @@ from harness import CONFIG, WAIT_S, Live, eventually
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.fake_runner import FakeStep
 from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.queue_limits import QueueLimits
 from engine.core.stats import FailureCause
 from engine.core.types import AbortCause
-from engine.loop import QueueLimits
 
 Serve = Callable[..., Live]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -22,9 +22,10 @@ from engine.core.errors import (
 )
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.plan import PendingStep, SequenceSlice, StepPlan
+from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.llm import LLM, SamplingParams
-from engine.loop import Engine, QueueLimits
+from engine.loop import Engine
 
 
 class Workshop:

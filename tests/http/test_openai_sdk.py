@@ -10,7 +10,7 @@ import openai
 import pytest
 from harness import CONFIG, WAIT_S, Live, eventually
 
-from engine.loop import QueueLimits
+from engine.core.queue_limits import QueueLimits
 
 Serve = Callable[..., Live]
 HELLO = [{"role": "user", "content": "hello"}]

@@ -7,8 +7,9 @@ import pytest
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
 from engine.core.policies import POLICIES, sort_key
+from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import BACKGROUND_SHARE, Scheduler
-from engine.loop import Engine, QueueLimits
+from engine.loop import Engine
 from tests.pure.driver import VOCAB, Driver, config, request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

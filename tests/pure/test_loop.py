@@ -20,10 +20,11 @@ from engine.core.errors import (
 )
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.plan import StepPlan, StepResult
+from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.types import AbortCause, FinishReason, TokenEvent
-from engine.loop import Engine, QueueLimits
+from engine.loop import Engine
 from tests.pure.driver import VOCAB, config, request, solo
 
 PATIENCE_S = 20.0  # a bound on waiting for what must happen, not a measurement

@@ -139,7 +139,6 @@ def test_variants_are_every_combination() -> None:
         ("num_seqs=3", "--set is 'num_seqs=3'"),
         ("max_num_seqs=many", "--set max_num_seqs is 'many'; it must be int"),
         ("enable_prefix_caching=perhaps", "it must be bool"),
-        ("num_speculative_tokens=3", "which drafts a model accepts is not simulated"),
     ],
 )
 def test_a_wrong_setting_is_told(assignment: str, sentence: str) -> None:
@@ -165,6 +164,24 @@ def test_replay_compares_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     first, second = document["replays"][0], json.loads(again.read_text())["replays"][0]
     assert first["ttft_s"] == second["ttft_s"]
     assert first["tenants"] == second["tenants"]
+
+
+def test_replay_knows_of_limits_copies_and_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "figures.json"
+    limits = ["--max-num-queued-reqs", "5", "--acceptance", "0.7", "--json", str(report)]
+    settings = [
+        "--set",
+        "max_model_len=512",
+        "num_speculative_tokens=3",
+        "num_host_blocks=200",
+        "num_blocks=160",
+        "max_num_seqs=16",
+    ]
+    assert main(["simulate", "replay", "steady", "--num", "80", "--rate", "30", *limits, *settings]) == 0
+    assert "429" in capsys.readouterr().out
+    (figures,) = json.loads(report.read_text())["replays"]
+    assert figures["num_rejected"] == 80 - figures["num_served"] > 0
+    assert figures["swapped"] > 0
 
 
 def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +212,8 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["replay", "steady", "--costs", "/no/costs.json"], "the costs /no/costs.json cannot be read"),
         (["replay", "steady", "--set", "block_size=0"], "--block-size is 0"),
         (["replay", "steady", "bursty-chat", "--save-trace", "x.csv"], "--save-trace writes one workload"),
+        (["replay", "steady", "--set", "num_speculative_tokens=3"], "say with --acceptance how likely"),
+        (["replay", "steady", "--set", "num_disk_blocks=9", "host_caching=on"], "a disk's transfers are not simulated"),
         (["fleet", "steady", "bursty-chat"], "a fleet is sized for one trace"),
         (["fleet", "steady", "--set", "max_num_seqs=4,8"], "a fleet is sized for one setting"),
         (["fleet", "steady", "--num", "1"], "all arrive at once"),

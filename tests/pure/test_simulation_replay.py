@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -11,13 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
+from engine.core.plan import StepPlan
 from engine.core.policies import POLICIES
+from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
+from engine.core.stats import SwapDirection
 from loadtest.report import percentile
-from loadtest.simulation.costs import DEFAULT_COSTS, CostError, Front, StepCosts, Table
+from loadtest.simulation.costs import DEFAULT_COSTS, Copies, CostError, Front, StepCosts, Table
 from loadtest.simulation.figures import Targets, fairness_index, jain, summarize
 from loadtest.simulation.fleet import capacity, highest_speed, natural_rate
 from loadtest.simulation.replay import History, Served, replay
+from loadtest.simulation.replica import Replica, SimulationError
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.trace import TraceRequest, to_request
 from loadtest.simulation.variants import measured_config
@@ -141,6 +147,66 @@ def test_who_gives_way_with_a_step_in_flight_is_let_go_when_that_lands() -> None
     history = replay(rows, config(num_blocks=16), COSTS, depth=1)
     assert len(history.served) == 6
     assert summarize(history, GENEROUS).preemptions > 0
+
+
+def test_a_full_queue_answers_429_and_nobody_comes_again() -> None:
+    """Eight seats and two who wait; the rest of twenty at once is refused."""
+    limited = partial(Replica, limits=QueueLimits(max_requests=2))
+    history = replay([TraceRequest(0.0, 16, 4)] * 20, config(), COSTS, new_replica=limited)
+    figures = summarize(history, GENEROUS)
+    assert (figures.num_served, figures.num_rejected, figures.num_refused) == (10, 10, 0)
+    assert figures.goodput_ratio == 0.5
+    by_tokens = partial(Replica, limits=QueueLimits(max_tokens=32))
+    history = replay([TraceRequest(0.0, 16, 4)] * 20, config(max_num_seqs=1), COSTS, new_replica=by_tokens)
+    assert history.num_rejected == 18, "the first that wait may have the queue's tokens, all in all"
+
+
+def test_copies_to_the_host_take_their_time() -> None:
+    copies = Copies(trip_s=0.002, block_s=0.001)
+    plan = StepPlan(0, [], [], 0, 0, swap_out=[(0, 0), (1, 1)], swap_in=[(2, 2)])
+    assert copies.of(plan) == pytest.approx((2 * 0.002 + 3 * 0.001) / 2)
+    assert copies.of(plan._replace(swap_in=())) == pytest.approx((0.002 + 2 * 0.001) / 2)
+    rows, tight = [TraceRequest(index * 0.01, 16, 100) for index in range(6)], config(num_blocks=16, num_host_blocks=64)
+    with pytest.raises(SimulationError, match="do not say what copies to host memory take"):
+        replay(rows, tight, COSTS)
+    swift, slow = (replay(rows, tight, replace(COSTS, copies=Copies(0.0, block_s))) for block_s in (1e-9, 0.02))
+    recomputing = replay(rows, config(num_blocks=16), COSTS)
+    figures = summarize(swift, GENEROUS)
+    assert figures.swapped == figures.preemptions > 0
+    assert summarize(recomputing, GENEROUS).swapped == 0
+    assert swift.end_s < recomputing.end_s < slow.end_s
+    for stats in (swift.replicas[0].stats, slow.replicas[0].stats):
+        assert stats.swapped_blocks[SwapDirection.OUT] > 0
+
+
+def test_drafts_shorten_answers_by_what_is_accepted() -> None:
+    """One sequence, three drafts a step: four tokens a step if all are right, and one if none is."""
+    drafting, rows = config(num_speculative_tokens=3), [TraceRequest(0.0, 20, 41)]
+    free = StepCosts(rows=Table((0, 64), (0.01, 0.01)), samples=Table((0, 64), (0.0, 0.0)), decode_context_s=0.0,
+                     prefill_pair_s=0.0)  # fmt: skip
+    always, never = (
+        replay(rows, drafting, free, new_replica=partial(Replica, acceptance=acceptance)) for acceptance in (1.0, 0.0)
+    )
+    assert always.served[0].decode_s == pytest.approx(10 * 0.01)
+    assert never.served[0].decode_s == pytest.approx(40 * 0.01)
+    stats = always.replicas[0].stats
+    assert stats.spec_accepted_tokens == stats.spec_draft_tokens == 30
+    mixed = generate("steady", num=40, rate=20.0, seed=1, max_model_len=512)
+    some = replay(mixed, drafting, COSTS, new_replica=partial(Replica, acceptance=0.6))
+    assert sum(each.stats.generation_tokens for each in some.replicas) == sum(row.output_tokens for row in mixed)
+    assert 0.3 < some.replicas[0].stats.spec_accepted_tokens / some.replicas[0].stats.spec_draft_tokens < 0.7
+    with pytest.raises(SimulationError, match="leave --depth at 0"):
+        replay(rows, drafting, free, depth=1, new_replica=partial(Replica, acceptance=0.5))
+
+
+def test_a_step_with_drafts_costs_its_rows() -> None:
+    scheduler = Scheduler(config(num_speculative_tokens=2))
+    scheduler.add(to_request(TraceRequest(0.0, 5, 9), 0))
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    decoding = plan._replace(slices=[plan.slices[0]._replace(start=30, num_tokens=1)], num_tokens=1, num_drafts={0: 2})
+    rows_s = 0.0025 + 3 * 0.0005 + 3 * 0.0001 + 0.0002 + 3e-5
+    assert COSTS.drafted_step(decoding) == pytest.approx(rows_s + 1e-6 * 31 + 1e-7 * 2 * 30)
 
 
 def test_figures_agree_with_brute_force() -> None:
