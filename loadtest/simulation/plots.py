@@ -12,6 +12,7 @@ from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.measure import Shape
 from loadtest.simulation.replay import History
 from loadtest.simulation.report import Row
+from loadtest.simulation.sizing import Tried, best_by_total
 from loadtest.simulation.sjf import Result
 
 _QUANTILES = ("p50", "p90", "p99")
@@ -103,6 +104,27 @@ def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -
     for router, points in lines.items():
         axis.plot([num for num, _ in points], [rate for _, rate in points], marker="o", label=router)
     axis.set(title=goal, xlabel="replicas", ylabel="requests / s", xlim=(0, None), ylim=(0, None))
+    axis.legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw_tiers(path: Path, found: Sequence[Tried], share: float, goal: str) -> None:
+    """The share of good answers over replicas: all alike, and the best split; the other splits as dots."""
+    plt = require_matplotlib()
+    figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
+    for label, is_tiered in (("all alike", False), ("prefill + decode, the best split", True)):
+        best = best_by_total(found, is_tiered=is_tiered)
+        (line,) = axis.plot(best.keys(), [each.good_ratio for each in best.values()], marker="o", label=label)
+        others = [each for each in found if each.fleet.is_tiered is is_tiered and each not in best.values()]
+        places = [each.fleet.total for each in others], [each.good_ratio for each in others]
+        axis.plot(*places, marker=".", linestyle="", alpha=0.5, color=line.get_color())
+        for each in best.values() if is_tiered else ():
+            place = each.fleet.total, each.good_ratio
+            axis.annotate(str(each.fleet), place, xytext=(6, -12), textcoords="offset points", fontsize="small")
+    axis.axhline(share, color="gray", linewidth=1, linestyle="--")
+    axis.set(title=goal, xlabel="replicas", ylabel="good requests", xlim=(0.5, None), ylim=(0, 1.05))
+    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)
