@@ -55,9 +55,19 @@ def make_variants(
     for combination in product(*axes.values()):
         chosen = dict(zip(axes, combination, strict=True))
         names = [str(chosen[name]) if name == "policy" else f"{name} {chosen[name]}" for name in differing]
-        config = SchedulerConfig(**{**base, **chosen})
+        config = _config({**base, **chosen})
         variants.append(Variant(", ".join(names) or config.policy, config))
     return variants
+
+
+def _config(settings: dict[str, Any]) -> SchedulerConfig:
+    """As engine/build.py resolves them. Raises SimulationError for what the engine would never be built with."""
+    if settings.get("num_speculative_tokens"):
+        settings["num_layers"] = 1  # with drafts, no prompt goes by layers
+    try:
+        return SchedulerConfig(**settings)
+    except AssertionError as error:
+        raise SimulationError(f"no engine has such settings{f': {error}' if str(error) else ''}.") from None
 
 
 def _value(name: str, text: str) -> Any:

@@ -214,6 +214,10 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["replay", "steady", "bursty-chat", "--save-trace", "x.csv"], "--save-trace writes one workload"),
         (["replay", "steady", "--set", "num_speculative_tokens=3"], "say with --acceptance how likely"),
         (["replay", "steady", "--set", "num_disk_blocks=9", "host_caching=on"], "a disk's transfers are not simulated"),
+        (
+            ["replay", "steady", "--set", "num_disk_blocks=9"],
+            "no engine has such settings: a disk is behind host blocks",
+        ),
         (["fleet", "steady", "bursty-chat"], "a fleet is sized for one trace"),
         (["fleet", "steady", "--set", "max_num_seqs=4,8"], "a fleet is sized for one setting"),
         (["fleet", "steady", "--num", "1"], "all arrive at once"),
