@@ -29,14 +29,17 @@ Figures = tuple[list[float], list[float], float, list[float], list[float]]  # as
 
 
 class Machine(NamedTuple):
-    """Seconds of a step: fixed, a decode, a position that it attends to, a prompt token, a position that it attends to."""
+    """Seconds of a step: fixed, a decode, a position that it attends to, a prompt token, a position that it attends to, and
+    what a chunk reads of its context, however few tokens it has, a position."""
 
     fixed_s: float
     decode_s: float
     decode_context_s: float
     prompt_s: float
     prompt_context_s: float
+    chunk_context_s: float
     max_step_tokens: int
+    num_layers: int
 
     def seconds(self, plan: StepPlan) -> float:
         return plan.cost(self._seconds)
@@ -49,12 +52,13 @@ class Machine(NamedTuple):
             else:
                 middle = piece.start + piece.num_tokens / 2
                 total += piece.num_tokens * (self.prompt_s + self.prompt_context_s * middle)
+                total += self.chunk_context_s * piece.start
         return total
 
 
 MACHINES = {
-    "two cores": Machine(4.5e-3, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6, 512),
-    "fifty times that": Machine(4e-3, 0.02e-3, 0.02e-6, 0.02e-3, 0.6e-9, 8192),
+    "two cores": Machine(4.5e-3, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6, 0.6e-6, 512, 30),
+    "fifty times that": Machine(4e-3, 0.02e-3, 0.02e-6, 0.02e-3, 0.6e-9, 0, 8192, 1),
 }
 
 
@@ -68,6 +72,7 @@ class _Clocked:
             max_model_len=100_000,
             max_num_seqs=128,
             max_num_batched_tokens=machine.max_step_tokens,
+            num_layers=machine.num_layers,
             enable_prefix_caching=False,
             target_itl_s=None if target_itl_ms is None else target_itl_ms / 1e3,
         )

@@ -20,7 +20,7 @@ from engine.core.sequence import Sequence
 from engine.core.step_time import Load, StepTime
 from engine.core.targets import Targets
 
-SHARE = 0.4  # a step with one long prompt takes 1.4 times as long: half as much again is felt, and steps vary
+SHARE = 0.45  # a step with one long prompt takes 1.45 times as long: half as much again is felt, and steps vary
 ALONE = 8  # an eighth of a lone prompt's time is the price
 AIM = 0.9  # of a target: steps vary
 PRESSING = 4.0  # a newcomer's prompt is to take a quarter longer than alone

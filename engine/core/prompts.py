@@ -10,8 +10,8 @@ first one's, half the one's that is soonest through. Whoever is first in line ge
 
 Beside others, long ones go by layers, where the runner can: a few tokens cost nearly as much as many, for they read the
 whole context, so a step computes a large chunk in some of the model's layers, the next one goes on with the next layers,
-and what a step adds is as little as with few tokens. One chunk is under way at a time, whoever's turn it is. Between two
-chunks a step goes without, for what a step takes without prompts is what all others are measured by.
+and what a step adds is as little as with few tokens. One chunk is under way at a time, whoever's turn it is. Now and then
+a step goes without, for what a step takes without prompts is what all others are measured by.
 
 With the policy `fair`, long ones that others make way for come before all other long ones, whole, and have most of the tokens.
 
@@ -32,18 +32,19 @@ from engine.core.sequence import Chunk, Sequence, Status
 from engine.core.step_time import decode_load
 
 RESERVE = 8
+REFERENCE_EVERY = 32  # steps
 LAYERS_A_STEP = 3  # of a chunk's: with more, the seconds of a step are better filled, but chunks are smaller
 
 
 class PromptPlanner:
     """Writes chunks into the plan that is being made."""
 
-    __slots__ = ("_is_measured", "_last", "_memory", "_num_layers", "_pacing", "_roster")
+    __slots__ = ("_last", "_memory", "_num_layered", "_num_layers", "_pacing", "_roster")
 
     def __init__(self, memory: Memory, roster: Roster, pacing: Pacing, num_layers: int) -> None:
         self._memory, self._roster, self._pacing, self._num_layers = memory, roster, pacing, num_layers
         self._last: Sequence | None = None  # whose turn it was to go by layers
-        self._is_measured = True  # no step without long prompts is due
+        self._num_layered = 0  # steps that had long ones which go by layers
 
     def plan(
         self,
@@ -107,7 +108,8 @@ class PromptPlanner:
         seconds = min(paced_s, flight.spare_s)
         first, soonest = long[0], min(long, key=_num_to_plan)
         if by_layers and seconds < inf:
-            flight.is_reference, self._is_measured = not self._is_measured, True
+            self._num_layered += 1
+            flight.is_reference = self._num_layered % REFERENCE_EVERY == 0
             if flight.is_reference or not budget:
                 return 0
             return self._plan_layers(self._take_turn(long, first, soonest), budget, seconds, flight)
@@ -145,7 +147,6 @@ class PromptPlanner:
         seq.chunk = Chunk(count, layers.end)
         if layers.is_last:
             samples = self._finish_chunk(seq, start + count, flight)
-            self._is_measured = False
         flight.layers = layers if layers.share < 1 else None
         flight.add_chunk(seq, start, count, samples)
         flight.load = flight.load.with_chunk(start, count, layers.share)
