@@ -20,7 +20,8 @@ _SPACE = r"/[ \t\r\n]{0,20}/"
 _BETWEEN = {"whitespace_pattern": r"[\x20\x09\x0A\x0D]{0,40}", "lenient": False}
 _MARKS = (END_PARAMETER, "\\n" + PARAMETER, "\\n" + END_FUNCTION)  # what a string cannot have, for it would end there
 _SLASH = "\\/"
-_BEYOND = ("pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf")
+_BEYOND = ("pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf", "not", "if")
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions"})
 
 
 def free_text_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
@@ -66,7 +67,7 @@ def _value(name: str, schema: Any, parameters: Mapping[str, Any]) -> str:
     if kinds - {"string", "null"}:
         why = f"the string {name!r} cannot be told from {' or '.join(sorted(kinds - {'string'}))}"
         raise _refusal(why, "give it one type")
-    parts = _parts(schema, parameters, 16)
+    parts = _parts(name, schema, parameters, 16)
     beyond = next((key for part in parts for key in _BEYOND if key in part), None)
     if beyond is not None:
         raise _refusal(f"{beyond} of the string {name!r} cannot be enforced", "leave it out")
@@ -82,16 +83,29 @@ def _refusal(why: str, instead: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="tools")
 
 
-def _parts(schema: Any, parameters: Mapping[str, Any], num_left: int) -> list[Mapping[str, Any]]:
-    """The schemas of which a value has to meet one, without references."""
+def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int) -> list[Mapping[str, Any]]:
+    """The schemas of which a value has to meet one, without references: what stands beside them is asked in each."""
     if not isinstance(schema, Mapping) or not num_left:
         return [{}]
-    if isinstance(reference := schema.get("$ref"), str):
-        return _parts(resolved(reference, parameters), parameters, num_left - 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(inner := schema.get(key), list) and (key != "allOf" or len(inner) == 1):
-            return [part for one in inner for part in _parts(one, parameters, num_left - 1)]
+    for key in ("$ref", "anyOf", "oneOf", "allOf"):
+        inner = schema.get(key)
+        if key == "$ref" and isinstance(inner, str):
+            inner = [resolved(inner, parameters)]
+        if isinstance(inner, list) and (key != "allOf" or len(inner) == 1):
+            beside = {other: value for other, value in schema.items() if other != key and other not in _NOTES}
+            whole = [_both(name, key, beside, one) for one in inner]
+            return [part for one in whole for part in _parts(name, one, parameters, num_left - 1)]
     return [schema]
+
+
+def _both(name: str, key: str, beside: Mapping[str, Any], within: Any) -> Mapping[str, Any]:
+    """A schema that asks what two ask; refuses what they ask differently."""
+    if not isinstance(within, Mapping):
+        return beside
+    differing = next((one for one in beside if one in within and within[one] != beside[one]), None)
+    if differing is not None:
+        raise _refusal(f"{differing} of the string {name!r} cannot stand both beside {key} and in it", "leave one out")
+    return {**beside, **within}
 
 
 def _choices(schema: Mapping[str, Any]) -> list[str]:

@@ -265,6 +265,12 @@ def test_whatever_is_let_through_is_read_as_valid_calls(text: str) -> None:
     [
         ("a", {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}, "pattern of the string 'a'"),
         ("a", {"allOf": [{"enum": ["u", "v"]}, {"enum": ["v", "w"]}]}, "allOf of the string 'a'"),
+        ("a", {"anyOf": [{"type": "string"}, {"type": "null"}], "maxLength": 3}, "maxLength of the string 'a'"),
+        (
+            "a",
+            {"type": "string", "anyOf": [{"const": "x"}, {"type": "null"}]},
+            "type of the string 'a' cannot stand both",
+        ),
         ("a", {"type": ["string", "integer"], "maximum": 3}, "'a' cannot be told from integer;"),
         ("a", {"anyOf": [{"type": "string"}, {"const": 1.5}, {"type": "null"}]}, "told from null or number;"),
         ("a<b", {"type": "integer"}, "cannot be named 'a<b'"),
@@ -275,3 +281,14 @@ def test_what_cannot_be_enforced_is_refused(name: str, schema: dict[str, Any], w
     with pytest.raises(InvalidRequestError, match=why):
         free_text_grammar([OfferedTool("f", {"properties": {name: schema}}, strict=True)], XML, {}, parallel=True)
     free_text_grammar([OfferedTool("f", {"properties": {name: schema}})], XML, {}, parallel=True)
+
+
+def test_what_stands_beside_alternatives_holds_for_each() -> None:
+    one = {"description": "one", "anyOf": [{"type": "string"}, {"description": "same"}], "enum": ["u", "v"]}
+    other = {"$ref": "#/$defs/text", "oneOf": [{"const": "w"}, {"const": "x"}]}
+    parameters = {"properties": {"a": one, "b": other}, "$defs": {"text": {"type": "string"}}}
+    grammar = free_text_grammar([OfferedTool("f", parameters, strict=True)], XML, {}, parallel=True)
+    first = LLMatcher(TOKENIZER, grammar, log_level=0)
+    for values, is_fine in (({"a": "u", "b": "w"}, True), ({"a": "w"}, False), ({"b": "u"}, False)):
+        ids = VOCABULARY(call("f", **values).encode())
+        assert (first.deep_copy().try_consume_tokens(ids) == len(ids)) is is_fine, values
