@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import BaseModel
 
@@ -18,11 +19,16 @@ class City(BaseModel):
     country: str
 
 
-@pytest.fixture(scope="module")
-def llm(base_url: str) -> Any:
+def make(base_url: str, **others: Any) -> Any:
     from langchain_openai import ChatOpenAI
 
-    return ChatOpenAI(base_url=base_url, api_key="none", model="smol", temperature=0, max_tokens=150, max_retries=0)
+    fields = {"model": "smol", "temperature": 0, "max_tokens": 150, "max_retries": 0}
+    return ChatOpenAI(base_url=base_url, api_key="none", **fields, **others)
+
+
+@pytest.fixture(scope="module")
+def llm(base_url: str) -> Any:
+    return make(base_url)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +43,13 @@ def weather() -> Any:
     return weather
 
 
-async def test_answers_and_streams(llm: Any) -> None:
+async def test_answers_and_streams(base_url: str, llm: Any) -> None:
     answer = llm.invoke(QUESTION)
     assert answer.content
     assert answer.usage_metadata["output_tokens"] > 0
     assert "".join(chunk.content for chunk in llm.stream(QUESTION)) == answer.content
-    assert (await llm.ainvoke(QUESTION)).content == answer.content
+    async with httpx.AsyncClient() as client:  # its own would stay open longer than this loop
+        assert (await make(base_url, http_async_client=client).ainvoke(QUESTION)).content == answer.content
     assert [each.content for each in llm.batch([QUESTION, QUESTION])] == [answer.content] * 2
 
 

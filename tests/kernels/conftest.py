@@ -5,11 +5,17 @@ tests/conftest.py has chosen which. What a device does and the interpreter of Tr
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]  # Triton is made for Linux alone
@@ -70,3 +76,22 @@ def mend() -> None:
 
 if not torch.cuda.is_available() and find_spec("triton"):
     mend()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """compile_for_hopper.py in a process of its own, since kernels are either interpreted or compiled.
+
+    It takes half a minute of a core, and other tests of this folder need only one: they run meanwhile.
+    """
+    if not any("test_triton_compiles" in item.nodeid for item in request.session.items):
+        yield None
+        return
+    root, cache = Path(__file__).parents[2], tmp_path_factory.mktemp("triton")
+    env = os.environ | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    script = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py"))]
+    with subprocess.Popen(
+        script, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.kill()
