@@ -14,6 +14,7 @@ Integers only; what a block contains lives with the runner. Owned by the schedul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.eviction import EVICTION_POLICIES, EvictionOrder, Lru
@@ -174,18 +175,20 @@ class BlockPool:
             self._on_evict(block)
         return block
 
-    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless the reference counts are exactly what `holders`, all page tables, hold."""
-        expected = [0] * self.num_blocks
-        for blocks in holders:
-            for block in blocks:
-                expected[block] += 1
-        for block, refs in enumerate(self._refs):
-            assert refs == expected[block], f"block {block} has {refs} references and {expected[block]} holders"
-            places = (refs > 0) + (block in self._free) + (block in self._cached) + (block in self._spared)
+    def check_integrity(self, holders: Iterable[Iterable[int]], blocks: range | None = None) -> None:
+        """Raise AssertionError unless the reference counts are exactly what `holders`, all page tables, hold.
+
+        With `blocks`, only these are looked at.
+        """
+        expected = Counter[int]()
+        for held in holders:
+            expected.update(held)
+        for block in range(self.num_blocks) if blocks is None else blocks:
+            refs = self._refs[block]
+            assert refs == expected.get(block, 0), f"block {block} has {refs} references and {expected[block]} holders"
+            is_cached, is_spared, is_pinned = block in self._cached, block in self._spared, block in self._pinned
+            places = (refs > 0) + (block in self._free) + is_cached + is_spared
             assert places == 1, f"block {block} is in {places} of the states free, cached and held"
-            assert block not in (self._cached if block in self._pinned else self._spared), "a pin is in the wrong order"
-        assert self._indexed.issuperset(self._cached), "a cached block is unknown to the prefix cache"
-        assert self._indexed.issuperset(self._pinned), "a pinned block is unknown to the prefix cache"
-        assert self._pinned.keys() >= self._spared.keys()
+            assert not (is_cached if is_pinned else is_spared), "a pin is in the wrong order"
+            assert block in self._indexed or not (is_cached or is_pinned), "the prefix cache does not know a block"
         assert len(self._pinned) <= self.max_pinned

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine.core import tier
 from engine.core.stats import CacheTier, TransferKind
 from engine.core.swap_costs import SwapCosts
 from engine.core.types import AbortCause, Request
@@ -155,6 +156,24 @@ def test_a_spill_that_fails_is_forgotten() -> None:
     driver.scheduler.check_integrity()
     assert driver.scheduler.tiers.host.pool.num_held == 0
     assert driver.scheduler.tiers.disk.pool.num_free == 60
+
+
+def test_many_slots_are_checked_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "MAX_CHECKED", 25)
+    lost, misplaced = tier.Tier(60, "lru"), tier.Tier(60, "lru")
+    lost.pool.alloc_many(60)
+    for block in (*range(30), *range(31, 60)):
+        lost.pool.free(block)
+    misplaced.put(b"content", misplaced.pool.alloc_many(60)[30])
+    misplaced._block_of[b"content"] = 0
+    for block in range(60):
+        misplaced.pool.free(block)
+    for disk, why in ((lost, "block 30 has 1 references"), (misplaced, "block 30 is not where its content is")):
+        for _ in range(2):
+            disk.check_integrity([])
+            with pytest.raises(AssertionError, match=why):
+                disk.check_integrity([])
+            disk.check_integrity([])
 
 
 def test_salts_keep_lower_tiers_apart() -> None:
