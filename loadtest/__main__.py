@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from engine.core.errors import QuireError
 from loadtest import compare, eviction, fairness, front, handoff, latency, levers, perplexity, scheduler, steps, tiers
+from loadtest.arguments import OutputError, open_console, positive_float, positive_int, refuse_unwritable
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
@@ -47,7 +46,7 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--endpoint", choices=tuple(PATHS), default="completions", help="default %(default)s")
     target.add_argument("--api-key", metavar="KEY", default="", help="sent as a bearer token")
     target.add_argument(
-        "--timeout", metavar="S", type=_positive_float, default=600.0, help="seconds a request may take; default 600"
+        "--timeout", metavar="S", type=positive_float, default=600.0, help="seconds a request may take; default 600"
     )
 
 
@@ -57,7 +56,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--concurrency",
         metavar="N",
-        type=_positive_int,
+        type=positive_int,
         nargs="+",
         default=[1, 4, 16],
         help="requests in flight; default 1 4 16",
@@ -65,21 +64,21 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--request-rate",
         metavar="RATE",
-        type=_positive_float,
+        type=positive_float,
         nargs="+",
         help="requests a second, sent without waiting",
     )
     load.add_argument(
         "--burstiness",
         metavar="SHAPE",
-        type=_positive_float,
+        type=positive_float,
         default=1.0,
         help="with --request-rate: 1 is Poisson, less is burstier",
     )
     load.add_argument(
         "--num-prompts",
         metavar="N",
-        type=_positive_int,
+        type=positive_int,
         help="requests a point; default 4 a concurrent one, at least 16",
     )
     load.add_argument(
@@ -112,7 +111,7 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--prefix-len", metavar="N", type=int, default=0, help="words of a prefix that prompts share")
     work.add_argument(
-        "--num-prefixes", metavar="N", type=_positive_int, default=1, help="how many such prefixes there are"
+        "--num-prefixes", metavar="N", type=positive_int, default=1, help="how many such prefixes there are"
     )
     work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0: greedy")
     work.add_argument(
@@ -120,18 +119,6 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let answers end early; by default ignore_eos and min_tokens are sent",
     )
-
-
-def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return value
 
 
 def _length(text: str) -> Length:
@@ -155,7 +142,7 @@ async def _bench(options: argparse.Namespace) -> int:
         asking = Asking(
             options.model or await first_model(client), options.endpoint, options.temperature, not options.respect_eos
         )
-        console = Console()
+        console = open_console()
         console.print(f"{asking.model} at {options.base_url}{asking.path}", style="bold", markup=False)
         running = asyncio.ensure_future(
             sweep.run(client, asking, _jobs(options, options.num_warmups, options.seed), _levels(options))
@@ -223,23 +210,32 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 
+_QUIRES = ("bench", "simulate", "calibrate", "tune")  # the `quire` command has these too
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Faults of the user's are one sentence on stderr."""
-    parser = argparse.ArgumentParser(prog="quire", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_options, run) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command = commands.add_parser(
+            name,
+            prog=f"{'quire' if name in _QUIRES else 'python -m loadtest'} {name}",
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+        )
         add_options(command)
         command.set_defaults(run=run)
     options = parser.parse_args(argv)
     try:
+        refuse_unwritable(options)
         status: int = options.run(options)
     except (
         QuireError,
         ClientError,
         WorkloadError,
         PlotError,
+        OutputError,
         SimulationError,
         TraceError,
         CostError,

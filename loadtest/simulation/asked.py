@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from engine.core.queue_limits import QueueLimits
+from loadtest.arguments import positive_float, positive_int, probability
 from loadtest.report import without_nan
 from loadtest.simulation.costs import DEFAULT_COSTS
 from loadtest.simulation.figures import Targets
@@ -30,8 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num", type=positive_int, metavar="N", help="requests, of a fleet each replica's; of a file, the first"
     )
-    parser.add_argument("--rate", type=positive, metavar="R", help="requests a second of a workload")
-    parser.add_argument("--speed", type=positive, default=1.0, metavar="X", help="have all arrive so much faster")
+    parser.add_argument("--rate", type=positive_float, metavar="R", help="requests a second of a workload")
+    parser.add_argument("--speed", type=positive_float, default=1.0, metavar="X", help="have all arrive so much faster")
     parser.add_argument(
         "--clip", action="store_true", help="cut what is too long for the model, instead of refusing it"
     )
@@ -55,45 +56,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--acceptance", type=probability, metavar="P",
         help="how likely a drafted token is right, with --set num_speculative_tokens=N",
     )  # fmt: skip
-    parser.add_argument("--target-ttft-ms", type=positive, default=1000.0, metavar="MS", help="default 1000")
-    parser.add_argument("--target-tpot-ms", type=positive, default=50.0, metavar="MS", help="default 50")
+    parser.add_argument("--target-ttft-ms", type=positive_float, default=1000.0, metavar="MS", help="default 1000")
+    parser.add_argument("--target-tpot-ms", type=positive_float, default=50.0, metavar="MS", help="default 50")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
-
-
-def positive(text: str) -> float:
-    """A type of argparse."""
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A type of argparse."""
-    if not 0 <= (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return value
-
-
-def positive_int(text: str) -> int:
-    """A type of argparse."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def share(text: str) -> float:
-    """A type of argparse."""
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return value
-
-
-def probability(text: str) -> float:
-    """A type of argparse."""
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
-    return value
 
 
 def name(source: str) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.core.config import SchedulerConfig
+from loadtest.arguments import open_console, positive_int
 from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import percentile
@@ -42,7 +43,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `calibrate`."""
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the costs, as JSON")
     parser.add_argument("--model", metavar="MODEL", help="as `quire serve` takes it; default: its default")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="times each step is measured; default 7")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=7, metavar="N", help="times each step is measured; default 7"
+    )
     parser.add_argument("--no-http", action="store_true", help="leave out what the daemon adds: the engine alone")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what was measured and what was fitted")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, more of what `quire serve` takes")
@@ -52,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, fit, tell, write."""
     if options.plot:
         require_matplotlib()
-    console = Console()
+    console = open_console()
     settings = [*([options.model] if options.model else []), *options.settings]
     with progress_bar(console) as progress:
         costs, shapes, seconds = _calibrate_engine(settings, options.rounds, progress)

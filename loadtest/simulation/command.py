@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from engine.core.policies import POLICIES
+from loadtest.arguments import open_console, positive_int, share
 from loadtest.plots import require_matplotlib
 from loadtest.simulation import asked, paging, sjf_command, tiers_command
 from loadtest.simulation.calibrate import progress_bar
@@ -39,11 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet = ways.add_parser("fleet", help="find the requests a second that replicas can take within the targets")
     asked.add_options(fleet)
     fleet.add_argument("--policy", nargs=1, choices=tuple(POLICIES), help="default: as calibrated")
-    fleet.add_argument(
-        "--replicas", type=asked.positive_int, nargs="+", default=[1, 2, 4], metavar="N", help="default 1 2 4"
-    )
+    fleet.add_argument("--replicas", type=positive_int, nargs="+", default=[1, 2, 4], metavar="N", help="default 1 2 4")
     fleet.add_argument("--router", nargs="+", choices=tuple(ROUTERS), default=list(ROUTERS), help="default: all")
-    fleet.add_argument("--share", type=asked.share, default=0.99, help="of requests within the targets; default 0.99")
+    fleet.add_argument("--share", type=share, default=0.99, help="of requests within the targets; default 0.99")
     fleet.set_defaults(simulate=_fleet)
     apart = ways.add_parser("tiers", help="find the smallest fleet for a workload, with and without a prefill tier")
     tiers_command.add_options(apart)
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    costs, console = StepCosts.load(options.costs), Console()
+    costs, console = StepCosts.load(options.costs), open_console()
     variants = make_variants(costs.settings, options.policy, options.assignments)
     max_model_len = min(variant.config.max_model_len for variant in variants)
     workloads = [(asked.name(source), asked.rows(source, options, max_model_len, console)) for source in options.source]
@@ -102,7 +101,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _fleet(options: argparse.Namespace) -> int:
-    costs, console = StepCosts.load(options.costs), Console()
+    costs, console = StepCosts.load(options.costs), open_console()
     if len(options.source) > 1:
         raise SimulationError(f"a fleet is sized for one trace, and {len(options.source)} were named.")
     variants = make_variants(costs.settings, options.policy, options.assignments)

@@ -6,8 +6,7 @@ import argparse
 from dataclasses import asdict
 from functools import partial
 
-from rich.console import Console
-
+from loadtest.arguments import open_console, positive_int
 from loadtest.simulation import asked
 from loadtest.simulation.calibrate import progress_bar
 from loadtest.simulation.costs import StepCosts
@@ -22,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     asked.add_options(parser)
     parser.add_argument(
         "--rounds",
-        type=asked.positive_int,
+        type=positive_int,
         default=3,
         metavar="N",
         help="of each workload, with other seeds; default 3",
@@ -31,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, print, write."""
-    costs, console = StepCosts.load(options.costs), Console()
+    costs, console = StepCosts.load(options.costs), open_console()
     variants = make_variants(costs.settings, None, options.assignments)
     if len(variants) > 1:
         raise SimulationError(f"sjf is compared under one setting, and --set names {len(variants)}.")

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.arguments import not_negative, open_console, positive_float, positive_int, share
 from loadtest.simulation import asked
 from loadtest.simulation.calibrate import progress_bar
 from loadtest.simulation.costs import StepCosts
@@ -24,21 +25,21 @@ from loadtest.simulation.variants import make_variants
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what the way takes."""
     asked.add_options(parser)
-    parser.add_argument("--most", type=asked.positive_int, default=8, metavar="N", help="replicas to try; default 8")
-    parser.add_argument("--share", type=asked.share, default=0.99, help="of requests within the targets; default 0.99")
+    parser.add_argument("--most", type=positive_int, default=8, metavar="N", help="replicas to try; default 8")
+    parser.add_argument("--share", type=share, default=0.99, help="of requests within the targets; default 0.99")
     parser.add_argument(
         "--router", choices=tuple(ROUTERS), default="least-loaded", help="to replicas that decode; default least-loaded"
     )
     parser.add_argument(
-        "--latency-ms", type=asked.not_negative, default=0.0, metavar="MS",
+        "--latency-ms", type=not_negative, default=0.0, metavar="MS",
         help="of a network between the tiers, for each prompt; default 0: one machine's memory, as calibrated",
     )  # fmt: skip
-    parser.add_argument("--bandwidth", type=asked.positive, metavar="GB/S", help="of that network; default: any")
+    parser.add_argument("--bandwidth", type=positive_float, metavar="GB/S", help="of that network; default: any")
 
 
 def run(options: argparse.Namespace) -> int:
     """Search, print, write. 1 if no fleet was large enough."""
-    console = Console()
+    console = open_console()
     costs = _with_network(StepCosts.load(options.costs), options)
     variants = make_variants(costs.settings, None, options.assignments)
     if len(options.source) > 1 or len(variants) > 1:

@@ -18,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.arguments import open_console, positive_float
 from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import Spread
@@ -85,7 +86,9 @@ class Comparison(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `validate-simulation`."""
     parser.add_argument("--costs", type=Path, default=DEFAULT_COSTS, metavar="FILE", help="from `quire calibrate`")
-    parser.add_argument("--duration", type=float, default=_DURATION_S, metavar="S", help="of each trace; default 45")
+    parser.add_argument(
+        "--duration", type=positive_float, default=_DURATION_S, metavar="S", help="of each trace; default 45"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every request, seen and predicted")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both distributions")
@@ -95,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     """Drive, simulate, compare. 1 if a figure is further off than was promised."""
     if options.plot:
         require_matplotlib()
-    costs, console = StepCosts.load(options.costs), Console()
+    costs, console = StepCosts.load(options.costs), open_console()
     traces = [case.rows(options.duration, options.seed) for case in CASES]
     seen = _drive(costs.about.get("settings", []), traces, options.seed, console)
     found = [compare(case, observed, costs) for case, observed in zip(CASES, seen, strict=True)]

@@ -12,9 +12,12 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from engine.core.page_table import blocks_for
+from loadtest.arguments import open_console, positive_float, positive_int
 from loadtest.plots import require_matplotlib
 from loadtest.tuning.probe import Load, Opener
 from loadtest.tuning.tuner import Goal, Tuned, tune
+
+_MAX_BLOCK_SIZE = 1024  # what the engine takes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,18 +26,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target-itl-ms",
         metavar="MS",
-        type=_positive,
+        type=positive_float,
         help="no gap between two tokens should be longer; default: the most tokens a second",
     )
     parser.add_argument(
         "--context",
         metavar="TOKENS",
-        type=int,
+        type=positive_int,
         default=512,
         help="length of the sequences in mind; default %(default)s",
     )
     parser.add_argument(
-        "--block-sizes", metavar="N", type=int, nargs="+", default=[16, 8, 32, 64], help="to try; default 16 8 32 64"
+        "--block-sizes",
+        metavar="N",
+        type=_block_size,
+        nargs="+",
+        default=[16, 8, 32, 64],
+        help="to try; default 16 8 32 64",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("quire.yaml"), help="default %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of all that was measured, .png or .svg")
@@ -43,9 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+def _block_size(text: str) -> int:
+    value = positive_int(text)
+    if value.bit_count() != 1 or value > _MAX_BLOCK_SIZE:
+        raise argparse.ArgumentTypeError(f"it is {text!r}, and must be a power of two from 1 to {_MAX_BLOCK_SIZE}")
     return value
 
 
@@ -53,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, tell, write."""
     if options.plot:
         require_matplotlib()
-    console = Console()
+    console = open_console()
     goal = Goal(options.context, None if options.target_itl_ms is None else options.target_itl_ms / 1e3)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
