@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.core.config import SchedulerConfig
@@ -247,12 +247,12 @@ class FakeRunner:
         seed, start, future = piece.samples[0].seed, piece.start, list(history)
         drafts: list[int] = []
         for ahead in range(num_drafts):
-            token = self._draw(piece._replace(start=start + ahead), future, seed)
+            token = self._draw(piece.at(start + ahead), future, seed)
             is_right = mix(seed, start, ahead) % 1000 < 1000 * self._acceptance
             drafts.append(token if is_right else (token + 1) % self.vocab_size)
             future.append(drafts[-1])
-        rows = [piece._replace(start=start + ahead) for ahead in range(num_drafts + 1)]
-        read = self._write(piece._replace(tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
+        rows = [piece.at(start + ahead) for ahead in range(num_drafts + 1)]
+        read = self._write(replace(piece, tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
         drawn = [self._draw(row, read[: row.start + 1], seed) for row in rows]
         failed = (ahead for ahead, row in enumerate(rows) if self._fail is not None and self._fail(row) is not None)
         drawn = drawn[: next(failed, len(rows))]  # whoever fails does so when it comes first in a step

@@ -125,8 +125,8 @@ class BatchBuilder:
         ids, positions, slots, sample_rows, carry_rows, carry_seats, starts, contexts = lists
         end, size = 0, self._block_size
         for piece in slices:
-            seat, tokens, _, start, num_tokens, table, samples, _, _, _, drafts = piece
-            stop, end = start + num_tokens, end + num_tokens
+            seat, tokens, start, table, drafts = piece.seat, piece.tokens, piece.start, piece.block_table, piece.drafts
+            stop, end = start + piece.num_tokens, end + piece.num_tokens
             ids += tokens[start:stop]
             if drafts:
                 ids += drafts
@@ -142,7 +142,7 @@ class BatchBuilder:
                 slot = table[block] * size + offset
                 slots += range(slot, slot + num)
                 start += num
-            sample_rows += [end - 1] * len(samples)
+            sample_rows += [end - 1] * len(piece.samples)
             starts.append(end)
             contexts.append(stop)
             self._tables.update(seat, table, -(-stop // size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -282,11 +283,12 @@ def test_blocks_that_came_from_elsewhere_are_read_anew() -> None:
     runner.write_blocks([3, 1], rows)
     assert prophet.forgotten == [3, 1]
     known, size = KnownPositions(config), config.block_size
-    piece = warm_up_plan(config, 1, 3 * size).slices[0]._replace(block_table=[2, 3, 5], start=3 * size - 1)
+    piece = warm_up_plan(config, 1, 3 * size).slices[0].at(3 * size - 1)
+    piece.block_table = [2, 3, 5]
     known.note(piece.block_table, 0, 3 * size - 1)
     assert known.up_to(piece) == 3 * size - 1
     known.forget([3])
-    assert known.up_to(piece._replace(block_table=[2, 3, 5])) == size
+    assert known.up_to(replace(piece, block_table=[2, 3, 5])) == size
 
 
 def test_a_draft_model_of_short_contexts_leaves_long_ones_alone() -> None:

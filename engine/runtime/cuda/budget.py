@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -69,11 +70,11 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
     )
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     crowd = warm_up_plan(config, config.max_num_seqs, num_tokens)
-    first, *others = [piece._replace(params=params) for piece in crowd.slices]
-    first = first._replace(samples=first.samples * (1 + config.max_num_rows - config.max_num_seqs))
+    first, *others = [replace(piece, params=params) for piece in crowd.slices]
+    first = replace(first, samples=first.samples * (1 + config.max_num_rows - config.max_num_seqs))
     crowd = crowd._replace(slices=[first, *others], num_samples=config.max_num_rows)
     scored = warm_up_plan(config, 1, min(config.max_num_batched_tokens, config.max_model_len))
-    scored = scored._replace(slices=[piece._replace(params=params, prompt_logprobs=0) for piece in scored.slices])
+    scored = scored._replace(slices=[replace(piece, params=params, prompt_logprobs=0) for piece in scored.slices])
     return [crowd, scored]
 
 

@@ -114,7 +114,7 @@ class DecodeInputs:
     def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
         """What is sent of a slice. Its table counts as known only now: a step that found no memory to send what had grown
         is taken back and comes again."""
-        seat, tokens, _, position, _, table, samples, params, _, _, _ = piece
+        seat, tokens, position, table, params = piece.seat, piece.tokens, piece.start, piece.block_table, piece.params
         at, offset = divmod(position, self._block_size)
         self._known[seat], self._lengths[seat] = table, at + 1
         return (
@@ -124,7 +124,7 @@ class DecodeInputs:
             table[at] * self._block_size + offset,
             at,
             table[at],
-            as_signed(samples[0].seed),
+            as_signed(piece.samples[0].seed),
             min(params.top_k, _LARGEST_TOP_K),
             params.temperature,
             lowest_score(params.min_p),

@@ -10,6 +10,7 @@ only cost time. Engine thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
@@ -44,7 +45,7 @@ def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan
     slices = list(plan.slices)
     for index, tokens in drafts.items():
         piece = slices[index]
-        slices[index] = piece._replace(num_tokens=piece.num_tokens + len(tokens), drafts=tokens)
+        slices[index] = replace(piece, num_tokens=piece.num_tokens + len(tokens), drafts=tokens)
     num_drafts = {index: len(tokens) for index, tokens in drafts.items()}
     more = sum(num_drafts.values())
     return plan._replace(
@@ -59,10 +60,10 @@ def one_by_one(slices: Sequence[SequenceSlice]) -> Iterator[SequenceSlice]:
             yield piece
             continue
         num_certain = piece.num_tokens - len(piece.drafts)
-        row = piece._replace(tokens=[*piece.tokens, *piece.drafts], num_tokens=num_certain, drafts=())
+        row = replace(piece, tokens=[*piece.tokens, *piece.drafts], num_tokens=num_certain, drafts=())
         yield row
         for position in range(row.start + num_certain, piece.start + piece.num_tokens):
-            yield row._replace(start=position, num_tokens=1)
+            yield row.at(position)
 
 
 class Shape(NamedTuple):

@@ -11,6 +11,7 @@ about the token, at any temperature. Penalties, biases and grammars are the targ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class DraftModel:
                 room -= num_tokens
                 is_ready = begin + num_tokens == stop
                 samples = piece.samples if is_ready else ()
-                catching_up.append(piece._replace(start=begin, num_tokens=num_tokens, samples=samples))
+                catching_up.append(replace(piece, start=begin, num_tokens=num_tokens, samples=samples))
                 self._known.note(piece.block_table, begin, begin + num_tokens)
                 if is_ready:
                     asked[index] = num_drafts
@@ -78,9 +79,7 @@ class DraftModel:
         for ahead in range(1, max(asked.values())):
             going = [index for index in going if asked[index] > ahead]
             following = [slices[index] for index in going]
-            more = self._draw(
-                [piece._replace(start=piece.start + piece.num_tokens - 1 + ahead, num_tokens=1) for piece in following]
-            )
+            more = self._draw([piece.at(piece.start + piece.num_tokens - 1 + ahead) for piece in following])
             assert more is not None
             steps.append(more)
             columns.append(going)
