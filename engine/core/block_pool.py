@@ -106,13 +106,14 @@ class BlockPool:
             self._order_of(block).remove(block)
         self._refs[block] = refs + 1
 
-    def free(self, block: int) -> None:
-        """Drop one holder. The last one leaves the block cached if the prefix cache knows it, else free."""
-        refs = self._refs[block] - 1
-        assert refs >= 0, f"block {block} freed more often than held"
-        self._refs[block] = refs
-        if not refs:
-            if block in self._indexed:
+    def free(self, *blocks: int) -> None:
+        """Drop one holder of each, in this order. The last one leaves a block cached if the prefix cache knows it, else free."""
+        refs, indexed = self._refs, self._indexed
+        for block in blocks:
+            refs[block] -= 1
+            if refs[block]:
+                assert refs[block] > 0, f"block {block} freed more often than held"
+            elif block in indexed:
                 self._order_of(block).add(block)
             else:
                 self._free[block] = None

@@ -67,8 +67,7 @@ class Memory:
             pool.fork(block)
         missing = blocks_for(len(tokens), size) - len(hits)
         if pool.num_available < missing + num_reserved:
-            for block in reversed(hits):
-                pool.free(block)
+            pool.free(*reversed(hits))
             return False
         restored, source, num_copied = [], -1, 0
         if is_reading and not seq.host_blocks:  # else it has all that was computed of it
@@ -165,8 +164,7 @@ class Memory:
         """Give a sequence, for all that it has, a hold on all of another's blocks. No plan in flight may name it."""
         for block in other.page_table.blocks:
             self.pool.fork(block)
-        for block in reversed(seq.page_table.blocks):
-            self.pool.free(block)
+        self.pool.free(*reversed(seq.page_table.blocks))
         seq.follow(other, seq_id)
         for sharer in (seq, other):
             self._share_tail(sharer)
@@ -196,8 +194,7 @@ class Memory:
             fill(len(hits), blocks[len(hits) :])
             self._cache.register(chain, tokens, blocks, len(hits), len(blocks))
         finally:
-            for block in reversed(blocks):
-                pool.free(block)
+            pool.free(*reversed(blocks))
         return len(blocks)
 
     def register(self, seq: Sequence) -> None:
@@ -231,8 +228,7 @@ class Memory:
     def release(self, seq: Sequence) -> None:
         """Take everything back; the sequence is as if nothing of it had been computed."""
         self._seats += reversed(seq.seats)
-        for block in reversed(seq.reset()):
-            self.pool.free(block)
+        self.pool.free(*reversed(seq.reset()))
 
     def check_integrity(self, living: Collection[Sequence]) -> None:
         """Raise AssertionError unless `living` hold exactly what is held."""

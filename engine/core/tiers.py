@@ -114,6 +114,8 @@ class Tiers:
 
     def take_due(self) -> list[tuple[int, int]]:
         """What the plan that is being made has to copy out: (block of the pool, host block)."""
+        if not self.due:
+            return []
         due = [(block, host) for host, block in self.due.items()]
         self._num_copies.update(self.due.keys())
         self.due.clear()

@@ -119,7 +119,8 @@ def replay(
             on_progress(index)
         for replica in history.replicas:
             replica.advance(inf)
-            replica.check_integrity()
+    for replica in history.replicas:
+        replica.check_integrity()
     return history
 
 
