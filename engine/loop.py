@@ -38,13 +38,13 @@ from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
 from engine.core.tiers import BlockStore
-from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
+from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.inbox import Abort, Errand, Inbox, Look, Message, Stop
 from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
 
-Deliver = Callable[[list[TokenEvent]], None]
+Deliver = Callable[[StepEvents], None]
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
@@ -199,7 +199,7 @@ class Engine:
 
     def _turn(self) -> None:
         """One turn: take in what was sent, launch a step, commit the oldest, tell what happened."""
-        events = self._take_in(self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle())
+        events = StepEvents(self._take_in(self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle()))
         try:
             self._step(events)
         except DeviceMemoryError as error:
@@ -207,9 +207,9 @@ class Engine:
         self._tell(events)
         self._offload.exchange()
 
-    def _step(self, events: list[TokenEvent]) -> None:
+    def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
-        events += self._scheduler.drop_hopeless(self.clock())
+        events.entries += self._scheduler.drop_hopeless(self.clock())
         plan = self._scheduler.plan(self.clock())
         if plan is not None:
             begun_s = self.clock()  # before run: without a device queue, run itself is the step
@@ -217,14 +217,14 @@ class Engine:
                 self._launched.append((plan, self._runner.run(plan), begun_s))
             except DeviceMemoryError:
                 while self._launched:  # what was launched before it is good
-                    events += self._commit_oldest()
+                    events.entries += self._commit_oldest().entries
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
-            events += self._commit_oldest()
+            events.entries += self._commit_oldest().entries
         elif plan is None and self._scheduler.has_work and not self._offload.wait_for_fetch():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
-    def _take_back(self, error: DeviceMemoryError, events: list[TokenEvent]) -> None:
+    def _take_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
         """A step did not fit the device's memory: try a smaller one. If that does not fit either, a request ends."""
         while self._launched:  # they built on it; the device has to be done with them before they are planned anew
             _, pending, _ = self._launched.popleft()
@@ -236,7 +236,7 @@ class Engine:
             failure = f"The device has no memory left to compute this request, even in a smaller step ({error})."
         log.warning("A step did not fit the device's memory (%s): %s", error, failure or "a smaller one is tried")
         self._is_second_try = True
-        events += self._scheduler.take_back(self.clock(), failure)
+        events.entries += self._scheduler.take_back(self.clock(), failure)
 
     def _idle(self) -> list[Message]:
         """Wait for messages, and use a quiet moment to see that nothing leaked and to let the runner get ready."""
@@ -282,10 +282,9 @@ class Engine:
     def _use_idle_moment(self) -> bool:
         return self._offload.spill() or self._runner.use_idle_moment()
 
-    def _tell(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.finish_reason is not None:
-                self._open.discard((event.request_id, event.choice))
+    def _tell(self, events: StepEvents) -> None:
+        for event in events.ends:
+            self._open.discard((event.request_id, event.choice))
         if events and self._deliver is not None:
             self._deliver(events)
 
@@ -319,7 +318,7 @@ class Engine:
             ]
         return []
 
-    def _commit_oldest(self) -> list[TokenEvent]:
+    def _commit_oldest(self) -> StepEvents:
         plan, pending, begun_s = self._launched.popleft()
         result = pending.wait()
         self._is_second_try = False
@@ -356,8 +355,8 @@ class Engine:
         self.stats.finished[FinishReason.ERROR] += len(self._open)
         self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)
         self._tell(
-            [
+            StepEvents(
                 TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=self._error)
                 for request_id, choice in sorted(self._open)
-            ]
+            )
         )

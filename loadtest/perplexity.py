@@ -16,7 +16,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.progress import Progress
 
-from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.core.types import Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
 
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -123,7 +123,7 @@ def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
 
 def score_windows(engine: Engine, windows: Sequence[tuple[int, ...]], skipped: int, title: str) -> tuple[float, int]:
     """The negative log likelihood of all windows' tokens but the first `skipped` of each, and how many they were."""
-    answers: SimpleQueue[list[TokenEvent]] = SimpleQueue()
+    answers: SimpleQueue[StepEvents] = SimpleQueue()
     negative, num_tokens = 0.0, 0
     engine.start(answers.put)
     try:
@@ -140,7 +140,7 @@ def score_windows(engine: Engine, windows: Sequence[tuple[int, ...]], skipped: i
     return negative, num_tokens
 
 
-def _entries(events: Sequence[TokenEvent]) -> list[float]:
+def _entries(events: Iterable[TokenEvent]) -> list[float]:
     """A window's log probabilities, a number for each token; nan for the first, which nothing precedes."""
     (event,) = events
     if event.error is not None:

@@ -107,12 +107,12 @@ class EngineClient:
         for request_id in request_ids:
             self._answers.pop(request_id, None)
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
+    def _deliver(self, events: Iterable[TokenEvent]) -> None:
         """Engine thread: one crossing a step."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
-    def _dispatch(self, events: list[TokenEvent]) -> None:
+    def _dispatch(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
             answer = self._answers.get(event.request_id)
             if answer is not None:

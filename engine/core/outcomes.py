@@ -15,10 +15,9 @@ from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
 from engine.core.sequence import NEVER, Sequence, Status
 from engine.core.stats import Stats
-from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
+from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
-# A NamedTuple's own constructor is a Python function and costs 150 ns more, for every sequence at every step.
-_make = tuple.__new__
+Entries = list[TokenEvent | PlainToken]
 
 
 class Outcomes:
@@ -39,10 +38,10 @@ class Outcomes:
         self._beams, self._drafts = beams, drafts
         self._taken_in_s = 0.0  # when the last step was
 
-    def take_in(self, flight: Flight, result: StepResult, now: float) -> list[TokenEvent]:
+    def take_in(self, flight: Flight, result: StepResult, now: float) -> StepEvents:
         """Every slice's outcome, in plan order."""
-        events: list[TokenEvent] = []
-        ids, cursor = result.token_ids, 0
+        told = StepEvents()
+        events, ids, cursor = told.entries, result.token_ids, 0
         special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled, *result.drafted}
         is_plain = not (special or result.ended or result.logprobs)
         gaps, last_s, num_last = self._recorder.gaps, self._taken_in_s, 0
@@ -59,8 +58,7 @@ class Outcomes:
                 else:
                     gaps[previous_s] = gaps.get(previous_s, 0) + 1
                 seq.last_token_s = now
-                fields = (seq.request_id, seq.choice, (token,), None, None, None, None, None, None)
-                events.append(_make(TokenEvent, fields))
+                events.append((seq.request_id, seq.choice, token))
                 cursor += 1
             else:
                 self._commit(index, flight, result, cursor, now, events, is_special=index in special)
@@ -68,7 +66,7 @@ class Outcomes:
         if num_last:
             gaps[last_s] = gaps.get(last_s, 0) + num_last
         self._taken_in_s = now
-        return events
+        return told
 
     def _commit(
         self,
@@ -77,7 +75,7 @@ class Outcomes:
         result: StepResult,
         cursor: int,
         now: float,
-        events: list[TokenEvent],
+        events: Entries,
         *,
         is_special: bool,
     ) -> None:
@@ -98,7 +96,7 @@ class Outcomes:
             self._accept(seq, result.token_ids[cursor], logprob, cursor in result.ended, now, events)
 
     def _commit_special(
-        self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: list[TokenEvent]
+        self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: Entries
     ) -> None:
         """A slice that failed, forked or had drafts, or that brings log probabilities or hidden states of its prompt."""
         seq = flight.owners[index]
@@ -130,7 +128,7 @@ class Outcomes:
         logprob: TokenLogprob | None,
         is_end: bool,
         now: float,
-        events: list[TokenEvent],
+        events: Entries,
     ) -> None:
         """Append a drawn token, end the sequence if that was its last (by its grammar: `is_end`), and tell."""
         if seq.status is Status.DONE:
@@ -150,17 +148,17 @@ class Outcomes:
         seq.last_token_s = now
         logprobs = None if logprob is None else (logprob,)
         if token not in seq.ending_ids and len(tokens) < seq.max_total and not is_end:
-            fields = (seq.request_id, seq.choice, (token,), logprobs, None, None, prompt, None, None)
-            events.append(_make(TokenEvent, fields))
+            if logprobs is None and prompt is None:
+                events.append((seq.request_id, seq.choice, token))
+            else:
+                events.append(TokenEvent(seq.request_id, seq.choice, (token,), logprobs, prompt=prompt))
             if seq.num_computed >= seq.next_register or seq.is_leaving:
                 self._departures.settle(seq)
             seq.rest()
             return
         self._finish(seq, (token,), logprobs, is_end, prompt, now, events)
 
-    def _accept_drafted(
-        self, seq: Sequence, start: int, drafted: Drafted, now: float, events: list[TokenEvent]
-    ) -> None:
+    def _accept_drafted(self, seq: Sequence, start: int, drafted: Drafted, now: float, events: Entries) -> None:
         """Append several tokens drawn in one step, up to one that ends the sequence. No plan in flight is behind it."""
         if seq.status is Status.DONE:
             self._departures.settle(seq)
@@ -197,7 +195,7 @@ class Outcomes:
         is_end: bool,
         prompt: PromptInfo | None,
         now: float,
-        events: list[TokenEvent],
+        events: Entries,
     ) -> None:
         """The last of these tokens was the sequence's last."""
         last = token_ids[-1]
@@ -210,7 +208,7 @@ class Outcomes:
         events += self._departures.end(seq, reason, now, token_ids, logprobs, stop_reason, prompt)
         self._departures.settle(seq)
 
-    def _accept_chunk(self, seq: Sequence, now: float, events: list[TokenEvent]) -> None:
+    def _accept_chunk(self, seq: Sequence, now: float, events: Entries) -> None:
         """Part of a prompt was computed; with max_tokens 0 its end is the end of the sequence."""
         is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
         if is_scored and seq.status is not Status.DONE:
@@ -219,7 +217,7 @@ class Outcomes:
             events += self._departures.end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
         self._departures.settle(seq)
 
-    def _fail(self, seq: Sequence, fault: Fault, now: float, events: list[TokenEvent]) -> None:
+    def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """This sequence could not be computed; it ends alone."""
         if seq.status is not Status.DONE:
             told = self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))

@@ -41,7 +41,7 @@ from engine.core.swap_belief import SwapBelief
 from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
 from engine.core.turns import EVERYBODY
-from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
+from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
 # A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
 BACKGROUND_SHARE = 4
@@ -265,7 +265,7 @@ class Scheduler:
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         flight = self._flights.popleft()
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"

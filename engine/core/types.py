@@ -6,6 +6,7 @@ sees token ids only, and times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -169,6 +170,43 @@ class TokenEvent(NamedTuple):
     prompt: PromptInfo | None = None
     timings: RequestTimings | None = None
     error: QuireError | None = None
+
+
+_make = tuple.__new__
+
+PlainToken = tuple[str, int, int]  # request id, choice, token id: an event that says no more than this
+
+
+class StepEvents:
+    """What happened in a step, in plan order; to be iterated over, by any thread.
+
+    Most of it are tokens of sequences that just go on. These are kept as plain tuples, and made events when somebody
+    looks: that costs three times as much, and whoever looks is not who the next step waits for.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self, events: Iterable[TokenEvent] = ()) -> None:
+        self.entries: list[TokenEvent | PlainToken] = [*events]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        for entry in self.entries:
+            if isinstance(entry, TokenEvent):
+                yield entry
+            else:
+                request_id, choice, token = entry
+                # A NamedTuple's own constructor is a Python function and costs 150 ns more.
+                yield _make(TokenEvent, (request_id, choice, (token,), None, None, None, None, None, None))
+
+    @property
+    def ends(self) -> Iterator[TokenEvent]:
+        """The terminal ones."""
+        for entry in self.entries:
+            if isinstance(entry, TokenEvent) and entry.finish_reason is not None:
+                yield entry
 
 
 class Progress(NamedTuple):

@@ -24,7 +24,7 @@ from engine.core.adapter import Adapter
 from engine.core.admission import check_request
 from engine.core.config import EngineConfig, LoraModule
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
-from engine.core.types import AbortCause, Request, TokenEvent
+from engine.core.types import AbortCause, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.llm.grammars import Grammars
 from engine.llm.job import Job, RequestOutput
@@ -89,7 +89,7 @@ class LLM:
         self._tokenizer = text
         self._grammars = Grammars(text, built.vocab_size)
         self._limits = Limits.of(built.config, built.vocab_size, text, app)
-        self._events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._turn = threading.Lock()  # one `generate` at a time
         self._end = weakref.finalize(self, _end, built, self._grammars)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.build import build_engine
 from engine.core.config import EngineConfig
-from engine.core.types import Progress, Request, SamplingParams, TokenEvent
+from engine.core.types import Progress, Request, SamplingParams, StepEvents
 from loadtest.gpu.figures import PartError
 
 _PATIENCE_S = 120.0  # without a token, the engine hangs
@@ -35,7 +35,7 @@ class Drive:
         begun = time.perf_counter()
         self.engine = build_engine(EngineConfig(**fields), _say)  # type: ignore[arg-type]  # mixed value types
         self.build_s = time.perf_counter() - begun
-        self._events: queue.SimpleQueue[tuple[float, list[TokenEvent]]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[float, StepEvents]] = queue.SimpleQueue()
         self._num_requests = 0
         self._on_step: OnStep | None = None
         self.engine.start(self._deliver)
@@ -43,7 +43,7 @@ class Drive:
     def stop(self) -> None:
         self.engine.stop(0.0)
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
+    def _deliver(self, events: StepEvents) -> None:
         """On the engine's thread."""
         self._events.put((time.perf_counter(), events))
         if self._on_step is not None:

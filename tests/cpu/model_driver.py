@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class Served:
         self.ids: dict[tuple[str, int], list[int]] = {}
         self.events: dict[tuple[str, int], list[TokenEvent]] = {}
 
-    def take(self, events: Sequence[TokenEvent]) -> None:
+    def take(self, events: Iterable[TokenEvent]) -> None:
         for event in events:
             key = (event.request_id, event.choice)
             self.ids.setdefault(key, []).extend(event.token_ids)

@@ -23,7 +23,7 @@ from engine.core.errors import ConfigError
 from engine.core.stats import TransferKind
 from engine.core.swap_costs import SwapCosts
 from engine.core.tiers import Transfer
-from engine.core.types import TokenEvent
+from engine.core.types import StepEvents
 from engine.loop import Engine
 from engine.runtime import disk_store, host_tiers
 from engine.runtime.disk_store import DiskStore
@@ -238,7 +238,7 @@ def engine_on(model: Path, folder: Path, **changes: object) -> Engine:
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    heard: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(heard.put)
     said: dict[str, list[int]] = {}
     for name, prompt in enumerate(PROMPTS):

@@ -16,7 +16,7 @@ from engine.core.config import EngineConfig, LoraModule, SchedulerConfig, num_lo
 from engine.core.draft_costs import DraftCosts
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.queue_limits import QueueLimits
-from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
+from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention
 from engine.runtime.cuda.budget import CudaMemory, full_steps, other_steps
@@ -194,7 +194,7 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_the_engine_answers_on_its_own_thread(folder: str, async_scheduling: bool) -> None:
     engine = build(folder, async_scheduling=async_scheduling)
-    heard: queue.Queue[list[TokenEvent]] = queue.Queue()
+    heard: queue.Queue[StepEvents] = queue.Queue()
     engine.start(heard.put)
     try:
         for i in range(6):
@@ -216,7 +216,7 @@ def test_the_engine_answers_on_its_own_thread(folder: str, async_scheduling: boo
 
 
 def answer(engine: Engine, request: Request) -> list[int]:
-    events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(events.put)
     engine.submit(request)
     token_ids: list[int] = []

@@ -12,7 +12,7 @@ from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import DeviceMemoryError
 from engine.core.plan import PendingStep, Runner, StepPlan, StepResult
-from engine.core.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.core.types import FinishReason, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from tests.cpu.test_models_families import CASES, save_tiny
 
@@ -70,7 +70,7 @@ def requests() -> list[Request]:
 
 
 def answers(engine: Engine) -> dict[tuple[str, int], tuple[list[int], FinishReason]]:
-    heard: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(heard.put)
     engine.submit(*requests())
     num_open = sum(request.params.n for request in requests())

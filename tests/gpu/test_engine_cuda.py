@@ -12,7 +12,7 @@ import torch
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.plan import StepPlan
-from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from tests.cpu.test_models_families import CASES, save_tiny
 
@@ -31,7 +31,7 @@ def build(folder: Path, device: str, **changes: object) -> Engine:
 
 def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
     """Greedy and seeded requests, some of two choices, some that edit their logits, all at once."""
-    events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(events.put)
     said: dict[tuple[str, int], list[int]] = {}
     open_choices = 0

@@ -15,7 +15,7 @@ import torch
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import ComputeError, MemoryBudgetError
-from engine.core.types import FinishReason, Progress, Request, SamplingParams, TokenEvent
+from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
 
 pytestmark = [
@@ -86,7 +86,7 @@ class Client:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         engine.start(self.events.put)
 
     def ask(self, *lengths: int) -> list[tuple[list[int], TokenEvent]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 
 import pytest
@@ -35,7 +35,7 @@ def engine() -> Iterator[Engine]:
     engine = started_engine()
     ended = threading.Semaphore(0)
 
-    def deliver(events: list[TokenEvent]) -> None:
+    def deliver(events: Iterable[TokenEvent]) -> None:
         for event in events:
             if event.finish_reason is not None:
                 ended.release()
@@ -269,7 +269,7 @@ def test_drafts_are_counted_by_their_place() -> None:
     config = replace(CONFIG, num_speculative_tokens=3)
     engine = Engine(Scheduler(config), FakeRunner(config, acceptance=1.0), vocab_size=512)
     ended = threading.Event()
-    engine.start(lambda events: ended.set() if events[-1].finish_reason else None)
+    engine.start(lambda events: ended.set() if any(events.ends) else None)
     params = SamplingParams(max_tokens=9, temperature=0.0)  # one behind the prompt, and twice four
     engine.submit(Request(request_id="r", prompt=(1, 2), params=params, arrival_s=engine.clock()))
     assert ended.wait(10)

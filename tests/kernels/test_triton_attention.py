@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime import kv_cache
 from engine.runtime.attention import table
@@ -407,7 +407,7 @@ def test_triton_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def greedy(engine: Engine) -> dict[str, list[int]]:
     """What four prompts of different lengths, in chunks and all at once, are continued with."""
-    events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(events.put)
     said: dict[str, list[int]] = {str(i): [] for i in range(4)}
     for i in range(4):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from engine.core.beam_search import BeamSearch, row_params
@@ -117,7 +117,7 @@ class Driver:
         self.scheduler.add(asked)
         self.requests[asked.request_id] = asked
 
-    def take(self, events: list[TokenEvent]) -> None:
+    def take(self, events: Iterable[TokenEvent]) -> None:
         """Note events, holding them to the master invariant: nothing follows a terminal event."""
         for event in events:
             key = (event.request_id, event.choice)

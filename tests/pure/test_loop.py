@@ -23,7 +23,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
-from engine.core.types import AbortCause, FinishReason, TokenEvent
+from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
 from engine.loop import Engine
 from tests.pure.driver import VOCAB, config, request, solo
 
@@ -34,11 +34,11 @@ class Listener:
     """Collects events and lets a test wait for terminal ones."""
 
     def __init__(self) -> None:
-        self.batches: list[list[TokenEvent]] = []
+        self.batches: list[StepEvents] = []
         self.ends: dict[tuple[str, int], TokenEvent] = {}
         self.changed = threading.Condition()
 
-    def __call__(self, events: list[TokenEvent]) -> None:
+    def __call__(self, events: StepEvents) -> None:
         with self.changed:
             self.batches.append(events)
             for event in events:

@@ -204,7 +204,7 @@ def test_a_step_with_drafts_costs_its_rows() -> None:
     scheduler.add(to_request(TraceRequest(0.0, 5, 9), 0))
     plan = scheduler.plan(0.0)
     assert plan is not None
-    decoding = plan._replace(slices=[plan.slices[0]._replace(start=30, num_tokens=1)], num_tokens=1, num_drafts={0: 2})
+    decoding = plan._replace(slices=[plan.slices[0].at(30)], num_tokens=1, num_drafts={0: 2})
     rows_s = 0.0025 + 3 * 0.0005 + 3 * 0.0001 + 0.0002 + 3e-5
     assert COSTS.drafted_step(decoding) == pytest.approx(rows_s + 1e-6 * 31 + 1e-7 * 2 * 30)
 
