@@ -47,19 +47,19 @@ class Pacing:
         self._num_skipped = 0
         return True
 
-    def prompts_s(self, decodes: Load) -> float:
-        """Seconds that prompts may add to a step with such decodes, all together."""
+    def prompts_s(self, decodes: Load, *, by_layers: bool = False) -> float:
+        """Seconds that prompts may add to a step with such decodes, all together.
+
+        Unless they go `by_layers` that is beyond what the presence of prompts costs.
+        """
         target_s, times = self._targets.itl_s, self.times
         if target_s is None or not decodes.num_decodes or not times.is_known:
             return inf
-        base_s = times.seconds(decodes) + times.chunked_s
+        base_s = times.seconds(decodes) + times.chunked_s * (not by_layers)
         return max(AIM * target_s - base_s, FLOOR * base_s)
 
     def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool, is_pressing: bool) -> float:
-        """The long ones' part of that, beside `others`: decodes, and prompts that are not long.
-
-        Unless they go `by_layers` it has to do with that what the presence of prompts costs is paid before.
-        """
+        """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""
         times, num_in_line = self.times, len(long)
         if not times.is_known or (others.num_decodes and self._targets.itl_s is not None):
             return inf

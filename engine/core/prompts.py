@@ -105,7 +105,10 @@ class PromptPlanner:
         long = pressing or long  # those that make way wait
         by_layers = self._num_layers > 1 and not pressing and bool(flight.slices) and not any(map(_needs_states, long))
         paced_s = self._pacing.long_s(flight.load, long, now, by_layers=by_layers, is_pressing=bool(pressing))
-        seconds = min(paced_s, flight.spare_s)
+        spare_s = flight.spare_s
+        if by_layers and not flight.load.num_prompt_tokens:
+            spare_s = self._pacing.prompts_s(flight.load, by_layers=True)
+        seconds = min(paced_s, spare_s)
         first, soonest = long[0], min(long, key=_num_to_plan)
         if by_layers and seconds < inf:
             self._num_layered += 1
@@ -135,10 +138,8 @@ class PromptPlanner:
         if seq.chunk is None or seq.chunk.num_tokens > budget:
             seconds_a_chunk = seconds * num_layers / LAYERS_A_STEP - times.chunked_s
             room = int(min(times.tokens_within(seconds_a_chunk, start), budget)) or 1
-            num_chunks = -(-_num_to_plan(seq) // room)
-            seq.chunk = Chunk(
-                -(-_num_to_plan(seq) // num_chunks), 0
-            )  # of about one size, for a small one costs as much
+            num_chunks = -(-_num_to_plan(seq) // room)  # of about one size, for a small one costs nearly as much
+            seq.chunk = Chunk(-(-_num_to_plan(seq) // num_chunks), 0)
         count, begin = seq.chunk
         layer_s = (times.chunked_s + times.chunk_s(start, count)) / num_layers
         num = round(min(seconds / layer_s, num_layers)) if layer_s > 0 else num_layers
