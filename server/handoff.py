@@ -76,13 +76,8 @@ class Receiver:
 
     async def _fetch(self, request: Request) -> None:
         params = request.params
-        if (
-            request.is_background
-            or params.adapter is not None
-            or params.prompt_logprobs is not None
-            or params.pooling is not None
-        ):
-            return  # nobody waits for it, or it is another model's K/V, or every position is computed for what is made of it
+        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
+            return  # nobody waits for it, or every position is computed for what is made of it
         prefix = _prefix(self._engine, request)
         try:
             num_missing = await asyncio.to_thread(self._exchange.count_missing, prefix)
@@ -103,7 +98,13 @@ class Receiver:
         return min([self._timeout_s, *(limit / 2 for limit in limits)])
 
     async def _ask(self, request: Request) -> str | None:
-        body = {"prompt": request.prompt, "cache_salt": request.cache_salt, "priority": request.priority}
+        adapter = request.params.adapter
+        body = {
+            "prompt": request.prompt,
+            "cache_salt": request.cache_salt,
+            "priority": request.priority,
+            "adapter": None if adapter is None else adapter.digest.hex(),
+        }
         answer = await self._client.post("/v1/internal/prefill", json=body)
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")

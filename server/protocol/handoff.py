@@ -14,10 +14,12 @@ class PrefillBody(RequestBody):
     prompt: list[int] = Field(min_length=1)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    adapter: str | None = Field(None, max_length=64)  # the digest of its content, as hexadecimal digits
 
 
 class Prefilled(BaseModel):
     """Where its K/V is."""
 
-    parcel: str | None  # none where the prompt has not one full block, or it was evicted meanwhile
+    # None where the prompt has not one full block, or it was evicted meanwhile, or its adapter is not loaded here.
+    parcel: str | None
     num_blocks: int

@@ -37,10 +37,15 @@ async def prefill(
         message = "Prompts are computed for daemons, which have a key of --api-key; a tenant's key is for answers."
         raise ApiError(403, "not_allowed", message, type="permission_error")
     context.limits.check_ids(body.prompt, "prompt")
+    # Names are each daemon's own, and an adapter's digest is that of the files it was read from.
+    loaded = (each.adapter for each in context.engine.adapters.all())
+    adapter = next((each for each in loaded if each.digest.hex() == body.adapter), None)
+    if adapter is None and body.adapter is not None:
+        return Prefilled(parcel=None, num_blocks=0)
     request = Request(
         request_id=uuid.uuid4().hex,
         prompt=tuple(body.prompt),
-        params=SamplingParams(max_tokens=0),
+        params=SamplingParams(max_tokens=0, adapter=adapter),
         arrival_s=context.engine.clock(),
         priority=body.priority,
         cache_salt=body.cache_salt,

@@ -11,8 +11,10 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from fake_adapters import AdaptableParrot, read_adapter
 from harness import Live, eventually
 
+from engine.adapters import Adapters
 from engine.connector.local import LocalConnector
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, until it is tired of it"  # 85 tokens, 5 blocks
@@ -72,6 +74,32 @@ def test_streams_and_chats_go_the_same_way(pair: tuple[Live, Live]) -> None:
     said = "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
     assert said == TEXT[:9]
     assert handoffs(decode) == {"received": 1}
+
+
+def test_prompts_of_adapters_go_the_same_way_where_both_daemons_have_them(
+    serve: Serve, folder: Path, tmp_path: Path
+) -> None:
+    """Told apart from the model's own by their content; the names are each daemon's own."""
+    paths = [tmp_path / name for name in ("one", "two")]
+    for distance, path in enumerate(paths, start=1):
+        path.write_text(str(distance))
+    adapters = [Adapters(read_adapter, 2) for _ in range(2)]
+    adapters[0].load("first", str(paths[0]))
+    adapters[1].load("uno", str(paths[0]))
+    adapters[1].load("due", str(paths[1]))
+    fakes = {"runner": AdaptableParrot, "kv_connector_dir": folder, "api_keys": ("secret",)}
+    prefill = serve(role="prefill", adapters=adapters[0], **fakes)
+    decode = serve(role="decode", adapters=adapters[1], prefill_url=prefill.url, **fakes)
+    shifted = "".join(chr(ord(letter) + 1) for letter in TEXT[:20])
+    assert ask(decode, model="uno")["choices"][0]["text"] == shifted
+    assert handoffs(decode) == {"received": 1}
+    assert ask(decode)["choices"][0]["text"] == TEXT[:20]
+    assert handoffs(decode) == {"received": 2}, "an adapter's K/V is not the model's own"
+    assert prefill.engine.stats.prompt_tokens == 2 * 86
+    assert not prefill.engine.stats.prefix_hit_tokens
+    assert ask(decode, model="due")["choices"][0]["text"] != shifted
+    assert handoffs(decode) == {"received": 2, "failed": 1}, "the prefill daemon has not got this one"
+    assert prefill.engine.stats.prompt_tokens == 2 * 86
 
 
 def test_short_prompts_and_scores_are_computed_where_they_are_asked_for(pair: tuple[Live, Live]) -> None:
