@@ -106,7 +106,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         eviction=config.prefix_cache_eviction,
-        pinned_share=config.pinned_prefix_share,
+        pinned_share=config.pinned_prefix_share if config.enable_prefix_caching else 0.0,
         min_copied_tokens=_MIN_COPIED_TOKENS[device.type],
         policy=config.scheduling_policy,
         target_itl_s=_seconds(config.target_itl_ms),
