@@ -34,6 +34,7 @@ class Generation:
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
         self._tells_reasoning = rules.make_reader is not None
         self._num_open = len(self._choices)
+        self._beam, self._num_beam_tokens = requests[0].params.beam, 0
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._host_tokens: dict[int, int] = {}  # of these
         self._disk_tokens: dict[int, int] = {}
@@ -48,6 +49,11 @@ class Generation:
         below = (sum(self._host_tokens.values()), sum(self._disk_tokens.values()))
         pinned = None if self._pinned_tokens is None else sum(self._pinned_tokens.values())
         return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning, below, pinned)
+
+    @property
+    def num_drawn_tokens(self) -> int:
+        """What was generated for the answer, of a beam search in all of its beams."""
+        return self.usage.completion_tokens if self._beam is None else self._num_beam_tokens
 
     @property
     def num_cached_tokens(self) -> int:
@@ -97,6 +103,8 @@ class Generation:
             index = prompt * self._n + event.choice
             choice = self._choices[index]
             self.timeline.hear(index, event)
+            if self._beam is not None and not event.choice:  # every step of a search is told of its first choice
+                self._num_beam_tokens += self._beam.width
             if choice.is_done:
                 continue  # a stop string was found in it; what the engine drew since is not shown
             if event.prompt is not None:

@@ -63,7 +63,8 @@ class Entry:
             return
         self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
         if self.account is not None:
-            self.account.close(self.generation.usage, self.generation.timeline.spans())
+            generation = self.generation
+            self.account.close(generation.usage, generation.num_drawn_tokens, generation.timeline.spans())
         self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
         self.generation, self.requests = None, ()
         self.ledger.close(self)

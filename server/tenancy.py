@@ -71,10 +71,10 @@ class Account:
         self._tokens = self._fill() - sum([len(request.prompt) for request in requests])
         self._metrics.opened(self.tenant.name)
 
-    def close(self, usage: Usage, spans: Spans | None) -> None:
-        """It has ended, whichever way."""
+    def close(self, usage: Usage, num_drawn_tokens: int, spans: Spans | None) -> None:
+        """It has ended, whichever way. A beam search draws more than its answer's usage tells."""
         self.num_open -= 1
-        self._tokens = self._fill() - usage.completion_tokens
+        self._tokens = self._fill() - num_drawn_tokens
         self._metrics.closed(self.tenant.name, usage, spans)
 
     def headers(self) -> dict[str, str]:

@@ -25,7 +25,10 @@ class Beams:
         self._memory, self._departures, self._roster, self._recorder = memory, departures, roster, recorder
 
     def accept(self, seq: Sequence, entry: TokenLogprob, now: float) -> list[TokenEvent]:
-        """A beam's likeliest next tokens. With those of the last one the search goes on by a token, or is over."""
+        """A beam's likeliest next tokens. With those of the last one the search goes on by a token, or is over.
+
+        Either is told: while the search goes on by an event without tokens.
+        """
         search, beams = seq.search, seq.beams
         assert search is not None
         if seq.status is not Status.RUNNING:
@@ -40,7 +43,7 @@ class Beams:
             self._recorder.began_search(first, now)
         if continuations := search.advance():
             self._go_on(beams, continuations)
-            return []
+            return [TokenEvent(first.request_id, 0, ())]  # nothing to show yet, but a step's work
         return self._end(first, now)
 
     def _go_on(self, beams: list[Sequence], continuations: list[Continuation]) -> None:

@@ -78,7 +78,8 @@ class Search:
     def ours(self, served: Served, request_id: str) -> list[Answer]:
         answers = []
         for choice in range(self.n):
-            [event] = served.events[request_id, choice]
+            *earlier, event = served.events[request_id, choice]
+            assert not any(each.token_ids for each in earlier), "each answer comes whole"
             assert event.logprobs is not None
             ends = event.token_ids[-1] in self.eos_ids
             assert event.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)

@@ -172,3 +172,11 @@ def test_on_sighup_the_file_is_read_again_and_a_faulty_one_changes_nothing(tmp_p
             process.send_signal(signal.SIGHUP)
             read_until(process, "tenants (stay) as they were")
         assert (is_let_in("second"), is_let_in("third")) == (True, False)
+
+
+def test_a_search_is_paid_for_in_all_of_its_beams(live: Live) -> None:
+    body = {"prompt": "hello|", "max_tokens": 4, "use_beam_search": True, "best_of": 8}
+    with client(live, "poor-key") as poor:
+        answer = poor.post("/v1/completions", json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        assert "used up its 30 tokens a minute" in poor.post("/v1/completions", json=body).json()["error"]["message"]

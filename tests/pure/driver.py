@@ -122,10 +122,10 @@ class Driver:
         for event in events:
             key = (event.request_id, event.choice)
             assert key not in self.ends, f"{key} spoke after its end"
-            first = key not in self.streams
-            self.streams.setdefault(key, []).extend(event.token_ids)
+            first = not self.streams.setdefault(key, [])
+            self.streams[key] += event.token_ids
             if event.token_ids:
-                assert (event.prompt is not None) == first, "prompt info rides on the first event, and only there"
+                assert (event.prompt is not None) == first, "prompt info rides on the first tokens, and only there"
             if event.prompt is not None:
                 self.prompts[key] = event.prompt
             if event.finish_reason is not None:
