@@ -35,6 +35,7 @@ from engine.core.eviction import EVICTION_POLICIES
 from engine.core.policies import POLICIES
 from server.app_config import AppConfig
 from server.lora_modules import read_modules
+from server.yaml_file import read_yaml
 
 ENV_PREFIX = "QUIRE_"
 _ENGINE = EngineConfig(model="")  # where the defaults are spelled
@@ -412,6 +413,10 @@ class Settings(
             )
         if self.pinned_prefixes:
             self._check_pins()
+        if self.role != "both" and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"--role {self.role} hands blocks over through the prefix cache; leave --enable-prefix-caching on."
+            )
         if self.role != "both" and self.block_size is None:
             raise ConfigError(
                 f"--role {self.role} does not go with --block-size auto; name a size that both daemons use."
@@ -463,7 +468,8 @@ class Settings(
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        has_address = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        return parts.scheme in ("http", "https") and has_address and parts.path in ("", "/")
     except ValueError:
         return False
 
@@ -471,7 +477,7 @@ def _is_url(text: str) -> bool:
 def read_config_file(path: Path) -> dict[str, Any]:
     """The settings in a YAML file by field name, keys in either spelling and nulls left out. Raises ConfigError."""
     try:
-        content = yaml.safe_load(path.read_bytes())
+        content = read_yaml(path)
     except OSError as error:
         raise ConfigError(f"--config is {str(path)!r}, which cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:

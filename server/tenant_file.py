@@ -24,8 +24,11 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
+from yaml.constructor import ConstructorError
 
 from engine.core.errors import ConfigError
+from server.yaml_file import read_yaml
 
 DEFAULT = "default"  # what those are called together who are none of the file's: keys of --api-key
 
@@ -76,22 +79,43 @@ def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]
         tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])
         _refuse_twins(tenants, api_keys)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        at = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"--tenants is {str(path)!r}, in which {at} is wrong: {first['msg']}.") from None
+        faults = error.errors(include_url=False, include_input=False)
+        faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a name misspelt is why another is missing
+        raise ConfigError(f"--tenants is {str(path)!r}, {_fault(faults[0])}.") from None
     except ValueError as error:
         raise ConfigError(f"--tenants is {str(path)!r}, {error}.") from None
     return tenants
 
 
+def _fault(error: ErrorDetails) -> str:
+    """What is wrong, without what stands there: it may be a key."""
+    *parents, last = [str(part) for part in error["loc"][:3]] or [""]
+    at = ".".join([*parents, last])
+    if not last:
+        return "which is not a file of tenants; it begins with the line tenants:"
+    if error["type"] == "extra_forbidden":
+        model: type[BaseModel] = _File if not parents else _Terms if parents[0] == "tiers" else _Tenant
+        known = list(model.model_fields)
+        may_be = " and ".join(known) if not parents else "one of " + ", ".join(known)
+        return f"in which {at} is unknown; {may_be} may be there"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"in which {at} holds no settings; write them as {{name: value}}"
+    if error["type"] == "string_type":
+        return f"in which {at} is no text; put it in quotes"
+    return f"in which {at} is wrong: {error['msg']}"
+
+
 def _load(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_bytes())
+        return read_yaml(path)
     except OSError as error:
         raise ValueError(f"which cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:  # its own text shows lines of the file, and so may show a key
         mark = getattr(error, "problem_mark", None)
-        raise ValueError("which is not valid YAML" + (f" at line {mark.line + 1}" if mark else "")) from None
+        line = f" at line {mark.line + 1}" if mark else ""
+        if isinstance(error, ConstructorError) and mark:  # names of fields only
+            raise ValueError(f"in which {error.problem}{line}") from None
+        raise ValueError(f"which is not valid YAML{line}") from None
 
 
 def _resolve(entry: _Tenant, tiers: dict[str, _Terms]) -> Tenant:

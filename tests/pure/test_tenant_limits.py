@@ -51,7 +51,7 @@ def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "Input should be a valid dictionary"),
+        ("", "which is not a file of tenants; it begins with the line tenants:"),
         ("tenants: []", "tenants is wrong: List should have at least 1 item"),
         ("tenants: [{name: a, key: k}", "not valid YAML at line 1"),
         ("tenants: [{name: a}]", "tenant a has no key; give it key, key_env or key_sha256"),
@@ -67,8 +67,19 @@ def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("tenants: [{name: a, key: k, weight: 0}]", "tenants.0.weight is wrong: Input should be greater than or equal"),
         ("tenants: [{name: a, key: k, weight: .nan}]", "tenants.0.weight is wrong"),
         ("tenants: [{name: a, key: k, tokens_per_minute: 0}]", "tenants.0.tokens_per_minute is wrong"),
-        ("tenants: [{name: a, key: k, max_requests: 1}]", "tenants.0.max_requests is wrong: Extra inputs"),
-        ("tenants: [{name: a, key: 12345678901}]", "tenants.0.key"),
+        (
+            "tenants: [{name: a, key: k, max_requests: 1}]",
+            "tenants.0.max_requests is unknown; one of weight, max_concurrent_requests, ",
+        ),
+        ("tenants: [{name: a, key: 12345678901}]", "tenants.0.key is no text; put it in quotes."),
+        ("tenants: [{name: a, key: [k, 12345678901]}]", "tenants.0.key is no text; put it in quotes."),
+        ("tenant: [{name: a, key: k}]", "tenant is unknown; tiers and tenants may be there"),
+        ("tiers: {gold: }\ntenants: [{name: a, key: k}]", "tiers.gold holds no settings; write them as {name: value}."),
+        ("tiers: {gold: {wieght: 2}}\ntenants: [{name: a, key: k}]", "tiers.gold.wieght is unknown; one of weight, "),
+        (
+            "tiers: {gold: {weight: 2},\n gold: {weight: 3}}\ntenants: [{name: a, key: k}]",
+            "'gold' is there twice at line 2",
+        ),
     ],
 )
 def test_a_fault_is_one_sentence(tmp_path: Path, text: str, told: str) -> None:
