@@ -79,7 +79,7 @@ def _measure(
     if least is None:
         report(Progress("swap_space", f"none: {rates}, so everything is computed anew"))
         return settings
-    report(Progress("swap_space", f"{num_blocks} blocks, for sequences from {least} tokens: {rates}"))
+    report(Progress("swap_space", f"{num_blocks} blocks, worth copying for {least} tokens or more: {rates}"))
     return replace(settings, num_host_blocks=num_blocks, swap_costs=costs)
 
 

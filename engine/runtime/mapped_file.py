@@ -21,6 +21,7 @@ from engine.runtime.host_memory import available_memory
 
 _GIB = 1 << 30
 _IN_MEMORY = ("tmpfs", "ramfs")
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Tensor:
@@ -37,9 +38,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Te
             os.ftruncate(file.fileno(), num_bytes)
             memory = mmap.mmap(file.fileno(), num_bytes)
     except OSError as error:
+        elsewhere = "name another folder with --kv-offload-dir or TMPDIR"
+        if error.errno not in _NO_ROOM:
+            raise ConfigError(f"{where} cannot hold blocks ({error.strerror or error}); {elsewhere}.") from error
         raise ConfigError(
             f"--swap-space and --kv-offload-gib need {num_bytes / _GIB:.2f} GiB in {where}, where there is no such room "
-            f"({error.strerror or error}); lower them, or name another folder with --kv-offload-dir or TMPDIR."
+            f"({error.strerror or error}); lower them, or {elsewhere}."
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 

@@ -214,7 +214,7 @@ def test_an_engine_with_swap_space_says_what_one_without_says(
     assert with_swap.stats.host_blocks_held == 0
     (line,) = [progress.detail for progress in told if progress.stage == "swap_space"]
     assert line.startswith(
-        f"{with_swap.config.num_host_blocks} blocks, for sequences from 1 tokens: a block of 4 tokens"
+        f"{with_swap.config.num_host_blocks} blocks, worth copying for 1 tokens or more: a block of 4 tokens"
     )
 
 
