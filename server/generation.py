@@ -61,14 +61,17 @@ class Generation:
         return sum(self._cached_tokens.values())
 
     @property
-    def history(self) -> dict[str, int | float]:
+    def history(self) -> dict[str, int | float | str]:
         """What a log line tells of the answer: counts, and the seconds of its slowest choice."""
         usage, spans = self.usage, self.timeline.spans()
-        history: dict[str, int | float] = {
+        history: dict[str, int | float | str] = {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": self.num_cached_tokens,
             "completion_tokens": usage.completion_tokens,
         }
+        reasons = {reason.value for reason in self.timeline.finish_reasons if reason is not None}
+        if reasons:  # a stream's status is 200 whatever became of it
+            history["finish_reason"] = "+".join(sorted(reasons))
         if spans is not None:
             history["queue_s"] = round(spans.queue_s, 3)
             history["prefill_s"] = round(spans.prefill_s, 3)

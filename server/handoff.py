@@ -64,6 +64,8 @@ class Receiver:
             timeout=httpx.Timeout(config.prefill_timeout_s, connect=2.0),
             limits=httpx.Limits(max_connections=256),
         )
+        least = MIN_BLOCKS * engine.config.block_size
+        log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
         self._is_well = True  # the last prompt that was asked for came; a change is told in the log once
 
     async def fetch(self, requests: Sequence[Request]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.snapshot import SequenceView
-from engine.core.types import Request
+from engine.core.types import FinishReason, Request
 from server.generation import Generation
 from server.protocol.timings import AnswerMetrics
 from server.standing import Place
@@ -52,9 +52,14 @@ class Entry:
         return [request.request_id for request in self.requests]
 
     @property
+    def _is_dropped(self) -> bool:
+        """It could not have been in time, and was never started."""
+        return self.generation is not None and FinishReason.DROPPED in self.generation.timeline.finish_reasons
+
+    @property
     def log_fields(self) -> dict[str, int | float | str]:
         """For the log line."""
-        named = {} if self.account is None else {"tenant": self.account.tenant.name}
+        named: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
         return {} if self.generation is None else named | self.generation.history
 
     def close(self, status: int, seconds: float) -> None:
@@ -112,7 +117,7 @@ class Entry:
         return {
             "finish_reasons": [None if reason is None else reason.value for reason in reasons],
             "usage": self.generation.usage.model_dump(),
-            "metrics": None if spans is None else AnswerMetrics.of(spans, cached).model_dump(),
+            "metrics": None if spans is None or self._is_dropped else AnswerMetrics.of(spans, cached).model_dump(),
         }
 
     def _history(self) -> list[dict[str, Any]]:
@@ -130,6 +135,8 @@ class Entry:
                 events.append((name, at_s))
         if not self.generation.usage.completion_tokens:
             events = events[:2]  # nothing was drawn, so far
+        if self._is_dropped:
+            events[1:] = [("dropped", at) for _, at in events[1:]]
         return [{"event": name, "at_s": round(at, 3)} for name, at in events]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,11 @@ def test_what_waits_too_long_is_a_408_on_every_path(serve: Serve, path: str, fie
         assert response.headers["x-should-retry"] == "false"
         error = response.json()["error"]
         assert f"{field} is 20" in error["message"]
-        if path != "/v1/messages":
-            assert (error["type"], error["code"]) == ("timeout_error", "deadline_unreachable")
+        assert error["type"] == "timeout_error"
+        assert path == "/v1/messages" or error["code"] == "deadline_unreachable"
+        ended = httpx.get(f"{live.url}/v1/requests/{response.headers['x-request-id']}").json()
+        assert [event["event"] for event in ended["history"]] == ["received", "dropped", "finished"]
+        assert ended["metrics"] is None
         assert live.engine.stats.num_running == 1, "nobody else is harmed"
     stats = live.engine.stats
     target = Target.QUEUE if field == "max_queue_ms" else Target.DEADLINE
@@ -46,7 +50,8 @@ def test_what_waits_too_long_is_a_408_on_every_path(serve: Serve, path: str, fie
     assert f'reason="{target.value}"}} 1.0' in httpx.get(live.url + "/metrics").text
 
 
-def test_a_stream_that_has_begun_ends_on_an_error(serve: Serve) -> None:
+def test_a_stream_that_has_begun_ends_on_an_error(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server")
     live = serve(config=ONE_AT_A_TIME, **SLOW)
     with asked(live, COMPLETIONS, **ENDLESS):
         eventually(lambda: live.engine.stats.num_running == 1)
@@ -56,6 +61,7 @@ def test_a_stream_that_has_begun_ends_on_an_error(serve: Serve) -> None:
     *_, error, done = [part for part in response.text.split("\n\n") if part]
     assert done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_unreachable"
+    eventually(lambda: ", completion_tokens 0, finish_reason dropped, " in caplog.text)
 
 
 @pytest.mark.parametrize("field", ["max_queue_ms", "deadline_ms"])
