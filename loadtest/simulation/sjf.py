@@ -7,6 +7,7 @@ sjf makes of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.predictors import PREDICTORS, Watched
 from loadtest.simulation.replay import Served, replay
 from loadtest.simulation.replica import Replica
+from loadtest.simulation.report import in_percent
 from loadtest.simulation.trace import TraceRequest
 
 FCFS, ORACLE = "fcfs", "sjf, oracle"
@@ -75,7 +77,7 @@ def _result(runs: Sequence[_Run]) -> Result:
     return Result(
         ttft_s=Spread.of(each.ttft_s for each in served),
         e2e_s=Spread.of(each.e2e_s for each in served),
-        most_queued_s=max(each.queue_s for each in served),
+        most_queued_s=max((each.queue_s for each in served), default=math.nan),
         error_tokens=Spread.of(abs(value - true) for value, true in told).mean,
         misordered_ratio=Spread.of(each for run in runs for each in misordered(run.rows, run.predicted)).mean,
     )
@@ -92,9 +94,10 @@ def misordered(rows: Sequence[TraceRequest], predicted: Mapping[int, float]) -> 
 
 
 def gained(results: Mapping[str, Result], variant: str) -> float:
-    """Of what the oracle takes off the mean time to an answer's end under fcfs, the part that a variant takes off."""
+    """Of what the oracle takes off the mean time to an answer's end under fcfs, the part that a variant takes off; nan of
+    nothing."""
     before, best = results[FCFS].e2e_s.mean, results[ORACLE].e2e_s.mean
-    return (before - results[variant].e2e_s.mean) / (before - best)
+    return (before - results[variant].e2e_s.mean) / (before - best) if before > best else math.nan
 
 
 def show(found: Mapping[str, Mapping[str, Result]], console: Console) -> None:
@@ -123,10 +126,10 @@ def show(found: Mapping[str, Mapping[str, Result]], console: Console) -> None:
                 "" if index else workload,
                 variant,
                 *(f"{value:.2f}" for value in times),
-                f"{gained(results, variant):.0%}",
+                in_percent(gained(results, variant)),
                 f"{each.most_queued_s:.1f}",
                 "-" if is_fcfs else f"{each.error_tokens:.0f}",
-                "-" if is_fcfs else f"{each.misordered_ratio:.0%}",
+                "-" if is_fcfs else in_percent(each.misordered_ratio),
             )
     console.print(table)
     console.print(

@@ -11,14 +11,16 @@ from random import Random
 import numpy as np
 import pytest
 
+from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from loadtest.__main__ import main
 from loadtest.report import Spread
 from loadtest.simulation.calibrate import fit_front
-from loadtest.simulation.costs import Front, StepCosts, Table
+from loadtest.simulation.costs import Copies, Front, StepCosts, Table
 from loadtest.simulation.fit import fit, non_negative, predict
 from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measure
+from loadtest.simulation.moves import measure_copies, measure_handoff
 from loadtest.simulation.observe import Observed
 from loadtest.simulation.replay import replay
 from loadtest.simulation.replica import SimulationError
@@ -81,6 +83,19 @@ def test_measured_steps_fit_the_scheduler_and_the_runner() -> None:
     assert len(taken) == 4
     assert min(taken) > 0
     assert len(counted) == 12
+
+
+def test_moved_blocks_are_timed_and_stay_what_they_are() -> None:
+    config = replace(CONFIG, num_blocks=64, num_host_blocks=64)
+    runner = FakeRunner(config)
+    layout = Layout("f" * 32, config.block_size, 4 * config.block_size)
+    handoff = measure_handoff(runner, layout, config.num_blocks)
+    assert handoff.block_bytes == layout.block_bytes
+    assert handoff.trip_s + 64 * handoff.block_s > 0
+    assert handoff.pause_s > 0
+    copies = measure_copies(runner, config)
+    assert copies.trip_s + 64 * copies.block_s > 0
+    assert measure_copies(runner, CONFIG) == Copies(), "nothing is set aside"
 
 
 def seen(rows: list[TraceRequest], costs: StepCosts) -> list[Observed]:

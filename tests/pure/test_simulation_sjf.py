@@ -40,6 +40,16 @@ def test_what_is_learned_gains_most_of_what_can_be_gained(tmp_path: Path, capsys
     assert picture.stat().st_size > 10_000
 
 
+def test_a_trace_with_nothing_to_gain_has_figures_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    for line in ("0,10,5", "0,9000,5"):  # one request alone, and one that is refused
+        trace.write_text(f"arrival_s,prompt_tokens,output_tokens\n{line}\n")
+        assert main(["simulate", "sjf", str(trace)]) == 0
+        assert "sjf" in capsys.readouterr().out
+
+
 def test_one_setting_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "sjf", "steady", "--set", "max_num_seqs=8,16"]) == 2
     assert "sjf is compared under one setting" in capsys.readouterr().err
