@@ -226,6 +226,9 @@ def measure(policy: str, flags: Sequence[str], prompt_lens: Sequence[int], secon
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `fairness`."""
     parser.add_argument("--daemon", action="store_true", help="real daemons instead of a virtual clock")
+    parser.add_argument(
+        "--policy", nargs="+", choices=POLICIES, metavar="NAME", help="default: all; daemons, fcfs fair"
+    )
     parser.add_argument("--flags", default="", metavar="FLAGS", help="of the daemons, in one string")
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[64, 256, 1024], metavar="N")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of each measurement; default 60")
@@ -236,12 +239,14 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 if a request failed."""
     rows: list[Row] = []
     if options.daemon:
-        for policy in DAEMON_POLICIES:
+        for policy in options.policy or DAEMON_POLICIES:
             rows += measure(policy, options.flags.split(), options.prompt_len, options.seconds)
     else:
         for max_num_seqs in (16, 128):
             for prompt_len in options.prompt_len:
-                rows += [simulate(policy, max_num_seqs, prompt_len, options.seconds) for policy in POLICIES]
+                rows += [
+                    simulate(policy, max_num_seqs, prompt_len, options.seconds) for policy in options.policy or POLICIES
+                ]
     show(rows)
     if options.json:
         document = {"daemon": options.daemon, "flags": options.flags, "seconds": options.seconds, "rows": rows}
