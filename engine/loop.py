@@ -24,6 +24,7 @@ from engine.core.admission import check_request
 from engine.core.block_size import BlockSizeChooser, waste, with_block_size
 from engine.core.errors import (
     ClientError,
+    CopyError,
     DeviceLostError,
     DeviceMemoryError,
     EngineDeadError,
@@ -230,6 +231,11 @@ class Engine:
             _, pending, _ = self._launched.popleft()
             with suppress(DeviceMemoryError):
                 pending.wait()
+        if isinstance(error, CopyError):
+            log.error("K/V could not be copied (%s): from now on it is computed anew instead", error)
+            events.entries += self._scheduler.take_back(self.clock())
+            self._scheduler.give_up_copies()
+            return
         self.stats.out_of_memory_steps += 1
         failure = None
         if self._is_second_try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.core.errors import DeviceMemoryError
+from engine.core.errors import CopyError, DeviceMemoryError
 from engine.core.plan import Runner, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.tiers import BlockStore
@@ -48,8 +48,10 @@ class Offload:
         try:
             if pairs:
                 self._runner.run(StepPlan(-1, [], [], 0, 0, swap_out=pairs)).wait()
-        except DeviceMemoryError:
+        except DeviceMemoryError as error:
             self._scheduler.tiers.unstage()  # nothing was copied: these blocks are left out
+            if isinstance(error, CopyError):
+                self._scheduler.give_up_copies()
         self.exchange(_POLL_S)
         return self._scheduler.tiers.is_transferring
 

@@ -231,6 +231,11 @@ METRICS = (
         _accepted,
         "position",
     ),
+    _counter(
+        "quire_swap_failures_total",
+        "Steps taken back since blocks could not be copied to host memory or from there; after one none is any more.",
+        lambda s: s.failed_copies,
+    ),
     _counter("quire_swapped_blocks_total", "KV blocks copied out to host memory, and in again.", _swapped, "direction"),
     _gauge(
         "quire_kv_block_waste_ratio",

@@ -91,6 +91,13 @@ class Departures:
         if not self._leave(seq):
             self._set_aside(seq)
 
+    def unsave(self, seq: Sequence) -> None:
+        """A swapped sequence's copy is worth nothing: it is to be computed anew."""
+        self._roster.dequeue(seq)
+        self._swap.discard(seq, self._flights)
+        seq.move(Status.PREEMPTED)
+        self._roster.enqueue(seq)
+
     def _set_aside(self, seq: Sequence) -> None:
         """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place.
 

@@ -101,6 +101,10 @@ class DeviceMemoryError(ServerError):
     """A step did not fit the memory that the device has left. Nothing of it counts; a smaller one may fit."""
 
 
+class CopyError(DeviceMemoryError):
+    """Blocks could not be copied between the pool and host memory. Nothing of the step counts; it can do without."""
+
+
 class DeviceLostError(ServerError):
     """The device, or this process's hold on it, is broken: nothing can be computed until the process starts anew."""
 

@@ -302,10 +302,7 @@ class Scheduler:
         """
         oldest = self._flights[0]
         for seq in never_saved(self._flights, self._roster.waiting):
-            self._roster.dequeue(seq)
-            self._swap.discard(seq, self._flights)
-            seq.move(Status.PREEMPTED)
-            self._roster.enqueue(seq)
+            self._departures.unsave(seq)
         for flight in self._flights:
             self._swap.settle(flight)
             self.tiers.settle(flight, is_done=False)
@@ -326,6 +323,14 @@ class Scheduler:
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
         self._roster.tell()
         return events
+
+    def give_up_copies(self) -> None:
+        """Blocks cannot be copied to the host and back: whoever was is computed anew, and so are all to come."""
+        for seq in [seq for seq in self._roster.waiting if seq.status is Status.SWAPPED]:
+            self._departures.unsave(seq)
+        self.tiers.give_up()
+        self.stats.failed_copies += 1
+        self._roster.tell()
 
     def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
         """Blocks have gone between host memory and the disk, or have failed to."""

@@ -20,11 +20,12 @@ _FADE = 0.02
 class SwapBelief:
     """What copying and computing cost by now."""
 
-    __slots__ = ("_block_size", "_measured", "_stats", "_times", "block_s")
+    __slots__ = ("_block_size", "_measured", "_stats", "_times", "block_s", "is_given_up")
 
     def __init__(self, measured: SwapCosts, block_size: int, times: StepTime, stats: Stats) -> None:
         self._measured, self._block_size, self._times, self._stats = measured, block_size, times, stats
         self.block_s = measured.block_s
+        self.is_given_up = False  # copies fail here
         self.tell()
 
     def learn(self, moves: Moves) -> None:
@@ -46,14 +47,14 @@ class SwapBelief:
 
     def pays_to_save(self, num_tokens: int) -> bool:
         """Whether a sequence that gives way is copied out, to come back. To be asked once for each."""
-        pays = 2 * self.copy_s(num_tokens) <= self.compute_s(0, num_tokens)
+        pays = not self.is_given_up and 2 * self.copy_s(num_tokens) <= self.compute_s(0, num_tokens)
         if not pays:
             self.block_s += _FADE * (self._measured.block_s - self.block_s)
         return pays
 
     def pays_to_bring(self, start: int, num_tokens: int) -> bool:
         """Whether what is on the host is copied in."""
-        return self.copy_s(num_tokens) <= self.compute_s(start, num_tokens)
+        return not self.is_given_up and self.copy_s(num_tokens) <= self.compute_s(start, num_tokens)
 
     def tell(self) -> None:
         """Have it shown."""

@@ -86,7 +86,7 @@ class Tiers:
         """The prefix cache gives a block up: have it copied, unless the host has it."""
         self._fresh.pop(digest, None)
         pool = self.host.pool
-        if self.host.find(digest) < 0 and pool.num_expendable:
+        if self.host.find(digest) < 0 and pool.num_expendable and not self._costs.is_given_up:
             host = pool.alloc()
             self.due[host] = block
             self.host.put(digest, host)
@@ -136,6 +136,13 @@ class Tiers:
             elif digest is not None and self.disk.pool.num_blocks:
                 self._landed[digest] = host
 
+    def give_up(self) -> None:
+        """Nothing is copied any more. What was to be copied out and is nobody's never will be."""
+        self._costs.is_given_up = True
+        for host in self.due:
+            self.host.forget(host)
+        self.due.clear()
+
     def _left_host(self, host: int) -> None:
         self.due.pop(host, None)
         self._unused.discard(host)
@@ -175,12 +182,12 @@ class Tiers:
     @property
     def is_transferring(self) -> bool:
         """True while anything is on its way, or is to go."""
-        return bool(self._under_way or (self._fresh and self._takes_stores and self.host.pool.num_expendable))
+        return bool(self._under_way or (self._fresh and self._spills))
 
     def spill(self) -> list[tuple[int, int]]:
         """What is to be copied to the host at once, so that it can go to the disk: (block of the pool, host block)."""
         self.unstage()
-        while self._fresh and self.host.pool.num_expendable and self._takes_stores:
+        while self._fresh and self._spills:
             digest = next(iter(self._fresh))
             block = self._fresh.pop(digest)
             if self.host.find(digest) < 0 and self._lacks(digest):
@@ -244,6 +251,10 @@ class Tiers:
         self.host.check_integrity([*holders, [transfer.host_block for transfer in transfers]])
         self.disk.check_integrity([[transfer.slot for transfer in transfers]])
         assert self._waiting.keys() <= self._under_way.keys(), "somebody waits for what nobody fetches"
+
+    @property
+    def _spills(self) -> bool:
+        return self._takes_stores and self.host.pool.num_expendable > 0 and not self._costs.is_given_up
 
     @property
     def _takes_stores(self) -> bool:

@@ -218,6 +218,18 @@ def test_an_engine_with_swap_space_says_what_one_without_says(
     )
 
 
+def test_an_engine_whose_copies_fail_says_the_same(
+    tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tiers, "measure_costs", lambda *_: SwapCosts(0.0, 0.0, 1.0))
+    without, broken = (build_engine(tiny(swap_space=gib), lambda _: None) for gib in (0.0, 0.001))
+    broken._runner._host_pool._rows.pop()  # type: ignore[attr-defined]  # so the last layer has nowhere to go
+    assert answers(broken) == answers(without)
+    assert broken.stats.failed_copies == 1
+    assert broken.stats.preempted[PreemptionKind.SWAP] > 0 == sum(broken.stats.swapped_blocks.values())
+    assert broken.stats.integrity_failures == broken.stats.host_blocks_held == 0
+
+
 def test_where_copying_takes_longer_than_computing_nothing_is_swapped(
     tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ SHOWN = {
     "quire_request_generation_tokens": "request_generation_tokens",
     "quire_predicted_length_error_tokens": "length_error_tokens",
     "quire_pins_refused_total": "pins_refused",
+    "quire_swap_failures_total": "failed_copies",
     "quire_kv_offload_disk_blocks": "disk_blocks_cached",
     "quire_kv_block_waste_ratio": "blocks_waste",
     "quire_kv_repartitions_total": "repartitions",
