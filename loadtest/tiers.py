@@ -1,4 +1,4 @@
-"""What the tiers behind the KV pool bring, on real daemons: a first token after a restart, and from a pool that is too small.
+"""What keeps prefixes brings, on real daemons: a first token after a restart, from a pool that is too small, and of a pin.
 
 The prefixes are of 2048 tokens, with 16 of each request's own behind them; times are until the first token, which is the
 only one. Knows the daemon only as a command and an address.
@@ -24,6 +24,8 @@ _NUM_PREFIXES, _ROUNDS = 4, 6
 _FIRST_ID, _LAST_ID = 1000, 40_000  # ordinary tokens of the default model
 # Room for one prefix and a bit; 2048 tokens of the default model are 45 MiB in bfloat16.
 _SMALL_POOL = "70MiB"
+# Room for three, one of which may be pinned; what comes between two requests for it is of five others.
+_PINNING_POOL, _PINNED_SHARE, _SCANNED = "150MiB", "0.4", 5
 _SETTLE_S = 60.0
 
 
@@ -39,9 +41,9 @@ def _ids(seed: int, count: int) -> list[int]:
     return [chance.randrange(_FIRST_ID, _LAST_ID) for _ in range(count)]
 
 
-def _ask(port: int, prefix: int, own: int) -> Asked:
+def _ask(port: int, prefix: int, own: int, **fields: Any) -> Asked:
     prompt = _ids(prefix, _PREFIX) + _ids(-1 - own, _OWN)
-    body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0}).encode()
+    body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}).encode()
     url = f"http://127.0.0.1:{port}/v1/completions"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     begun_s = time.perf_counter()
@@ -93,6 +95,27 @@ def _small_pool(flags: Sequence[str]) -> dict[str, Any]:
     return {name: _summary(asked) for name, asked in figures.items()}
 
 
+def _pinned(flags: Sequence[str]) -> dict[str, Any]:
+    """First tokens of a prefix that others, twice what the pool holds, were asked about since: retained, and not."""
+    figures: dict[str, list[Asked]] = {"first": [], "not retained, after a scan": [], "retained, after a scan": []}
+    small = [*flags, "--kv-cache-memory-bytes", _PINNING_POOL, "--pinned-prefix-share", _PINNED_SHARE]
+    with daemon(small) as port:
+        _ask(port, 999, 0)  # so that no daemon's first step is among them
+        for turn in range(_ROUNDS):
+            for name, fields in (("not retained", {}), ("retained", {"prompt_cache_options": {"ttl": "30m"}})):
+                prefix = 0 if fields else 1000 + turn
+                first = _ask(port, prefix, 100 * turn, **fields)
+                if not fields:
+                    figures["first"].append(first)
+                for other in range(_SCANNED):
+                    _ask(port, 10_000 + (2 * turn + bool(fields)) * _SCANNED + other, 0)
+                figures[f"{name}, after a scan"].append(_ask(port, prefix, 100 * turn + 1))
+    return {name: _summary(asked) for name, asked in figures.items()}
+
+
+_PARTS = {"restart": _restart, "pool too small": _small_pool, "pinned": _pinned}
+
+
 def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
     cached = {key for each in asked for key in each.details}
     return {
@@ -105,12 +128,13 @@ def _summary(asked: Sequence[Asked]) -> dict[str, Any]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tiers`."""
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--parts", nargs="*", choices=tuple(_PARTS), default=[*_PARTS], help="default: all")
     parser.add_argument("--flags", nargs="*", default=["--dtype", "bfloat16"], help="of all daemons")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure both and print a table; write it as JSON if asked."""
-    parts = {"restart": _restart(options.flags), "pool too small": _small_pool(options.flags)}
+    """Measure and print a table; write it as JSON if asked."""
+    parts = {name: _PARTS[name](options.flags) for name in options.parts}
     print(
         f"first token after {_PREFIX} shared and {_OWN} own tokens\n\n| | median ms | cached tokens of {_PREFIX + _OWN} |"
     )

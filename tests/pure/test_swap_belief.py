@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.fake_runner import FakeRunner, FakeStep
@@ -31,6 +31,7 @@ def test_it_begins_with_what_was_measured() -> None:
     assert not believed.pays_to_bring(0, 2)
 
 
+@settings(deadline=None)
 @given(seen_s=st.floats(1e-6, 1.0), sizes=st.lists(st.integers(1, 64), min_size=1, max_size=40))
 def test_copies_are_followed_as_far_as_there_are_blocks(seen_s: float, sizes: list[int]) -> None:
     believed, stats = belief()
@@ -77,13 +78,13 @@ class Machine(FakeRunner):
 
 
 def test_preemption_changes_its_mind_as_the_machine_does() -> None:
-    settings = config(num_blocks=9, num_host_blocks=40, swap_costs=SwapCosts(token_s=0.002))
-    machine = Machine(settings, vocab_size=VOCAB, fail=fail)
+    sizes = config(num_blocks=9, num_host_blocks=40, swap_costs=SwapCosts(token_s=0.002))
+    machine = Machine(sizes, vocab_size=VOCAB, fail=fail)
 
     def step_s(plan: StepPlan) -> float:
         return 0.001 + 0.002 * plan.num_tokens + machine.block_s * (len(plan.swap_out) + len(plan.swap_in))
 
-    driver = Driver(settings, cost=step_s)
+    driver = Driver(sizes, cost=step_s)
     driver.runner = machine
     counts = []
     for phase, (block_s, num_requests) in enumerate([(0.0, 40), (0.1, 40), (0.0, 200)]):
