@@ -1,9 +1,9 @@
 """Requests that say by when they are of use, and leave the queue when they cannot be any more: `deadline_ms`, `max_queue_ms`.
 
 A request is dropped at the moment from which it could not be in time even if it were started at once and had the engine to
-itself, by what steps are known to take. That is the least it needs, so nothing is dropped that might have been in time;
-others may still make it late. Once started it is never dropped. Only requests with such fields cost anything: a heap of
-the moments at which they are to be looked at. Owned by the scheduler, engine thread.
+itself, by what steps are known to take. That is the least it needs, so nothing is dropped that might have been in time. When
+it may start beside others, so that it will be, is for promises.py to say. Once started it is never dropped. Only requests
+with such fields cost anything: a heap of the moments at which they are to be looked at. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from math import inf
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeadlineError
+from engine.core.forecast import seconds_left, work_of
 from engine.core.memory import Memory
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
-from engine.core.step_time import Load, StepTime
+from engine.core.step_time import StepTime
 
 _MIN_PRUNED = 64  # entries: those of requests that have left the queue are cleared out when they may be half of all
 
@@ -67,14 +68,12 @@ class Deadlines:
 
     def _least_s(self, seq: Sequence, num_cached: int) -> float:
         """What it takes alone: the prompt in steps as large as can be, then as many tokens as it must have at least."""
-        times = self._times
-        if not times.is_known:
+        if not self._times.is_known:
             return 0.0
-        num_tokens = seq.num_prompt - num_cached
-        num_steps = -(-num_tokens // self._max_step_tokens)
-        prompt_s = num_steps * times.fixed_s + times.chunk_s(num_cached, num_tokens)
-        num_decodes = -(-max(seq.params.min_tokens - 1, 0) // self._tokens_a_step)
-        return prompt_s + num_decodes * times.seconds(Load(1, seq.num_prompt))
+        costs = self._times.costs
+        num_decodes = -(-max(seq.request.params.min_tokens - 1, 0) // self._tokens_a_step)
+        work = work_of(seq, costs, num_cached)._replace(num_decodes=num_decodes)
+        return seconds_left([work], costs, self._max_step_tokens)[0][0]
 
     def _deadline_sentence(self, seq: Sequence, now: float) -> str:
         request, waited_s = seq.request, now - seq.request.arrival_s

@@ -60,9 +60,12 @@ def lower_hull(points: Iterable[tuple[int, float]]) -> Points:
     return tuple(hull)
 
 
-def choose_lengths(chances: Sequence[float], rooms: Sequence[int], num_rows: int, costs: DraftCosts) -> list[int]:
+def choose_lengths(
+    chances: Sequence[float], rooms: Sequence[int], num_rows: int, costs: DraftCosts, spare_s: float = inf
+) -> list[int]:
     """How many tokens to draft for each sequence of a step of `num_rows` rows, at most its room.
 
+    All of them together add `spare_s` to the step at most.
     `chances` are how likely a draft is right once those before it were. The likeliest is taken first; all of them are
     taken back if the step without them is expected to bring more tokens a second.
     """
@@ -74,11 +77,12 @@ def choose_lengths(chances: Sequence[float], rooms: Sequence[int], num_rows: int
     each = seconds(costs.drafting, len(candidates)) / len(candidates)
     tokens, rows = float(len(chances)), num_rows
     spent = seconds(costs.checking, rows)
+    plain = seconds(costs.plain, num_rows)
     while candidates:
         gain, index = -candidates[0][0], candidates[0][1]
         after = seconds(costs.checking, rows + 1)
         cost = after - seconds(costs.checking, rows) + each
-        if gain * spent < tokens * cost:
+        if gain * spent < tokens * cost or spent + cost > plain + spare_s:
             break
         tokens, spent, rows = tokens + gain, spent + cost, rows + 1
         lengths[index] += 1
@@ -86,7 +90,6 @@ def choose_lengths(chances: Sequence[float], rooms: Sequence[int], num_rows: int
             heapreplace(candidates, (-gain * chances[index], index))
         else:
             heappop(candidates)
-    plain = seconds(costs.plain, num_rows)
     return lengths if tokens * plain >= len(chances) * _spent(lengths, rows, costs) else [0] * len(chances)
 
 

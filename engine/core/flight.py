@@ -7,12 +7,27 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
+from typing import NamedTuple
 
 from engine.core.plan import LayerRange, Sample, SequenceSlice
 from engine.core.sequence import Sequence
 from engine.core.step_time import Load
 
 _NO_LOAD = Load()
+
+
+class Room(NamedTuple):
+    """What promised deadlines leave of a step: seconds for prompts and drafts; or nothing, and what is promised runs alone."""
+
+    spare_s: float = inf
+    is_alone: bool = False
+
+    @property
+    def holds_prompts(self) -> bool:
+        return self.is_alone or self.spare_s > 0.0
+
+
+FREE = Room()
 
 
 @dataclass(slots=True)
@@ -31,7 +46,8 @@ class Flight:
     num_samples: int = 0
     step_id: int = -1
     planned_s: float = 0.0
-    spare_s: float = inf  # that prompts may still add to it
+    spare_s: float = inf  # that prompts and drafts may still add to it
+    room: Room = FREE
     load: Load = _NO_LOAD  # told of steps with prompts only
     layers: LayerRange | None = None  # of the last slice
     is_reference: bool = False  # long prompts have no part in it, so that it shows what a step takes without them

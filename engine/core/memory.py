@@ -36,7 +36,7 @@ class Memory:
 
     def partition(self, config: SchedulerConfig) -> None:
         """Have blocks of that number and size, all free. Nobody may hold any."""
-        self._block_size = config.block_size
+        self.block_size = config.block_size
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins.clear(max_pinned)
         self._cache = PrefixCache(
@@ -59,7 +59,7 @@ class Memory:
         """
         if len(self._seats) < seq.num_seats:
             return False
-        size, tokens, pool = self._block_size, seq.tokens, self.pool
+        size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
         # The last token is always computed: its hidden state is what the first draw comes from.
         hits = self._cache.match(seq.chain, tokens, len(tokens) - 1) if is_reading else []
@@ -105,12 +105,12 @@ class Memory:
             return 0
         num_hits = len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1))
         num_blocks = num_hits + len(self._tiers.find(seq, num_hits)) + seq.num_awaited
-        return min(num_blocks * self._block_size, len(seq.tokens) - 1)
+        return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
         num_seats, num_blocks, found = len(self._seats), self.pool.num_available, list[Sequence]()
-        needed = blocks_for(len(seq.tokens), self._block_size) + num_reserved
+        needed = blocks_for(len(seq.tokens), self.block_size) + num_reserved
         for victim in victims:
             found.append(victim)
             num_seats += len(victim.seats)
@@ -121,8 +121,8 @@ class Memory:
 
     def _find_start(self, seq: Sequence, num_hits: int, num_needed: int) -> tuple[int, int]:
         """A block that begins like the sequence's next one, and how many tokens they share; held, so that it stays."""
-        begin = num_hits * self._block_size
-        rest = seq.tokens[begin : min(begin + self._block_size, len(seq.tokens) - 1)]
+        begin = num_hits * self.block_size
+        rest = seq.tokens[begin : min(begin + self.block_size, len(seq.tokens) - 1)]
         source, num_shared = self._cache.match_start(seq.chain[num_hits], rest)
         if num_shared < self._min_copied:
             return -1, 0
@@ -170,12 +170,12 @@ class Memory:
             self._share_tail(sharer)
 
     def _share_tail(self, sharer: Sequence) -> None:
-        sharer.shares_tail = sharer.num_planned % self._block_size != 0
+        sharer.shares_tail = sharer.num_planned % self.block_size != 0
         sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
 
     def find_prefix(self, root: bytes, tokens: Seq[int], num_blocks: int) -> list[int]:
         """The cached blocks that hold a prompt's beginning, at most so many."""
-        return self._cache.match([root], tokens, num_blocks * self._block_size)
+        return self._cache.match([root], tokens, num_blocks * self.block_size)
 
     def adopt_prefix(
         self, root: bytes, tokens: Seq[int], num_blocks: int, num_reserved: int, fill: Callable[[int, list[int]], None]
@@ -185,7 +185,7 @@ class Memory:
         `fill` is given how many it has, and the blocks after them to write to. Returns how many it has then.
         """
         chain, pool = [root], self.pool
-        hits = self._cache.match(chain, tokens, num_blocks * self._block_size)
+        hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
         for block in hits:
             pool.fork(block)
         count = min(num_blocks - len(hits), max(pool.num_available - num_reserved, 0))
@@ -200,12 +200,12 @@ class Memory:
     def register(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""
         # With overlap, the K/V of a token may be there that an abort threw away: nobody knows which one it was.
-        full = min(seq.num_computed, len(seq.tokens)) // self._block_size
+        full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         self._cache.register(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
         if seq.request.pins:
             self._pin(seq, seq.num_registered, full)
         seq.num_registered = full
-        seq.next_register = (full + 1) * self._block_size
+        seq.next_register = (full + 1) * self.block_size
 
     def pin(self, digest: bytes) -> None:
         """See pins.py."""
@@ -217,7 +217,7 @@ class Memory:
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Of a sequence's blocks first .. stop - 1, which can be found, pin those that its request wants kept."""
-        request, size = seq.request, self._block_size
+        request, size = seq.request, self.block_size
         for index in range(first, min(stop, max(pin.num_tokens for pin in request.pins) // size)):
             seconds = max([pin.seconds for pin in request.pins if (index + 1) * size <= pin.num_tokens])
             until = request.arrival_s + seconds

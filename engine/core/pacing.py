@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from math import inf
 
+from engine.core.flight import Flight
 from engine.core.sequence import Sequence
-from engine.core.step_time import Load, StepTime
+from engine.core.step_time import Load, StepTime, decode_load
 from engine.core.targets import Targets
 
 SHARE = 0.45  # a step with one long prompt takes 1.45 times as long: half as much again is felt, and steps vary
@@ -57,6 +58,14 @@ class Pacing:
             return inf
         base_s = times.seconds(decodes) + times.chunked_s * (not by_layers)
         return max(AIM * target_s - base_s, FLOOR * base_s)
+
+    def drafts_s(self, flight: Flight) -> float:
+        """Seconds that drafts may add to a step that is otherwise complete."""
+        target_s, times = self._targets.itl_s, self.times
+        if target_s is None or not times.is_known:
+            return min(flight.spare_s, flight.room.spare_s)
+        load = flight.load if flight.load.num_prompt_tokens else decode_load(flight.slices)
+        return min(flight.spare_s, flight.room.spare_s, AIM * target_s - times.seconds(load))
 
     def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool, is_pressing: bool) -> float:
         """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""

@@ -62,7 +62,10 @@ class PromptPlanner:
         next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
         flight.load = decode_load(flight.slices)
-        flight.spare_s = self._pacing.prompts_s(flight.load)
+        if flight.room.is_alone:
+            shares = False
+        else:
+            flight.spare_s = min(flight.room.spare_s, self._pacing.prompts_s(flight.load))
         long = [seq for seq in catching_up if seq.is_long and shares]
         reserve, reserve_s = 0, 0.0
         if pressing := self._roster.pressing(long):
@@ -79,17 +82,8 @@ class PromptPlanner:
                 left -= self._plan_chunk(seq, left, flight)
                 is_full = is_full or seq.status is Status.PREFILL
         late: list[Sequence] = []
-        num_moves = len(flight.swap_in)
-        for seq in () if is_full or not left else admitted:
-            if len(flight.swap_in) > num_moves:
-                num_moves = len(flight.swap_in)
-                late.append(seq)
-            elif seq.is_long and shares:
-                long.append(seq)
-            else:
-                left -= self._plan_chunk(seq, left, flight)
-                if seq.status is Status.PREFILL or not left:
-                    break
+        if left and not is_full:
+            left = self._plan_admitted(admitted, left, flight, long if shares else None, late)
         left += reserve
         flight.spare_s += reserve_s
         # Some may have given way to others that were admitted.
@@ -97,6 +91,28 @@ class PromptPlanner:
             left -= self._plan_long(long, left, now, flight)
         elif not flight.slices and (late := [seq for seq in late if seq.status is Status.PREFILL]):
             left -= self._plan_chunk(late[0], left, flight)
+        return left
+
+    def _plan_admitted(
+        self,
+        admitted: Iterable[Sequence],
+        left: int,
+        flight: Flight,
+        long: list[Sequence] | None,
+        late: list[Sequence],
+    ) -> int:
+        """Those that are short; the others join the `long` ones, if there are such, or the `late`. Returns what is left."""
+        num_moves = len(flight.swap_in)
+        for seq in admitted:
+            if len(flight.swap_in) > num_moves:
+                num_moves = len(flight.swap_in)
+                late.append(seq)
+            elif seq.is_long and long is not None and not flight.room.is_alone:
+                long.append(seq)
+            else:
+                left -= self._plan_chunk(seq, left, flight)
+                if seq.status is Status.PREFILL or not left:
+                    break
         return left
 
     def _plan_long(self, long: list[Sequence], budget: int, now: float, flight: Flight) -> int:
@@ -142,7 +158,10 @@ class PromptPlanner:
             seq.chunk = Chunk(-(-_num_to_plan(seq) // num_chunks), 0)
         count, begin = seq.chunk
         layer_s = (times.chunked_s + times.chunk_s(start, count)) / num_layers
-        num = round(min(seconds / layer_s, num_layers)) if layer_s > 0 else num_layers
+        num_fit = min(seconds / layer_s, num_layers) if layer_s > 0 else num_layers
+        if flight.room.spare_s < inf and num_fit < 1:
+            return 0  # promises leave no time for it
+        num = int(num_fit) if flight.room.spare_s < inf else round(num_fit)
         layers = LayerRange(begin, min(begin + max(num, 1), num_layers), num_layers)
         samples: tuple[Sample, ...] = ()
         seq.chunk = Chunk(count, layers.end)

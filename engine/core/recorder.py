@@ -23,12 +23,12 @@ _NUM_LENGTHS = 1024
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_predictor", "_stats", "_targets", "gaps", "lengths")
+    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps", "lengths", "predictor")
 
     def __init__(
         self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: Predictor | None
     ) -> None:
-        self._predictor = predictor
+        self.predictor = predictor
         self._targets = targets
         self._stats = stats
         self._pool = pool
@@ -128,9 +128,9 @@ class Recorder:
             stats.request_prompt_tokens.observe(seq.num_prompt)
             stats.request_generation_tokens.observe(num_generated)
             self.lengths.append(seq.num_prompt + num_generated)
-            if self._predictor is not None and seq.num_expected is not None and seq.params.max_tokens:
+            if self.predictor is not None and seq.num_expected is not None and seq.params.max_tokens:
                 stats.length_error_tokens.observe(abs(num_generated - seq.num_expected))
-                self._predictor.learn(seq.request, num_generated, is_cut=reason is FinishReason.LENGTH)
+                self.predictor.learn(seq.request, num_generated, is_cut=reason is FinishReason.LENGTH)
             if not has_token:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable
+from math import inf
 from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
-from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
+from engine.core.fairness import INPUT_COST, PROMISED, charge_generated, interleave, place_of, takeable
 from engine.core.flight import Flight
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
@@ -61,7 +62,7 @@ class Roster:
                 self._turns.come(seq, self.running)
             seq.num_charged = seq.num_prompt
             account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
-        if self.is_fair:
+        if self.is_fair or seq.promised_total:
             seq.place = place_of(seq, account.num_running)
         insort(self.running, seq, key=_place)
 
@@ -71,6 +72,24 @@ class Roster:
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
+        self.waiting.release()
+
+    def dismiss(self, seq: Sequence) -> None:
+        """One that runs is promised nothing any more, and stands among the others."""
+        self.stop(seq)
+        seq.promised_total = 0
+        seq.place = seq.order
+        self.start(seq)
+
+    @property
+    def has_promised(self) -> bool:
+        """True if anybody runs who was promised a deadline."""
+        return bool(self.running) and self.running[0].promised_total > 0
+
+    @property
+    def promised(self) -> list[Sequence]:
+        """Those that run and were promised their deadlines: the beginning of that queue."""
+        return self.running[: bisect_left(self.running, (PROMISED, inf), key=_place)]
 
     def interleave(self) -> None:
         """Have the last place be that of whoever is to give way first; before anybody may have to."""
@@ -84,6 +103,10 @@ class Roster:
 
     def turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
         """With `fair`: who has a part in the next step. It may be cut if nobody planned can have to give way."""
+        turn = self._turn(limit, now, times, cuts=cuts)
+        return turn._replace(out=set(turn.out) - set(self.promised)) if turn.out and self.has_promised else turn
+
+    def _turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
         due = self.due(limit)
         if accounts := sitting_out(due, limit):
             return Turn({seq for seq in due if seq.account in accounts}, admits=False)

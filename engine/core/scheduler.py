@@ -11,7 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
@@ -30,6 +30,7 @@ from engine.core.pins import Pins
 from engine.core.plan import Moves, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
+from engine.core.promises import Promises
 from engine.core.prompts import PromptPlanner
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
@@ -68,9 +69,11 @@ class Scheduler:
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
         self._flights: deque[Flight] = deque()
+        self._promises = Promises(config, self._memory, self._roster, self._pacing.times, self._flights)
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         beams = Beams(self._memory, self._departures, self._roster, self._recorder)
-        self._drafts = DraftPlanner(config, self._memory, self.stats) if config.num_speculative_tokens else None
+        has_drafts = config.num_speculative_tokens > 0
+        self._drafts = DraftPlanner(config, self._memory, self._pacing, self.stats) if has_drafts else None
         self._outcomes = Outcomes(self._memory, self._departures, beams, self._recorder, self.stats, self._drafts)
         self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._next_step_id = 0
@@ -88,6 +91,8 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
+        if self._predictor is None and request.deadline_s is not None:
+            self._predictor = self._recorder.predictor = LengthPredictor()
         num_expected = None if self._predictor is None else self._predictor.predict(request)
         key = sort_key(self._policy, request, num_expected)
         account = self._roster.waiting.account(request)
@@ -98,6 +103,7 @@ class Scheduler:
             seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]
         self._memory.prefetch(seq, request.arrival_s)
+        self._promises.expect(seq)
         self._roster.enqueue(seq)
         self._deadlines.watch(seq)
 
@@ -129,26 +135,29 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         self._pins.expire(now)
-        flight = Flight(planned_s=now)
+        room = self._promises.room(now)
+        flight = Flight(planned_s=now, room=room)
         if is_short := self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
         turn = EVERYBODY
-        if self._roster.is_fair:
+        if self._roster.is_fair and not room.is_alone:
             self._admit_first(now, flight)
             turn = self._roster.turn(limit, now, self._pacing.times, cuts=not is_short)
-        catching_up = self._plan_decodes(flight, limit, turn.out)
+        due = self._roster.promised if room.is_alone else self._roster.due(limit, turn.out)
+        catching_up = self._plan_decodes(flight, due)
         num_decodes = len(flight.slices)
-        budget = min(limit - num_decodes, turn.max_prompt_tokens)
+        budget = min(limit - num_decodes, turn.max_prompt_tokens) if room.holds_prompts else 0
         limit = num_decodes + budget
-        if catching_up or (turn.admits and self._roster.waiting.first is not None):
+        if budget and (catching_up or (turn.admits and self._roster.waiting.first is not None)):
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens
             admitted = self._admit(now, flight) if turn.admits else ()
             budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
+        self._promises.planned(catching_up, room)
         if not flight.slices:
             return None
-        if self._drafts is not None:
+        if self._drafts is not None and not flight.room.is_alone:
             self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
         flight.swap_out = self.tiers.take_due()
         flight.step_id = self._next_step_id
@@ -159,17 +168,16 @@ class Scheduler:
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
         return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts, flight.layers)
 
-    def _plan_decodes(self, flight: Flight, limit: int, out: Collection[Sequence]) -> list[Sequence]:
-        """Give every running sequence its next position; returns the prompts that still have to catch up.
+    def _plan_decodes(self, flight: Flight, due: list[Sequence]) -> list[Sequence]:
+        """Give every running sequence that is `due` its next position; returns the prompts that still have to catch up.
 
-        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted, but
-        for beams of a search that gives way. The background, at its end, pauses while there is anybody else, and so do
-        those that sit `out` for others.
+        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted, but for
+        beams of a search that gives way.
         """
         catching_up: list[Sequence] = []
         slices, owners, copies, turn = flight.slices, flight.owners, flight.copies, self._next_step_id % 2
         num_before = len(slices)
-        for seq in self._roster.due(limit, out):
+        for seq in due:
             start = seq.num_planned
             if start >= seq.quiet_until and not self._is_ready(seq, catching_up, copies):
                 continue
@@ -209,7 +217,7 @@ class Scheduler:
 
     def _admit_first(self, now: float, flight: Flight) -> None:
         """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
-        seq = self._roster.waiting.first
+        seq = self._promises.next(now, flight)
         if (
             seq is not None
             and seq.status is not Status.SWAPPED
@@ -223,7 +231,7 @@ class Scheduler:
 
         One block stays back for each running sequence, which may be about to grow.
         """
-        while (seq := self._roster.waiting.first) is not None:
+        while (seq := self._promises.next(now, flight)) is not None:
             if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, now, flight):
                 return
             self._start(seq, now, flight)

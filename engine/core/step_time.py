@@ -21,6 +21,7 @@ _SCALES = (1.0, 0.05, 0.1, 1e-4, 0.05, 3e-5)
 _SURE = 10.0  # so many times its scale a coefficient may be at first
 _DRIFT = 0.002  # of its scale a coefficient may wander in a step: 50 steps make up for a change
 _NOISE = 0.1  # of a step's seconds are chance
+_ERROR_WINDOW = 32  # steps
 _MIN_CHUNKS = 4  # steps with prompts before anything is said about them
 
 
@@ -55,6 +56,21 @@ class Load(NamedTuple):
         )
 
 
+class Costs(NamedTuple):
+    """Seconds that a step's parts take, none of them negative; whatever is made of them only grows with the load."""
+
+    fixed_s: float
+    chunked_s: float
+    decode_s: float
+    context_s: float
+    token_s: float
+    pair_s: float
+
+    def chunk_s(self, start: int, count: int) -> float:
+        """What so many positions of a prompt add to a step that has prompts already."""
+        return count * (self.token_s + self.pair_s * (start + count / 2))
+
+
 def decode_load(slices: Sequence[SequenceSlice]) -> Load:
     """That of slices of one token each."""
     return Load(len(slices), sum([piece.start for piece in slices]))
@@ -63,13 +79,14 @@ def decode_load(slices: Sequence[SequenceSlice]) -> Load:
 class StepTime:
     """learn from what steps took; then ask what one will take, or how much of a prompt fits so many seconds."""
 
-    __slots__ = ("_covariance", "_limits", "_num_chunks", "weights")
+    __slots__ = ("_covariance", "_limits", "_num_chunks", "error", "weights")
 
     def __init__(self) -> None:
         self.weights = [0.0] * len(_SCALES)
         self._covariance: list[list[float]] = []  # empty until the first step tells the order of magnitude
         self._limits: list[float] = []  # of its diagonal
         self._num_chunks = 0
+        self.error = 1.0  # how far off it was of late, of a step's seconds
 
     @property
     def is_known(self) -> bool:
@@ -91,12 +108,18 @@ class StepTime:
         spread = [_dot(line, row) for line in self._covariance]
         total = _NOISE**2 + _dot(row, spread)
         error = (seconds - expected) / unit
+        self.error += (abs(error) - self.error) / _ERROR_WINDOW
         self.weights = [weight + s * error / total for weight, s in zip(self.weights, spread, strict=True)]
         self._settle(spread, total)
 
     def seconds(self, load: Load) -> float:
         """What a step of this load will take."""
         return max(_dot(self.weights, load.features), 0.0)
+
+    @property
+    def costs(self) -> Costs:
+        """Of each part, where that is known."""
+        return Costs(*[max(weight, 0.0) for weight in self.weights])
 
     @property
     def fixed_s(self) -> float:

@@ -25,13 +25,14 @@ _order = attrgetter("order")
 class WaitingQueue:
     """add and remove sequences; `first` is who is next."""
 
-    __slots__ = ("_accounts", "_is_fair", "_lanes", "_last_left")
+    __slots__ = ("_accounts", "_held", "_is_fair", "_lanes", "_last_left")
 
     def __init__(self, *, is_fair: bool) -> None:
         self._is_fair = is_fair
         self._accounts: dict[tuple[bool, str], Account] = {}
         # Foreground and background. A lane is there while somebody stands in it.
         self._lanes: tuple[dict[Account, list[Sequence]], ...] = ({}, {})
+        self._held: dict[Sequence, None] = {}
         self._last_left = [Account(), Account()]  # of either, whose sequence was the last to leave a lane
 
     def account(self, request: Request) -> Account:
@@ -64,6 +65,9 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """It does not wait any more."""
+        if seq in self._held:
+            del self._held[seq]
+            return
         account, lanes = seq.account, self._lanes[seq.is_background]
         lane = lanes[account]
         position = bisect_left(lane, seq.order, key=_order)
@@ -72,6 +76,18 @@ class WaitingQueue:
         if not lane:
             del lanes[account]
         self._last_left[seq.is_background] = account
+
+    def hold(self, seq: Sequence) -> None:
+        """Have a sequence be passed over, until `release`."""
+        self.remove(seq)
+        self._held[seq] = None
+
+    def release(self) -> None:
+        """Whoever was passed over is in line again."""
+        if self._held:
+            held, self._held = self._held, {}
+            for seq in held:
+                self.add(seq)
 
     @property
     def first(self) -> Sequence | None:
@@ -92,7 +108,8 @@ class WaitingQueue:
         return any(other is not account for other in self._lanes[0])
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, as they would be admitted if nobody else came and answers cost nothing."""
+        """All that wait, as they would be admitted if nobody else came and answers cost nothing; first who is held."""
+        yield from self._held
         for lanes in self._lanes:
             heap = [(account.served, account.share, lane[0].order, 0, account) for account, lane in lanes.items()]
             heapify(heap)

@@ -237,8 +237,11 @@ class Driver:
         By layers it does so in turns with another, and between two chunks a step goes without.
         """
         limit, num_layers = self.scheduler.config.max_num_batched_tokens, self.scheduler.config.num_layers
-        if first is None or first.is_background or self.scheduler._step_limit < limit or self.scheduler._roster.is_fair:
+        roster = self.scheduler._roster
+        if first is None or first.is_background or self.scheduler._step_limit < limit or roster.is_fair:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
+        if roster.has_promised:
+            return  # somebody may need the step for a deadline
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
         gets_on = num_tokens or plan.num_tokens == limit or first.is_resuming
         self.num_passed_over = 0 if gets_on else self.num_passed_over + 1

@@ -1,0 +1,227 @@
+"""Deadlines that are promised: whoever starts with one keeps it, by what steps are known to take; forecast.py says how long.
+
+A request is promised its deadline as it starts, and starts no sooner than that can be done:
+
+    with a deadline    if it would be in time beside all that run, nobody who was promised something would be late by it, and the
+                       blocks of all promises fit the pool. Else it is passed over, until somebody leaves
+    any other          if nobody who was promised something would be late by it. Else the queue waits for that one
+
+What others do to it later (drafts, long prompts, choices that run on, whatever the forecast had not thought of) is held to
+what the promises leave: a step may take as much longer than the promised work alone as all of that has to spare, and where
+that is not enough the others sit the step out. Promised work stands first among those that run, and never gives way.
+
+Promised is the length that is known: max_tokens where min_tokens says so or nothing ends the answer. Else CAUTION times what is
+expected; a longer answer goes on without a promise, and so does, from its start, one that alone is expected to take too long, or
+that is tried because nobody else runs. A promise that cannot be kept any more holds nobody back.
+
+Others wait for promises to be kept, but for no new ones: nothing is promised while anybody who runs is held back, and what
+stands in line before a deadline starts before it. So a wait is at most what was promised before. Without deadlines all of this
+costs a look at who is first. The background is promised nothing. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil, inf
+
+from engine.core.config import SchedulerConfig
+from engine.core.flight import FREE, Flight, Room
+from engine.core.forecast import Work, seconds_left, work_of
+from engine.core.memory import Memory
+from engine.core.page_table import blocks_for
+from engine.core.roster import Roster
+from engine.core.sequence import Sequence, Status
+from engine.core.step_time import Costs, StepTime, decode_load
+
+CAUTION = 1.5  # times the mean: most answers are not longer
+_ROUNDING_S = 1e-9
+
+
+class Promises:
+    """expect a sequence when it comes; `next` is who may start; `room` bounds each step."""
+
+    __slots__ = ("_config", "_easy_until_s", "_flights", "_is_holding_back", "_memory", "_roster", "_times")
+
+    def __init__(
+        self, config: SchedulerConfig, memory: Memory, roster: Roster, times: StepTime, flights: deque[Flight]
+    ) -> None:
+        self._config, self._memory, self._roster = config, memory, roster
+        self._times, self._flights = times, flights
+        self._easy_until_s = 0.0  # nothing that a step may do before could break a promise
+        self._is_holding_back = False
+
+    # -- who starts --------------------------------------------------------------------------------------------------
+
+    def expect(self, seq: Sequence) -> None:
+        """A sequence comes: what it is to be promised, if anything."""
+        request, params = seq.request, seq.request.params
+        if request.deadline_s is None or seq.is_background or not self._times.is_known:
+            return
+        num_tokens = params.max_tokens
+        if seq.num_expected is not None and seq.ending_ids:
+            num_tokens = min(num_tokens, max(ceil(CAUTION * seq.num_expected), params.min_tokens))
+        seq.promised_total = seq.num_prompt + num_tokens
+        is_known = params.min_tokens >= params.max_tokens  # then it is hopeless, not unlikely, where time is short
+        alone = seconds_left([self._work_of_new(seq)], self._times.costs, self._step_limit)
+        if not self._fits([seq]) or (alone[0][0] > request.deadline_s and not is_known):
+            seq.promised_total = 0
+
+    def next(self, now: float, flight: Flight) -> Sequence | None:
+        """Who is to be started next, in the step that is being planned or after it.
+
+        Those who could not be in time beside all that run are passed over.
+        """
+        waiting = self._roster.waiting
+        while (seq := waiting.first) is not None and (seq.promised_total or self._roster.has_promised):
+            if seq.is_background:
+                return seq
+            if flight.room.is_alone and not seq.promised_total:
+                return None
+            if self._may_start(seq, now, flight):
+                return seq
+            if not seq.promised_total:
+                return None
+            waiting.hold(seq)
+        return seq
+
+    def _may_start(self, seq: Sequence, now: float, flight: Flight) -> bool:
+        if seq.promised_total and seq.is_resuming:
+            return True  # it was promised already, and gave way for want of memory
+        running, costs = self._roster.running[: self._roster.num_due], self._times.costs
+        works = [work_of(each, costs) for each in running]
+        works.append(self._work_of_new(seq))
+        is_begun = bool(flight.slices)
+        begins_s = self._begins_s(now) + (self._times.seconds(flight.load) if is_begun else 0.0)
+        slack_s = self._slack_s(works, costs, begins_s, is_begun=is_begun)
+        is_kept = slack_s >= (self._least_chunk_s(costs) if is_begun else 0.0)
+        if seq.promised_total:
+            is_kept = is_kept and not self._is_holding_back and self._fits([*self._roster.promised, seq])
+            self._easy_until_s = 0.0
+            if not is_kept and not running:  # it is not hopeless, and nobody is harmed by trying
+                seq.promised_total = 0
+                return True
+            if is_kept and slack_s < self._full_step_s(costs):
+                flight.room, flight.spare_s = (
+                    Room(0.0, is_alone=True),
+                    inf,
+                )  # pacing would bring it less far than foreseen
+        return is_kept
+
+    def _work_of_new(self, seq: Sequence) -> Work:
+        work = work_of(seq, self._times.costs, max(self._memory.num_cached(seq), seq.num_saved))
+        return work._replace(is_paced=not seq.promised_total and work.num_known > self._step_limit)
+
+    def _fits(self, sequences: list[Sequence]) -> bool:
+        """Whether all that is promised to these has blocks, if all others give way. Choices of a request share its prompt's."""
+        rows: dict[str, int] = {}
+        any_of: dict[str, Sequence] = {}
+        for seq in sequences:
+            rows[seq.request_id] = rows.get(seq.request_id, 0) + (len(seq.seats) or seq.num_seats)
+            any_of[seq.request_id] = seq
+        num_needed = 0
+        for request_id, seq in any_of.items():
+            size = seq.page_table.block_size
+            num_shared = seq.num_prompt // size
+            num_needed += num_shared + rows[request_id] * (blocks_for(seq.promised_total, size) - num_shared)
+        return num_needed <= self._memory.pool.num_blocks
+
+    # -- what a step may take ------------------------------------------------------------------------------------------
+
+    def room(self, now: float) -> Room:
+        """How much the next step may hold besides what is promised."""
+        if not self._roster.has_promised:
+            self._is_holding_back = False
+            return FREE
+        begins_s = self._begins_s(now)
+        if begins_s < self._easy_until_s:
+            return FREE
+        costs = self._times.costs
+        slack_s = self._review(costs, begins_s)
+        if slack_s == inf:
+            return FREE
+        if slack_s > (full_s := self._full_step_s(costs)):
+            self._easy_until_s = begins_s + (slack_s - full_s) / 2
+            return FREE
+        return self._share(costs, slack_s)
+
+    def _share(self, costs: Costs, slack_s: float) -> Room:
+        """As `room`, where promises have so little to spare."""
+        promised, running = self._roster.promised, self._roster.running[: self._roster.num_due]
+        if all(seq.status is Status.RUNNING for seq in promised):
+            # The step brings them all nearer to their ends by as much as it would take if they were alone in it.
+            spare_s = slack_s - _decodes_s(running[len(promised) :], costs)
+            is_alone = spare_s < 0.0
+        else:
+            spare_s = slack_s - costs.fixed_s - _decodes_s(running, costs)
+            is_alone = spare_s <= self._least_chunk_s(costs) or len(promised) == len(running)
+        self._is_holding_back = self._is_holding_back or (is_alone and len(promised) < len(running))
+        return Room(max(spare_s - self._least_chunk_s(costs), 0.0), is_alone)
+
+    def planned(self, catching_up: list[Sequence], room: Room) -> None:
+        """A step was planned beside promises: who had to sit it out, or was not given a token for its prompt?"""
+        if not self._roster.has_promised:
+            return
+        sits_out = room.is_alone and len(self._roster.promised) < self._roster.num_due
+        is_holding_back = sits_out or any(
+            seq.status is Status.PREFILL and not (seq.promised_total or seq.is_long or seq.num_in_flight)
+            for seq in catching_up
+        )
+        if self._is_holding_back and not is_holding_back:
+            self._roster.waiting.release()
+        self._is_holding_back = is_holding_back
+
+    def _review(self, costs: Costs, begins_s: float) -> float:
+        """Take leave of promises that were kept, and of those that cannot be; how much the others have to spare."""
+        for seq in self._roster.promised:
+            if seq.promised_total - 1 <= seq.num_planned < seq.num_prompt + seq.request.params.max_tokens - 1:
+                self._roster.dismiss(seq)
+        while promised := self._roster.promised:
+            works = [work_of(seq, costs) for seq in promised]
+            left = seconds_left(works, costs, self._step_limit)
+            late = [work.owner for left_s, work in left if begins_s + left_s > work.due_s + _ROUNDING_S]
+            if not late:
+                return self._slack_s(works, costs, begins_s)
+            for owner in late:
+                assert owner is not None
+                self._roster.dismiss(owner)
+        return inf
+
+    def _slack_s(self, works: list[Work], costs: Costs, begins_s: float, *, is_begun: bool = False) -> float:
+        """How much later than foreseen all of this could be through, and no promise be broken; less what forecasts err by."""
+        factor = 1.0 + self._times.error
+        left = seconds_left(works, costs, self._step_limit, is_begun=is_begun)
+        return min([work.due_s - begins_s - factor * left_s for left_s, work in left])
+
+    def _begins_s(self, now: float) -> float:
+        """When the next step does: once those in flight are through."""
+        loads = [
+            flight.load if flight.load.num_prompt_tokens else decode_load(flight.slices) for flight in self._flights
+        ]
+        return now + sum([self._times.seconds(load) for load in loads])
+
+    def _full_step_s(self, costs: Costs) -> float:
+        """No step takes longer."""
+        config, limit = self._config, self._step_limit
+        decodes_s = costs.decode_s * config.max_num_rows
+        contexts_s = costs.context_s * self._memory.pool.num_held * self._memory.block_size
+        return (
+            costs.fixed_s
+            + costs.chunked_s
+            + decodes_s
+            + contexts_s
+            + costs.chunk_s(config.max_model_len - limit, limit)
+        )
+
+    def _least_chunk_s(self, costs: Costs) -> float:
+        """What pacing and rounding may add to a step's prompts: a token each for the first in line and the soonest through."""
+        return costs.chunked_s + 2 * costs.chunk_s(self._config.max_model_len, 1)
+
+    @property
+    def _step_limit(self) -> int:
+        return self._config.max_num_batched_tokens
+
+
+def _decodes_s(running: list[Sequence], costs: Costs) -> float:
+    """What the next tokens of these add to a step."""
+    positions = [seq.num_planned for seq in running if seq.status is Status.RUNNING]
+    return costs.decode_s * len(positions) + costs.context_s * sum(positions)
