@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.core.errors import QuireError
-from loadtest import compare, eviction, fairness, front, handoff, latency, levers, perplexity, scheduler, steps, tiers
+from loadtest import (
+    compare,
+    deadlines,
+    eviction,
+    fairness,
+    front,
+    handoff,
+    latency,
+    levers,
+    perplexity,
+    scheduler,
+    steps,
+    tiers,
+)
 from loadtest.arguments import OutputError, open_console, positive_float, positive_int, refuse_unwritable
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
 from loadtest.client import Client, ClientError, Target
@@ -203,6 +216,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "handoff": ("measure what prefill on a daemon of its own does", handoff.add_options, handoff.run),
     "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
+    "deadlines": ("see what deadlines are worth in the simulator", deadlines.add_options, deadlines.run),
     "fairness": ("measure what one tenant does to another", fairness.add_options, fairness.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),

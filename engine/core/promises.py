@@ -90,8 +90,12 @@ class Promises:
         running, costs = self._roster.running[: self._roster.num_due], self._times.costs
         works = [work_of(each, costs) for each in running]
         works.append(self._work_of_new(seq))
-        is_begun = bool(flight.slices)
-        begins_s = self._begins_s(now) + (self._times.seconds(flight.load) if is_begun else 0.0)
+        # Beside others the step that is being planned, or about to be, may have little room for what is new.
+        is_begun, begins_s = bool(running), self._begins_s(now)
+        if flight.slices:
+            begins_s += self._times.seconds(flight.load)
+        elif running:
+            begins_s += costs.fixed_s + _decodes_s(running, costs)
         slack_s = self._slack_s(works, costs, begins_s, is_begun=is_begun)
         is_kept = slack_s >= (self._least_chunk_s(costs) if is_begun else 0.0)
         if seq.promised_total:
@@ -150,12 +154,12 @@ class Promises:
         if all(seq.status is Status.RUNNING for seq in promised):
             # The step brings them all nearer to their ends by as much as it would take if they were alone in it.
             spare_s = slack_s - _decodes_s(running[len(promised) :], costs)
-            is_alone = spare_s < 0.0
+            room = Room(max(spare_s - self._least_chunk_s(costs), 0.0), is_alone=spare_s < 0.0)
         else:
-            spare_s = slack_s - costs.fixed_s - _decodes_s(running, costs)
-            is_alone = spare_s <= self._least_chunk_s(costs) or len(promised) == len(running)
-        self._is_holding_back = self._is_holding_back or (is_alone and len(promised) < len(running))
-        return Room(max(spare_s - self._least_chunk_s(costs), 0.0), is_alone)
+            room = Room(0.0, is_alone=True)  # paced, or beside others, a prompt might not get on by as much
+        if room.is_alone and len(promised) < len(running):
+            self._is_holding_back = True
+        return room
 
     def planned(self, catching_up: list[Sequence], room: Room) -> None:
         """A step was planned beside promises: who had to sit it out, or was not given a token for its prompt?"""

@@ -138,13 +138,16 @@ class Replica:
         self._scheduler.check_integrity()
 
     def _turn(self) -> None:
-        """As the engine's: launch a step, commit the oldest."""
+        """As the engine's: drop who cannot be in time any more, launch a step, commit the oldest."""
+        for event in self._scheduler.drop_hopeless(self.now):
+            self._num_ended += 1
+            self._on_finish(event)
         plan = self._scheduler.plan(self.now)
         if plan is not None:
             self._launch(plan)
-        elif not self._launched:
+        elif not self._launched and self._scheduler.has_work:
             raise SimulationError("requests wait, nothing runs, and the scheduler plans nothing.")
-        if plan is None or len(self._launched) > self._depth:
+        if self._launched and (plan is None or len(self._launched) > self._depth):
             self._commit()
 
     def _launch(self, plan: StepPlan) -> None:

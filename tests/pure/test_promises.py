@@ -110,7 +110,7 @@ ASKS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     asks=st.lists(ASKS, max_size=25),
     policy=st.sampled_from(tuple(POLICIES)),
