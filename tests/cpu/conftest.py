@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.swap_belief import SwapBelief
 from engine.runtime.native.library import Isa, Library, native
 from server.model_source import find_model
 
@@ -20,6 +21,12 @@ def transformers_smollm2() -> Any:
 
     path = Path(find_model(None).path)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def free_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives way is copied out where there is room, however long copies take on a busy machine."""
+    monkeypatch.setattr(SwapBelief, "learn", lambda self, moves: None)
 
 
 @pytest.fixture(params=Isa, ids=lambda isa: isa.name)
