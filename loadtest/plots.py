@@ -87,6 +87,7 @@ def draw_simulation(
     for name, counts in queues.items():
         below.step(times, counts, where="pre", label=name)
     below.set(xlabel="step", ylabel="sequences", ylim=(0, None))
+    below.yaxis.set_major_locator(plt.MaxNLocator(integer=True))
     below.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) 
     """One column a workload: blocks in use, requests that wait, percentiles of TTFT and TPOT, and TTFT by tenant."""
     plt = require_matplotlib()
     workloads = list(dict.fromkeys(row.workload for row in rows))
-    size = {"figsize": (5.5 * len(workloads), 15), "constrained_layout": True}
-    figure, axes = plt.subplots(5, len(workloads), squeeze=False, **size)
+    num_rows = 5 if any(row.figures.tenants for row in rows) else 4
+    size = {"figsize": (5.5 * len(workloads), 3 * num_rows), "constrained_layout": True}
+    figure, axes = plt.subplots(num_rows, len(workloads), squeeze=False, **size)
     for column, workload in zip(axes.T, workloads, strict=True):
         chosen = [(row, history) for row, history in zip(rows, histories, strict=True) if row.workload == workload]
-        blocks, waiting, ttft, tpot, tenants = column
+        blocks, waiting, ttft, tpot = column[:4]
         for row, history in chosen:
             samples = history.replicas[0].samples
             times = [sample.time_s for sample in samples]
@@ -46,15 +48,18 @@ def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) 
         _scale_log(plt, ttft, ttft.yaxis, yscale="log")
         tpot.set(ylim=(0, None))
         names = sorted({name for row in each for name in row.figures.tenants})
+        if num_rows == 5:
+            tenants = column[4]
+            tenants.set_axis_off()
         if names:
+            tenants.set_axis_on()
             values = {row.variant: [row.figures.tenants[name].ttft_s.p99 * 1e3 for name in names] for row in each}
             _bars(tenants, names, values)
             tenants.set(ylabel="TTFT p99 by tenant, ms")
             _scale_log(plt, tenants, tenants.yaxis, yscale="log")
             tenants.tick_params(axis="x", labelrotation=30)
-        else:
-            tenants.set_axis_off()
-        blocks.legend(fontsize="small")
+    handles, labels = axes[0][0].get_legend_handles_labels()  # the same in every column
+    figure.legend(handles, labels, loc="outside upper center", ncols=2 * len(workloads), fontsize="small")
     figure.savefig(path, dpi=90)
     plt.close(figure)
 
@@ -101,9 +106,10 @@ def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -
     lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for (router, num), rate in found.items():
         lines[router].append((num, rate))
-    for router, points in lines.items():
-        axis.plot([num for num, _ in points], [rate for _, rate in points], marker="o", label=router)
+    for style, (router, points) in zip(cycle(("-", "--", ":")), lines.items()):  # of those that fall together all show
+        axis.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=router)
     axis.set(title=goal, xlabel="replicas", ylabel="requests / s", xlim=(0, None), ylim=(0, None))
+    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)
