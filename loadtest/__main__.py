@@ -262,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("quire: Interrupted; nothing was written.", file=sys.stderr)
+        return 130
     return status
 
 

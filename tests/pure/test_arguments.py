@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.__main__ import main
+from loadtest.__main__ import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,12 @@ def test_help_tells_how_a_command_is_called(command: str, name: str, capsys: pyt
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: {name} ")
+
+
+def test_an_interrupt_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "tune", (*COMMANDS["tune"][:2], interrupted))
+    assert main(["tune"]) == 130
+    assert capsys.readouterr().err == "quire: Interrupted; nothing was written.\n"
