@@ -134,6 +134,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
+        assert len(self._flights) < 2, "two plans may be out: a decoding sequence has slices for no more"
         self._pins.expire(now)
         room = self._promises.room(now)
         flight = Flight(planned_s=now, room=room)

@@ -110,6 +110,7 @@ class Driver:
         self.ends: dict[tuple[str, int], TokenEvent] = {}
         self.known: dict[int, list[int]] = {}  # by the id under which a runner was told of them
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
+        self.starts: dict[int, list[int]] = {}  # of the slices, by step, as they were when it was launched
         self.transfers: list[Transfer] = []
         self.slots: dict[int, list[int]] = {}  # of the disk
 
@@ -145,11 +146,14 @@ class Driver:
         self.check_plan(plan)
         self.check_progress(plan, first)
         self.launched.append((plan, self.runner.run(plan)))
+        self.starts[plan.step_id] = [piece.start for piece in plan.slices]
         return True
 
     def commit(self) -> None:
         """Commit the oldest launched step."""
         plan, pending = self.launched.popleft()
+        starts = [piece.start for piece in plan.slices]
+        assert starts == self.starts.pop(plan.step_id), "a plan in flight keeps its slices while the next is made"
         self.now += 0.01 if self.cost is None else self.cost(plan)
         self.take(self.scheduler.commit(plan, pending.wait(), self.now))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.types import AbortCause, FinishReason
+from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
 from tests.pure.driver import FAILS, Driver, config, request, solo
 
 
@@ -322,3 +322,12 @@ def test_the_books_of_a_small_history() -> None:
     assert (stats.itl_s.count, stats.itl_s.sum) == (6, pytest.approx(6 * 0.02))
     for name in "ab":
         assert driver.ends[name, 0].timings == pytest.approx((0.01, 0.01, 0.06, 0, 0, 0))
+
+
+def test_what_a_step_tells_keeps_its_order_and_knows_what_ends() -> None:
+    first = TokenEvent("a", 0, (1,), finish_reason=FinishReason.STOP)
+    told = StepEvents([first])
+    told.entries += [("b", 1, 7), TokenEvent("c", 0, (2, 3))]
+    assert list(told) == [first, TokenEvent("b", 1, (7,)), TokenEvent("c", 0, (2, 3))]
+    assert len(told) == 3
+    assert list(told.ends) == [first]
