@@ -166,4 +166,5 @@ class StepTime:
 
 
 def _dot(left: Iterable[float], right: Iterable[float]) -> float:
-    return sum(map(mul, left, right))  # in two fifths of the time of a list: eight of them are half of `learn`
+    total: float = sum(map(mul, left, right))  # two fifths of the time of a list: eight of them were half of `learn`
+    return total
