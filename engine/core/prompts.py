@@ -123,7 +123,7 @@ class PromptPlanner:
         paced_s = self._pacing.long_s(flight.load, long, now, by_layers=by_layers, is_pressing=bool(pressing))
         spare_s = flight.spare_s
         if by_layers and not flight.load.num_prompt_tokens:
-            spare_s = self._pacing.prompts_s(flight.load, by_layers=True)
+            spare_s = min(self._pacing.prompts_s(flight.load, by_layers=True), flight.room.spare_s)
         seconds = min(paced_s, spare_s)
         first, soonest = long[0], min(long, key=_num_to_plan)
         if by_layers and seconds < inf:
