@@ -151,6 +151,7 @@ _random = random.Random(7)
 PROMPTS = [[_random.randrange(MODEL.vocab_size) for _ in range(length)] for length in (3, 17, 30, 9, 22, 12)]
 
 
+@pytest.mark.usefixtures("free_swaps")
 @pytest.mark.parametrize(("depth", "caching"), [(0, False), (1, True)], ids=["depth0", "depth1-caching"])
 @pytest.mark.parametrize("backend", ["auto", "cpu", "torch", "reference"])
 def test_preempted_by_swap_says_the_same(backend: str, depth: int, caching: bool) -> None:
@@ -161,10 +162,10 @@ def test_preempted_by_swap_says_the_same(backend: str, depth: int, caching: bool
     for i, prompt in enumerate(PROMPTS):
         assert served.ids[f"r{i}", 0] == solo_greedy(MODEL, prompt, 16)
     assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0
-    assert 0 < scheduler.stats.swap_block_s < 0.01, "what copies take was seen"
     assert scheduler.stats.swapped_blocks[SwapDirection.IN] > 0
 
 
+@pytest.mark.usefixtures("free_swaps")
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=["", "int8"])
 def test_forks_and_penalties_survive_a_swap(kv_dtype: torch.dtype) -> None:
     asked = [
@@ -202,6 +203,7 @@ def tiny(tmp_path: Path) -> partial[EngineConfig]:
     )
 
 
+@pytest.mark.usefixtures("free_swaps")
 def test_an_engine_with_swap_space_says_what_one_without_says(
     tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_an_engine_with_swap_space_says_what_one_without_says(
     )
 
 
+@pytest.mark.usefixtures("free_swaps")
 def test_an_engine_whose_copies_fail_says_the_same(
     tiny: partial[EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
