@@ -20,6 +20,7 @@ import os
 import queue
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,7 +36,8 @@ _ENTRY = struct.Struct("<32sQI")  # digest, when, checksum
 _CHECK = struct.Struct("<I")
 _ENTRY_BYTES = 64
 _KINDS = (".kv", ".index")
-_MAX_TOLD = 5  # faults; after so many the log has heard enough
+_MAX_TOLD = 5  # faults in a row; after so many the log has heard enough ...
+_TELL_AGAIN_S = 600.0  # ... until there was none for so long
 
 Rows = Callable[[int], memoryview]  # the bytes of a host block
 
@@ -64,6 +66,7 @@ class DiskStore:
         self.kept = self._read_index()  # from before: (digest, slot), oldest first
         self._make_way(len(self._checksums))
         self._num_told = 0
+        self._last_fault_s = 0.0
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
         self._done: queue.SimpleQueue[tuple[Transfer, bool]] = queue.SimpleQueue()
@@ -153,7 +156,8 @@ class DiskStore:
         return False
 
     def _tell(self, transfer: Transfer, reason: str) -> None:
-        self._num_told += 1
+        now, last_s, self._last_fault_s = time.monotonic(), self._last_fault_s, time.monotonic()
+        self._num_told = 1 if now - last_s > _TELL_AGAIN_S else self._num_told + 1
         if self._num_told <= _MAX_TOLD:
             last = "; more of this is only counted" if self._num_told == _MAX_TOLD else ""
             log.warning(

@@ -115,6 +115,9 @@ def _fleet(options: argparse.Namespace) -> int:
             rows = asked.rows(options.source[0], options, config.max_model_len, console, num_replicas=num)
             if rows[-1].arrival_s <= 0:
                 raise SimulationError("a fleet cannot be sized for requests that all arrive at once.")
+            if len(rows) * (1 - options.share) < 1:
+                told = f"{len(rows)} requests are too few to tell what {options.share:.0%} of them get."
+                console.print(told, style="yellow", markup=False)
             for router in options.router:
                 found[router, num] = capacity(
                     rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=asked.targets(options),

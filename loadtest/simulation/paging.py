@@ -205,7 +205,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[32, 128, 64, 256], help="K/V positions of each request"
     )
-    parser.add_argument("--arrivals", type=float, nargs="+", default=[0, 2, 4, 6], help="in steps; one a length")
+    parser.add_argument("--arrivals", type=float, nargs="+", help="in steps, one a length; default 0 2 4 ...")
     parser.add_argument("--prompt-len", type=int, default=1, help="how many of the positions are prompt")
     parser.add_argument("--policy", choices=tuple(POLICIES), default="fcfs", help="default %(default)s")
     parser.add_argument("--num-blocks", type=int, default=64, help="size of the pool; default %(default)s")
@@ -220,7 +220,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, print, write."""
-    lengths, arrivals = options.lengths, options.arrivals
+    lengths = options.lengths
+    arrivals = range(0, 2 * len(lengths), 2) if options.arrivals is None else options.arrivals
     if len(lengths) != len(arrivals):
         raise SimulationError(f"--lengths names {len(lengths)} requests and --arrivals {len(arrivals)}; name as many.")
     if min(lengths) < options.prompt_len or options.prompt_len < 1:

@@ -18,6 +18,7 @@ from loadtest.tuning.probe import Load, Opener
 from loadtest.tuning.tuner import Goal, Tuned, tune
 
 _MAX_BLOCK_SIZE = 1024  # what the engine takes
+_LARGEST_SPREAD = 0.15  # of steps that were measured while nothing else ran
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,9 @@ def run(options: argparse.Namespace) -> int:
         opener = Opener(options.model, options.settings, tell)
         tuned = tune(opener.open, goal, options.block_sizes, opener.largest_step, tell)
     _show(console, tuned, goal)
+    if tuned.spread > _LARGEST_SPREAD:
+        told = f"Steps of one size differed by {tuned.spread:.0%}: tune again while nothing else uses this machine."
+        console.print(told, style="yellow", markup=False)
     options.output.write_text(config_file(tuned, goal, options.model, opener.given), encoding="utf-8")
     console.print(f"Written to {options.output}; use it: quire serve --config {options.output}")
     if options.plot:

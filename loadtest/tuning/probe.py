@@ -41,6 +41,7 @@ class Probe:
         self._vocab_size = engine.vocab_size
         self._step_ids = 0
         self.seconds: dict[Load, float] = {}
+        self.spreads: list[float] = []  # of every measurement: how far its middle half is apart, to its median
 
     def most_sequences(self, context: int) -> int:
         """How many sequences of that length the pool and the batch hold, one seat kept for a prompt."""
@@ -60,7 +61,9 @@ class Probe:
         took: list[float] = []
         while len(took) < least or (len(took) < most and sum(took) < _SECONDS):
             took.append(self._run(slices))
-        return statistics.median(took)
+        low, median, high = statistics.quantiles(took, n=4)
+        self.spreads.append((high - low) / median)
+        return median
 
     def _run(self, slices: list[SequenceSlice]) -> float:
         begun = time.perf_counter()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 from loadtest.tuning.probe import Load, Probe
@@ -60,6 +61,7 @@ class Tuned:
     full_step_s: float  # beside a part of a prompt
     seconds: dict[Load, float] = field(default_factory=dict)
     blocks: list[BlockFigure] = field(default_factory=list)
+    spread: float = 0.0  # between steps of one load, to their median; of the measurements the median
 
 
 def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_chunk: int, tell: Told) -> Tuned:
@@ -80,6 +82,7 @@ def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_
             step_s=probe.step_s(Load(num_seqs, goal.context)),
             full_step_s=probe.step_s(Load(num_seqs, goal.context, chunk)),
             seconds=probe.seconds,
+            spread=median(probe.spreads),
         )
     if len(block_sizes) > 1:
         tuned.blocks = _measure_blocks(open_probe, goal, tuned, block_sizes, tell)

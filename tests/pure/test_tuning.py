@@ -51,6 +51,7 @@ class Machine:
             probe: Any = SimpleNamespace(
                 config=SimpleNamespace(block_size=block_size, max_model_len=4096),
                 seconds=seconds,
+                spreads=[0.01, 0.02, 0.3],
                 most_sequences=lambda _: self.most,
                 step_s=lambda load: seconds.setdefault(load, self.step_s(load, block_size)),
             )
