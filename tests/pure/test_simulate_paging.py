@@ -101,7 +101,7 @@ def test_the_command_prints_and_writes_the_figures(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--lengths", "16", "32"], "--lengths names 2 requests and --arrivals 4"),
+        (["--lengths", "16", "32", "--arrivals", "0"], "--lengths names 2 requests and --arrivals 1"),
         (["--prompt-len", "33"], "--prompt-len is 33"),
         (["--num-blocks", "15"], "KV blocks"),
         (["--num-blocks", "0"], "--num-blocks is 0"),
