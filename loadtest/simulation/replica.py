@@ -87,7 +87,7 @@ class Replica:
         self._drafting = Drafting(acceptance or 0.0)
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
-        self._owed_s = 0.0  # by the next step, for requests that were taken in and blocks that were moved
+        self._owed_s = 0.0  # by the next step, for requests that were taken in
         self._num_ended = 0
         self._sample_every_s, self._next_sample_s = sample_every_s, 0.0
 
@@ -123,9 +123,10 @@ class Replica:
         scheduler.adopt_prefix(root, request.prompt, num_blocks, lambda _, blocks: written.extend(blocks))
         return len(written)
 
-    def owe(self, seconds: float) -> None:
-        """The next step begins so much later."""
-        self._owed_s += seconds
+    def pause(self, seconds: float, at_s: float) -> None:
+        """Rest for so long from then on, or from the end of what is launched: steps wait, an idle engine's time passes."""
+        self._device_free_s = max(at_s, self._device_free_s) + seconds
+        self.busy_s += seconds
 
     def advance(self, until_s: float) -> None:
         """Simulate all turns that begin before a moment."""

@@ -76,7 +76,7 @@ class TwoTiers:
         """A prefill replica is done with a prompt, and packs what its cache has of it."""
         replica, asked = self.prefill[place], self._asked.pop(event.request_id)
         num_blocks = replica.count_cached(asked.request, self._num_blocks(asked.request))
-        replica.owe(num_blocks * self._handoff.pause_s)
+        replica.pause(num_blocks * self._handoff.pause_s, replica.now)
         at_s = replica.now + self._handoff.trip_s + num_blocks * self._handoff.block_s
         heappush(self._deliveries, _Delivery(at_s, int(event.request_id), num_blocks, asked))
 
@@ -98,7 +98,7 @@ class TwoTiers:
         replica = self._history.replicas[place]
         replica.advance(delivery.at_s)
         replica.num_expected -= 1
-        replica.owe(replica.adopt(request, delivery.num_blocks) * self._handoff.pause_s)
+        replica.pause(replica.adopt(request, delivery.num_blocks) * self._handoff.pause_s, delivery.at_s)
         self._history.submit(row, request, place, delivery.at_s)
 
     def _num_blocks(self, request: Request) -> int:

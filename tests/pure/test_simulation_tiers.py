@@ -56,6 +56,19 @@ def test_what_is_short_or_cached_stays_where_it_is() -> None:
     assert first.queue_s > 0.1
 
 
+def test_an_idle_replica_has_packed_a_prompt_long_before_the_next() -> None:
+    rows = [TraceRequest(1.0, 100, 2), TraceRequest(100.0, 100, 2)]
+    soon, late = sorted(replay_tiers(rows, config(), COSTS, num_prefill=1, num_decode=1).served)
+    assert late.ttft_s == pytest.approx(soon.ttft_s)
+
+
+def test_a_prompt_waits_until_the_one_before_it_is_packed() -> None:
+    prefill_s, pause_s = 2 * 0.002 + 0.1, 6 * 0.0005
+    rows = [TraceRequest(0.0, 100, 2), TraceRequest(prefill_s + 0.001, 100, 2)]
+    first, second = sorted(replay_tiers(rows, config(), COSTS, num_prefill=1, num_decode=1).served)
+    assert second.queue_s == pytest.approx(first.queue_s + pause_s - 0.001)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
