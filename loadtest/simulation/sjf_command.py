@@ -34,16 +34,20 @@ def run(options: argparse.Namespace) -> int:
     variants = make_variants(costs.settings, None, options.assignments)
     if len(variants) > 1:
         raise SimulationError(f"sjf is compared under one setting, and --set names {len(variants)}.")
+    names = [asked.name(source) for source in options.source]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SimulationError(f"two of the traces are called {twice!r}; give each a name of its own.")
     config = variants[0].config
     found = {}
     with progress_bar(console) as progress:
-        for source in options.source:
+        for name, source in zip(names, options.source, strict=True):
             num_rounds = options.rounds if source in WORKLOADS else 1
             rounds = [
                 asked.rows(source, options, config.max_model_len, console, num_before=n) for n in range(num_rounds)
             ]
-            task = progress.add_task(asked.name(source), total=len(VARIANTS) * len(rounds))
-            found[asked.name(source)] = compare(
+            task = progress.add_task(name, total=len(VARIANTS) * len(rounds))
+            found[name] = compare(
                 rounds, config, costs, depth=options.depth, new_replica=asked.new_replica(options),
                 on_run=partial(progress.advance, task),
             )  # fmt: skip
