@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("quire: Interrupted; nothing was written.", file=sys.stderr)
+        print("quire: Interrupted.", file=sys.stderr)
         return 130
     return status
 

@@ -63,4 +63,4 @@ def test_an_interrupt_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     monkeypatch.setitem(COMMANDS, "tune", (*COMMANDS["tune"][:2], interrupted))
     assert main(["tune"]) == 130
-    assert capsys.readouterr().err == "quire: Interrupted; nothing was written.\n"
+    assert capsys.readouterr().err == "quire: Interrupted.\n"
