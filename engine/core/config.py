@@ -166,6 +166,14 @@ class EngineConfig:
 
 # Rows of logits that a step with drafts may come to: a large vocabulary's are a megabyte each, several times over.
 _MAX_DRAFTED_ROWS = 256
+# Of fields that no flag names.
+_LEAST = {
+    "min_copied_tokens": 1,
+    "num_host_blocks": 0,
+    "num_disk_blocks": 0,
+    "num_layers": 1,
+    "num_speculative_tokens": 0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,10 +211,15 @@ class SchedulerConfig:
         for name in ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             _require(value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
-        _require(self.num_host_blocks >= 0, f"--num-host-blocks is {self.num_host_blocks}; it must be at least 0.")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            _require(value >= least, f"{name} is {value}; it must be at least {least}.")
+        for name in ("target_itl_s", "target_ttft_s"):
+            value = getattr(self, name)
+            _require(value is None or 0.0 < value < inf, f"{name} is {value}; it must be a number of seconds above 0.")
+        share = self.pinned_share
+        _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
-        assert self.num_speculative_tokens >= 0
-        assert self.num_layers >= 1
         assert self.num_layers == 1 or not self.num_speculative_tokens, "a drafter reads whole slices"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

@@ -73,8 +73,9 @@ def _config(settings: dict[str, Any]) -> SchedulerConfig:
 def _value(name: str, text: str) -> Any:
     """A value of the field's own type."""
     kind = str(_TYPES[name])
-    if text.lower() in _WORDS and ("bool" in kind or _WORDS[text.lower()] is None):
-        return _WORDS[text.lower()]
+    word = _WORDS.get(text.lower(), text)
+    if (word is None and "None" in kind) or (isinstance(word, bool) and "bool" in kind):
+        return word
     for wanted in (int, float):
         if wanted.__name__ in kind:
             try:
@@ -82,5 +83,5 @@ def _value(name: str, text: str) -> Any:
             except ValueError:
                 continue
     if "str" not in kind:
-        raise SimulationError(f"--set {name} is {text!r}; it must be {_TYPES[name].__name__}.")
+        raise SimulationError(f"--set {name} is {text!r}; it must be {getattr(_TYPES[name], '__name__', kind)}.")
     return text

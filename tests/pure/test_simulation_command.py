@@ -14,6 +14,7 @@ import pytest
 from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
+from engine.core.plan import StepPlan
 from loadtest.__main__ import main
 from loadtest.report import Spread
 from loadtest.simulation.calibrate import fit_front
@@ -89,12 +90,19 @@ def test_moved_blocks_are_timed_and_stay_what_they_are() -> None:
     config = replace(CONFIG, num_blocks=64, num_host_blocks=64)
     runner = FakeRunner(config)
     layout = Layout("f" * 32, config.block_size, 4 * config.block_size)
+    every = list(range(config.num_blocks))
+    before = np.random.default_rng(0).integers(0, 256, (len(every), layout.block_bytes), dtype=np.uint8)
+    runner.write_blocks(every, before)
     handoff = measure_handoff(runner, layout, config.num_blocks)
     assert handoff.block_bytes == layout.block_bytes
     assert handoff.trip_s + 64 * handoff.block_s > 0
     assert handoff.pause_s > 0
     copies = measure_copies(runner, config)
     assert copies.trip_s + 64 * copies.block_s > 0
+    runner.run(StepPlan(0, [], [], 0, 0)).wait()  # the last copies arrive
+    after = np.zeros_like(before)
+    runner.read_blocks(every, after)
+    assert (after == before).all()
     assert measure_copies(runner, CONFIG) == Copies(), "nothing is set aside"
 
 
@@ -233,6 +241,13 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
             ["replay", "steady", "--set", "num_disk_blocks=9"],
             "no engine has such settings: a disk is behind host blocks",
         ),
+        (["replay", "steady", "--set", "min_copied_tokens=-1"], "min_copied_tokens is -1; it must be at least 1."),
+        (["replay", "steady", "--set", "num_layers=0"], "num_layers is 0; it must be at least 1."),
+        (["replay", "steady", "--set", "pinned_share=2"], "pinned_share is 2.0; it must be at least 0 and less than 1"),
+        (["replay", "steady", "--set", "target_itl_s=0"], "target_itl_s is 0.0; it must be a number of seconds above"),
+        (["replay", "steady", "--set", "target_itl_s=fast"], "--set target_itl_s is 'fast'; it must be float | None."),
+        (["replay", "steady", "--set", "num_blocks=none"], "--set num_blocks is 'none'; it must be int."),
+        (["sjf", "steady", "steady", "--num", "9"], "two of the traces are called 'steady'"),
         (["fleet", "steady", "bursty-chat"], "a fleet is sized for one trace"),
         (["fleet", "steady", "--set", "max_num_seqs=4,8"], "a fleet is sized for one setting"),
         (["fleet", "steady", "--num", "1"], "all arrive at once"),
