@@ -44,7 +44,6 @@ def run(options: argparse.Namespace) -> int:
         show(name, rows[name])
     print(f"\n{handed_over or 'nothing was handed over'}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         about = {"streams": options.streams, "long": options.long, "handoffs": handed_over}
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0 if 'outcome="received"' in handed_over else 1

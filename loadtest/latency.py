@@ -164,7 +164,6 @@ def run(options: argparse.Namespace) -> int:
         show(name, rows[name])
         if options.json:
             about = {"streams": options.streams, "long": options.long, "short": SHORT, "simulated": options.simulated}
-            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 

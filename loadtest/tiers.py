@@ -144,6 +144,5 @@ def run(options: argparse.Namespace) -> int:
             cached = summary["tokens"]["cached_tokens"] / len(summary["all_ms"])
             print(f"| {part}: {name} | {summary['first_token_ms']:.0f} | {cached:.0f} |")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"flags": options.flags, **parts}, indent=1) + "\n", encoding="utf-8")
     return 0
