@@ -1,15 +1,16 @@
 """Pinned prefixes: which contents are to be given up last, until when, and on whose account.
 
 Blocks are named by digest, so a pin is on what a block holds and not on a place: it finds the block in the pool, in host
-memory and on the disk, outlasts its eviction, and takes hold again wherever the content comes up anew. Four rules:
+memory and on the disk, outlasts its eviction, and takes hold again wherever the content comes up anew. Five rules:
 
-    bound      at most so many contents at once, a share of the pool; one that several pin is on nobody's account
+    bound      at most so many contents at once, a share of the pool, and of each one end and one holder: many may pin the same
     order      whoever pins a block has pinned the one before it, for at least as long: prefixes stay whole
     own        beyond the bound a pin takes the place of the owner's own that ends soonest, and sooner than itself
     fair       or of one of whoever has most for its weight, if that is more than this owner would have
+    common     what a second owner pins too is on nobody's account from then on, until the last end that was asked for
 
-The operator's end never, and nobody's take their places. A pin is a wish about eviction only: whoever runs and needs a
-block gets it. Owned by the scheduler, engine thread; knows no clock, only the times it is told.
+The operator's end never, are common too, and nobody takes the place of what is. A pin is a wish about eviction only: whoever
+runs and needs a block gets it. Owned by the scheduler, engine thread; knows no clock, only the times it is told.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from math import inf
 from typing import Protocol
 
 from engine.core.stats import Stats
-
-_LOOK_S = 1.0  # how often to look for what has ended; a pin may last so much longer
 
 
 class Shelf(Protocol):
@@ -36,21 +35,15 @@ class Shelf(Protocol):
         ...
 
 
-class _Owner:
-    """What one has pinned; the first to end is at hand, and of those that end together the furthest from its root."""
+class _Ends:
+    """Until when what is pinned; the first to end is at hand, and of those that end together the furthest from its root."""
 
-    __slots__ = ("_heap", "_num_kept", "num_alone", "until", "weight")
+    __slots__ = ("_heap", "_num_kept", "until")
 
     def __init__(self) -> None:
-        self.weight = 1.0
-        self.num_alone = 0  # of them, those that nobody else has pinned
         self.until: dict[bytes, float] = {}
-        self._heap: list[tuple[float, int, bytes]] = []  # with some that were prolonged since
+        self._heap: list[tuple[float, int, bytes]] = []  # with some that were prolonged or left since
         self._num_kept = 0
-
-    @property
-    def load(self) -> float:
-        return self.num_alone / self.weight
 
     @property
     def first(self) -> tuple[float, bytes]:
@@ -68,10 +61,25 @@ class _Owner:
             heapify(self._heap)
 
 
+class _Owner(_Ends):
+    """What is on one's account."""
+
+    __slots__ = ("name", "weight")
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.weight = 1.0
+
+    @property
+    def load(self) -> float:
+        return len(self.until) / self.weight
+
+
 class Pins:
     """The book of them. `digest in pins` is what shelves ask."""
 
-    __slots__ = ("_max_pinned", "_next_look_s", "_operators", "_owners", "_owners_of", "_stats", "shelves")
+    __slots__ = ("_common", "_ends", "_holder_of", "_max_pinned", "_next_end_s", "_owners", "_stats", "shelves")
 
     def __init__(self, stats: Stats, max_pinned: int = 0) -> None:
         self._stats = stats
@@ -81,16 +89,17 @@ class Pins:
     def clear(self, max_pinned: int) -> None:
         """Nothing is pinned, and so much may be: contents have other names now."""
         self._max_pinned = max_pinned
-        self._owners: dict[str, _Owner] = {}
-        self._operators = _Owner()  # whose end never
-        self._owners_of: dict[bytes, list[_Owner]] = {}
-        self._next_look_s = inf
+        self._owners: dict[str, _Owner] = {}  # of one at least each
+        self._common = _Owner()
+        self._holder_of: dict[bytes, _Owner] = {}
+        self._ends = _Ends()  # of all, whoever holds them
+        self._next_end_s = inf  # or sooner
 
     def __contains__(self, digest: object) -> bool:
-        return digest in self._owners_of
+        return digest in self._holder_of
 
     def __len__(self) -> int:
-        return len(self._owners_of)
+        return len(self._holder_of)
 
     def keep(self, chain: Seq[bytes], index: int, until: float, name: str = "", weight: float = 1.0) -> bool:
         """Pin a chain's block `index` until then, or for as long as it is already; False if there is no place for it.
@@ -98,74 +107,75 @@ class Pins:
         An `until` without end is the operator's.
         """
         digest = chain[index + 1]
-        owner = self._operators if until == inf else self._owners.setdefault(name, _Owner())
+        owner = self._common if until == inf else self._owners.get(name) or _Owner(name)
         owner.weight = weight
-        has_parent = not index or owner.until.get(chain[index], -inf) >= until
-        if not (has_parent and (digest in self._owners_of or self._make_place(owner, until))):
+        holder = self._holder_of.get(digest)
+        has_parent = not index or self._has(owner, chain[index], until)
+        if not (has_parent and (holder is not None or self._make_place(owner, until))):
             self._stats.pins_refused += 1
-            self._drop_if_idle(name)
             return False
-        before = owner.until.get(digest)
-        if before is None:
-            self._add(owner, digest)
-        if before is None or before < until:
-            owner.keep(digest, until)
-            self._next_look_s = min(self._next_look_s, until)
+        self._hold(digest, owner if holder is None or holder is owner else self._common, until)
         return True
 
     def expire(self, now: float) -> None:
-        """Let go of what has ended; to be called often, for it costs a comparison."""
-        if now < self._next_look_s:
+        """Let go of what has ended; to be called often, for it costs a comparison, and what has ended."""
+        if now < self._next_end_s:
             return
-        for name, owner in list(self._owners.items()):
-            while owner.until and owner.first[0] <= now:
-                self._drop(owner, owner.first[1])
-            self._drop_if_idle(name)
-        ends = min([owner.first[0] for owner in self._owners.values()], default=inf)
-        self._next_look_s = max(ends, now + _LOOK_S)
+        while self._ends.until and self._ends.first[0] <= now:
+            self._drop(self._ends.first[1])
+        self._next_end_s = self._ends.first[0] if self._ends.until else inf
+
+    def _has(self, owner: _Owner, digest: bytes, until: float) -> bool:
+        """Is it pinned at least so long, by this owner or by several?"""
+        return self._holder_of.get(digest) in (owner, self._common) and self._ends.until[digest] >= until
 
     def _make_place(self, owner: _Owner, until: float) -> bool:
         """For one more of an owner's; taken from others' only as far as they have more than it will have."""
-        if len(self._owners_of) < self._max_pinned:
+        if len(self._holder_of) < self._max_pinned:
             return True
         giver = max(self._owners.values(), key=lambda other: other.load, default=owner)
-        if owner is self._operators or giver.load <= (owner.num_alone + 1) / owner.weight:
+        if owner is self._common or giver.load <= (len(owner.until) + 1) / owner.weight:
             giver = owner
-        while len(self._owners_of) >= self._max_pinned:  # what others have too goes on being pinned
-            if not giver.until or (giver is owner and giver.first[0] >= until):
-                return False
-            self._drop(giver, giver.first[1])
+        # Nothing common is taken: others' prefixes may go on from it.
+        if giver is self._common or not giver.until or (giver is owner and giver.first[0] >= until):
+            return False
+        self._drop(giver.first[1])
         return True
 
-    def _add(self, owner: _Owner, digest: bytes) -> None:
-        owners = self._owners_of.setdefault(digest, [])
-        owners.append(owner)
-        if len(owners) == 1:
-            owner.num_alone += 1
+    def _hold(self, digest: bytes, holder: _Owner, until: float) -> None:
+        """Put it on that account, for as long as either was asked."""
+        before, end = self._holder_of.get(digest), self._ends.until.get(digest, -inf)
+        if before is holder and until <= end:
+            return
+        if before is None:
             for shelf in self.shelves:
                 shelf.pin(digest)
-        elif len(owners) == 2:
-            owners[0].num_alone -= 1
+        elif before is not holder:
+            self._take(digest, before)
+        if until > end:
+            self._ends.keep(digest, until)
+            self._next_end_s = min(self._next_end_s, until)
+        holder.keep(digest, max(until, end))
+        self._holder_of[digest] = holder
+        if holder is not self._common:
+            self._owners[holder.name] = holder
 
-    def _drop(self, owner: _Owner, digest: bytes) -> None:
-        del owner.until[digest]
-        owners = self._owners_of[digest]
-        owners.remove(owner)
-        if len(owners) == 1:
-            owners[0].num_alone += 1
-        elif not owners:
-            owner.num_alone -= 1
-            del self._owners_of[digest]
-            for shelf in self.shelves:
-                shelf.unpin(digest)
+    def _take(self, digest: bytes, holder: _Owner) -> None:
+        del holder.until[digest]
+        if not holder.until and holder is not self._common:
+            del self._owners[holder.name]
 
-    def _drop_if_idle(self, name: str) -> None:
-        if name in self._owners and not self._owners[name].until:
-            del self._owners[name]
+    def _drop(self, digest: bytes) -> None:
+        self._take(digest, self._holder_of.pop(digest))
+        del self._ends.until[digest]
+        for shelf in self.shelves:
+            shelf.unpin(digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts add up and the bound holds."""
-        assert len(self._owners_of) <= self._max_pinned, "more is pinned than may be"
-        for owner in (*self._owners.values(), self._operators):
-            assert owner.until.keys() == {digest for digest, owners in self._owners_of.items() if owner in owners}
-            assert owner.num_alone == sum(self._owners_of[digest] == [owner] for digest in owner.until)
+        holders = (*self._owners.values(), self._common)
+        assert len(self._holder_of) <= self._max_pinned, "more is pinned than may be"
+        assert self._holder_of == {digest: holder for holder in holders for digest in holder.until}
+        assert self._ends.until == {digest: until for holder in holders for digest, until in holder.until.items()}
+        assert sum(len(holder.until) for holder in holders) == len(self._holder_of), "one content is held twice"
+        assert all(name == owner.name and owner.until for name, owner in self._owners.items())
