@@ -5,9 +5,11 @@ Two rules keep both short for a newcomer beside a tenant that holds far more:
     its own step       The step that draws its first token is its own, others sit it out. Of a prompt that takes more steps, up
                        to LONGEST, each has all but a fifth (pacing.py).
     the step before    While newcomers are likely, steps of a tenant that holds more than all others together are cut into
-                       n parts: each has every n-th of its sequences and an n-th of its prompts' tokens, so that these keep
-                       their proportion. A part takes at most WAIT of a newcomer's own step, but each costs what a step
-                       costs however little is in it: n is no more than makes all of them together PRICE longer.
+                       n parts: each has an n-th of its sequences and an n-th of its prompts' tokens, so that these keep their
+                       proportion. Who had a part longest ago is next, and who is new comes last: however many that
+                       tenant starts meanwhile, nobody waits longer than about n steps. A part takes at most WAIT of a
+                       newcomer's own step, but each costs what a step costs however little is in it: n is no more than
+                       makes all of them together PRICE longer.
 
 Among equals nobody holds most, and nothing is cut: it would cost throughput, which is latency for all of a crowd. Nor is it
 while anybody else waits, who comes the sooner the more is served. Newcomers are likely for PATIENCE times the longest that
@@ -53,14 +55,14 @@ EVERYBODY = Turn()
 class Turns:
     """Remembers who comes beside whom, and says who sits out the next step."""
 
-    __slots__ = ("_gap_s", "_had_their_turn", "_last_s", "_max_tokens", "_num_tokens")
+    __slots__ = ("_gap_s", "_last_s", "_max_tokens", "_num_tokens", "_queue")
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._max_tokens = max_num_batched_tokens
         self._last_s = -inf  # when somebody came ...
         self._gap_s = 0.0  # ... the longest time lately that nobody did ...
         self._num_tokens = 0.0  # ... and what they had to compute in a step
-        self._had_their_turn: set[int] = set()  # since all of them had, by sequence id
+        self._queue: dict[int, None] = {}  # whose turn it is next, in order, by sequence id
 
     def come(self, seq: Sequence, running: Iterable[Sequence]) -> None:
         """A sequence starts for the first time, beside those that run."""
@@ -102,14 +104,14 @@ class Turns:
         return Turn(out, -(-num_prompt // num_parts) if num_prompt else NEVER)
 
     def _others_turn(self, sequences: dict[int, Sequence], num_parts: int) -> set[Sequence]:
-        """Of these, all but the next part. They take turns in rounds, each of which serves everybody once."""
-        left = sorted(sequences.keys() - self._had_their_turn)  # oldest first: nobody who comes delays a round
-        if not left:
-            self._had_their_turn.clear()
-            left = sorted(sequences)
-        part = left[: ceil(len(sequences) / num_parts)]
-        self._had_their_turn.update(part)
-        return {sequences[seq_id] for seq_id in sequences.keys() - part}
+        """Of these, all but the next part. Whoever is not among them has no need of a turn: it sits nothing out."""
+        queue = {seq_id: None for seq_id in self._queue if seq_id in sequences} | dict.fromkeys(sequences)
+        part = list(queue)[: ceil(len(sequences) / num_parts)]
+        for seq_id in part:
+            del queue[seq_id]
+        out = {sequences[seq_id] for seq_id in queue}
+        self._queue = queue | dict.fromkeys(part)
+        return out
 
     def num_parts(self, load: Load, times: StepTime) -> int:
         """How many parts a step of that load is to be cut into."""

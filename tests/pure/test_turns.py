@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +59,24 @@ def test_steps_of_whoever_holds_most_are_cut_while_newcomers_are_likely() -> Non
     assert max(taken for _, taken in world.steps) <= 1.02 * WAIT * own_s(200) < 0.9 * whole[1]
     counts = [names.count(f"g{index}") for index in range(world.num)]
     assert max(counts) - min(counts) <= 1, "they take turns"
+
+
+@pytest.mark.parametrize(("num_asked", "num_prompt", "max_tokens"), [(1, 4, 3), (8, 4, 2)])
+def test_whatever_a_tenant_sends_its_streams_have_their_turns(num_asked: int, num_prompt: int, max_tokens: int) -> None:
+    world = Crowd(max_num_seqs=128)
+    world.visit("first", 200)
+    world.steps.clear()
+    for count in range(150):
+        if count % 50 == 0:
+            world.visit(f"light{count}", 200)
+        for index in range(num_asked):
+            world.add(f"short{count}.{index}", num_prompt, max_tokens=max_tokens, tenant="greedy")
+        world.step()
+    parts = [set(names) for names, _ in world.steps]
+    for index in range(world.num):
+        turns = [-1, *(step for step, names in enumerate(parts) if f"g{index}" in names), len(parts)]
+        gaps = [after - before for before, after in pairwise(turns)]
+        assert 2 <= max(gaps) <= 4, "two parts, and the step of a newcomer's own"
 
 
 def test_a_part_has_a_part_of_the_prompts_too() -> None:
