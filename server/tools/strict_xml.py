@@ -7,21 +7,25 @@ being one of some has no place there, so it is refused. In llguidance's Lark. Pu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from server.structured.closing import close
 from server.tools.offered import OfferedTool, embedded
 from server.tools.xml_parser import CLOSING, END_FUNCTION, END_PARAMETER, FUNCTION, OPENING, PARAMETER, PARAMETER_NAME
-from server.tools.xml_values import kinds_of, resolved
+from server.tools.xml_values import kind_of, kinds_of, resolved, types_of
 
 _SPACE = r"/[ \t\r\n]{0,20}/"
 _BETWEEN = {"whitespace_pattern": r"[\x20\x09\x0A\x0D]{0,40}", "lenient": False}
 _MARKS = (END_PARAMETER, "\\n" + PARAMETER, "\\n" + END_FUNCTION)  # what a string cannot have, for it would end there
 _SLASH = "\\/"
 _BEYOND = ("pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf", "not", "if")
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$defs", "definitions"})
+_ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")
+_TELLING = frozenset({"type", "enum", "const", *_ALTERNATIVES, *_BEYOND})  # the rest says nothing of a string
+_MAX_DEPTH = 16  # of alternatives in alternatives ...
+_MAX_PARTS = 1024  # ... which multiply: a few references can make billions
 
 
 def free_text_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
@@ -67,15 +71,20 @@ def _value(name: str, schema: Any, parameters: Mapping[str, Any]) -> str:
     if kinds - {"string", "null"}:
         why = f"the string {name!r} cannot be told from {' or '.join(sorted(kinds - {'string'}))}"
         raise _refusal(why, "give it one type")
-    parts = _parts(name, schema, parameters, 16)
+    parts = list(islice(_parts(name, schema, parameters, _MAX_DEPTH), _MAX_PARTS + 1))
+    if len(parts) > _MAX_PARTS:
+        raise _refusal(f"the string {name!r} may have at most {_MAX_PARTS} alternatives", "name fewer")
     beyond = next((key for part in parts for key in _BEYOND if key in part), None)
     if beyond is not None:
         raise _refusal(f"{beyond} of the string {name!r} cannot be enforced", "leave it out")
-    choices = [_choices(part) for part in parts]
-    if all(choices):
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for some in choices for text in some)
-        return f'"\\n" ({texts}) {end}'
-    return '"\\n" string'
+    choices = [_values(part) for part in parts]
+    if None in choices:
+        return '"\\n" string'
+    named = dict.fromkeys(value for some in choices for value in some or ())
+    if not named:
+        raise _refusal(f"the string {name!r} must have a value, and its schema leaves none", "mend its enum or const")
+    texts = " | ".join(json.dumps("null" if value is None else value, ensure_ascii=False) for value in named)
+    return f'"\\n" ({texts}) {end}'
 
 
 def _refusal(why: str, instead: str) -> InvalidRequestError:
@@ -83,34 +92,59 @@ def _refusal(why: str, instead: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="tools")
 
 
-def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int) -> list[Mapping[str, Any]]:
-    """The schemas of which a value has to meet one, without references: what stands beside them is asked in each."""
-    if not isinstance(schema, Mapping) or not num_left:
-        return [{}]
-    for key in ("$ref", "anyOf", "oneOf", "allOf"):
+def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int) -> Iterator[Mapping[str, Any]]:
+    """The schemas of which a value has to meet one, without references: what stands beside them is asked in each.
+
+    One after another, and every alternative leads to one or is refused: who stops taking them stops the work.
+    """
+    if not isinstance(schema, Mapping):
+        yield {}
+        return
+    for key in _ALTERNATIVES:
         inner = schema.get(key)
         if key == "$ref" and isinstance(inner, str):
             inner = [resolved(inner, parameters)]
         if isinstance(inner, list) and (key != "allOf" or len(inner) == 1):
-            beside = {other: value for other, value in schema.items() if other != key and other not in _NOTES}
-            whole = [_both(name, key, beside, one) for one in inner]
-            return [part for one in whole for part in _parts(name, one, parameters, num_left - 1)]
-    return [schema]
+            if not inner:
+                raise _refusal(f"the string {name!r} must have a value, and its {key} is empty", f"mend {key}")
+            if not num_left:
+                raise _refusal(
+                    f"alternatives of the string {name!r} may stand {_MAX_DEPTH} deep, and those here go on",
+                    "name them",
+                )
+            beside = {other: schema[other] for other in schema.keys() & _TELLING if other != key}
+            for one in inner:
+                yield from _parts(name, _both(name, key, beside, one), parameters, num_left - 1)
+            return
+    yield schema
 
 
 def _both(name: str, key: str, beside: Mapping[str, Any], within: Any) -> Mapping[str, Any]:
-    """A schema that asks what two ask; refuses what they ask differently."""
+    """A schema that asks what two ask, of the values that both name; refuses what else they ask differently."""
     if not isinstance(within, Mapping):
         return beside
-    differing = next((one for one in beside if one in within and within[one] != beside[one]), None)
+    within = {one: within[one] for one in within.keys() & _TELLING}
+    differing = next(
+        (one for one in beside.keys() & within.keys() - {"enum", "const"} if within[one] != beside[one]), None
+    )
     if differing is not None:
         raise _refusal(f"{differing} of the string {name!r} cannot stand both beside {key} and in it", "leave one out")
-    return {**beside, **within}
+    merged = {**beside, **within}
+    some, others = _values(beside), _values(within)
+    if some is not None and others is not None:
+        merged.pop("const", None)
+        merged["enum"] = list(filter(set(others).__contains__, some))
+    return merged
 
 
-def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """The texts of a schema that names its values; empty for another one."""
-    values = schema.get(
-        "enum", [schema["const"]] if "const" in schema else [None] if schema.get("type") == "null" else []
-    )
-    return [value if isinstance(value, str) else json.dumps(value) for value in values]
+def _values(schema: Mapping[str, Any]) -> list[str | None] | None:
+    """The strings, and null, that a schema names and its type allows; None of one that names no values."""
+    named, types = schema.get("enum"), types_of(schema)
+    if not isinstance(named, list):
+        named = [schema["const"]] if "const" in schema else [None] if types == {"null"} else None
+    elif "const" in schema:
+        named = [value for value in named if value == schema["const"]]
+    if named is None:
+        return None
+    texts = [value for value in named if value is None or isinstance(value, str)]
+    return [value for value in texts if not types or kind_of(value) in types]

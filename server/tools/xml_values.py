@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python has them, and models write them
-_MAX_REFERENCES = 16
 STRING = frozenset({"string"})
 
 
@@ -15,7 +14,7 @@ def kinds_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     """The types of JSON that a parameter may have; empty where the schema does not tell."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return frozenset(_kinds(schema, parameters, _MAX_REFERENCES))
+    return frozenset(_kinds(schema, parameters))
 
 
 def json_of(text: str, kinds: frozenset[str]) -> str:
@@ -31,30 +30,34 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], num_left: int) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """What stands at `type`."""
     kind = schema.get("type")
-    found = (
-        {kind}
-        if isinstance(kind, str)
-        else {one for one in kind if isinstance(one, str)}
-        if isinstance(kind, list)
-        else set()
-    )
-    if not found and isinstance(schema.get("enum"), list):
-        found = {_kind(value) for value in schema["enum"]}
-    if not found and "const" in schema:
-        found = {_kind(schema["const"])}
-    if not num_left:
-        return found
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        found |= _kinds(resolved(reference, root), root, num_left - 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(key)
-        for part in parts if isinstance(parts, list) else ():
-            found |= _kinds(part, root, num_left - 1)
+    return {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+
+
+def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Of all alternatives together, each reference looked up once: they may go in circles, and multiply."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    left = [schema]
+    while left:
+        schema = left.pop()
+        if not isinstance(schema, Mapping):
+            continue
+        kinds = types_of(schema)
+        if not kinds and isinstance(schema.get("enum"), list):
+            kinds = {kind_of(value) for value in schema["enum"]}
+        if not kinds and "const" in schema:
+            kinds = {kind_of(schema["const"])}
+        found |= kinds
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            left.append(resolved(reference, root))
+        for key in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(key)
+            left += parts if isinstance(parts, list) else ()
     return found
 
 
@@ -66,7 +69,8 @@ def resolved(reference: str, root: Mapping[str, Any]) -> Any:
     return place
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The type of JSON that a value is of."""
     if value is None:
         return "null"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
@@ -78,7 +82,7 @@ def _kind(value: Any) -> str:
 def _kind_of_text(text: str) -> str | None:
     """The type of the JSON that a text is; None if it is none."""
     try:
-        return _kind(json.loads(text, parse_constant=_refuse))
+        return kind_of(json.loads(text, parse_constant=_refuse))
     except (ValueError, RecursionError):
         return None
 

@@ -271,6 +271,9 @@ def test_whatever_is_let_through_is_read_as_valid_calls(text: str) -> None:
             {"type": "string", "anyOf": [{"const": "x"}, {"type": "null"}]},
             "type of the string 'a' cannot stand both",
         ),
+        ("a", {"const": "zzz", "anyOf": [{"enum": ["u", "v"]}]}, "'a' must have a value, and its schema leaves none"),
+        ("a", {"type": "string", "enum": [1]}, "'a' must have a value, and its schema leaves none"),
+        ("a", {"type": "string", "anyOf": []}, "'a' must have a value, and its anyOf is empty"),
         ("a", {"type": ["string", "integer"], "maximum": 3}, "'a' cannot be told from integer;"),
         ("a", {"anyOf": [{"type": "string"}, {"const": 1.5}, {"type": "null"}]}, "told from null or number;"),
         ("a<b", {"type": "integer"}, "cannot be named 'a<b'"),
@@ -292,3 +295,38 @@ def test_what_stands_beside_alternatives_holds_for_each() -> None:
     for values, is_fine in (({"a": "u", "b": "w"}, True), ({"a": "w"}, False), ({"b": "u"}, False)):
         ids = VOCABULARY(call("f", **values).encode())
         assert (first.deep_copy().try_consume_tokens(ids) == len(ids)) is is_fine, values
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "string", "enum": ["u", "v"], "anyOf": [{"const": "u"}]}, {"u"}),
+        ({"const": "u", "anyOf": [{"enum": ["u", "v"]}, {"const": "w"}]}, {"u"}),
+        ({"enum": ["u", "v"], "oneOf": [{"enum": ["v", "w"]}, {"type": "null"}]}, {"v"}),
+        ({"enum": ["u", None], "anyOf": [{"type": "null"}]}, {"null"}),
+        ({"enum": ["u", "v"], "const": "v"}, {"v"}),
+    ],
+)
+def test_only_values_that_are_named_everywhere_may_be_given(schema: dict[str, Any], values: set[str]) -> None:
+    grammar = free_text_grammar([OfferedTool("f", {"properties": {"a": schema}}, strict=True)], XML, {}, parallel=True)
+    first = LLMatcher(TOKENIZER, grammar, log_level=0)
+    for value in ("u", "v", "w", "null", "x"):
+        ids = VOCABULARY(call("f", a=value).encode())
+        assert (first.deep_copy().try_consume_tokens(ids) == len(ids)) is (value in values), value
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/a0"}] * 30}, "may stand 16 deep"),
+        ({"anyOf": [{"$ref": "#/$defs/a1"}] * 30}, "at most 1024 alternatives"),
+    ],
+)
+def test_references_that_go_in_circles_or_multiply_are_refused_at_once(one: dict[str, Any], why: str) -> None:
+    """Expanded they would be 30 ** 8 alternatives, more than memory holds; the plain parser reads them all the same."""
+    places = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 30} for i in range(1, 7)}
+    parameters = {"properties": {"a": one}, "$defs": {**places, "a0": one, "a7": {"type": "string"}}}
+    with pytest.raises(InvalidRequestError, match=why):
+        free_text_grammar([OfferedTool("f", {**parameters, "properties": {"a": {"type": "string", **one}}}, strict=True)],
+                          XML, {}, parallel=True)  # fmt: skip
+    assert kinds_of(parameters, "a") == (frozenset() if "a0" in str(one) else {"string"})
