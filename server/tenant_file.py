@@ -25,10 +25,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
-from yaml.constructor import ConstructorError
 
 from engine.core.errors import ConfigError
-from server.yaml_file import read_yaml
+from server.yaml_file import DuplicateKeyError, read_yaml
 
 DEFAULT = "default"  # what those are called together who are none of the file's: keys of --api-key
 
@@ -113,7 +112,7 @@ def _load(path: Path) -> Any:
     except yaml.YAMLError as error:  # its own text shows lines of the file, and so may show a key
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark else ""
-        if isinstance(error, ConstructorError) and mark:  # names of fields only
+        if isinstance(error, DuplicateKeyError):  # names of fields only
             raise ValueError(f"in which {error.problem}{line}") from None
         raise ValueError(f"which is not valid YAML{line}") from None
 

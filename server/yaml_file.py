@@ -7,19 +7,40 @@ from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
-from yaml.nodes import MappingNode, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+
+class DuplicateKeyError(ConstructorError):
+    """A mapping names a key twice; `problem` says which."""
 
 
 class _Loader(yaml.SafeLoader):
     """Refuses a mapping that names a key twice, of which YAML's readers commonly take the last."""
 
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, ScalarNode) and key.value in seen:
-                raise ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-            seen.add(key.value if isinstance(key, ScalarNode) else None)
-        return super().construct_mapping(node, deep)
+    def __init__(self, stream: bytes) -> None:
+        super().__init__(stream)
+        self._checked: set[Node] = set()
+
+    def flatten_mapping(self, node: MappingNode) -> None:
+        """Checked before `<<` puts another mapping's keys beside those that go before them; a second time they are there."""
+        if node not in self._checked:
+            self._checked.add(node)
+            seen: set[tuple[str, str]] = set()
+            for key, _ in node.value:
+                if not isinstance(key, ScalarNode):
+                    continue
+                if (key.tag, key.value) in seen:
+                    raise DuplicateKeyError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        super().flatten_mapping(node)
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        """A date such as 2026-13-45 is a fault of the file like any other."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # what PyYAML lets out, depending on the type
+            problem = f"this is no value of type {node.tag.rpartition(':')[2]}"
+            raise ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def read_yaml(path: Path) -> Any:

@@ -18,6 +18,7 @@ from server.app_config import AppConfig
 from server.config import LogFormat, Settings
 from server.flags import GROUPS, flag, load_settings, make_parser, name_origins
 from server.model_source import find_model
+from server.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -330,6 +331,8 @@ def test_a_variable_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ("max-num-sqs: 1", "{file} sets 'max-num-sqs', which is not a setting of Quire; did you mean max-num-seqs?"),
         ("a-b: 1\na_b: 2", "{file} sets 'a_b' twice; keep one of the two spellings."),
         ("- port", "--config is '{file}', which holds no settings; write one 'name: value' a line."),
+        ("port: 2026-13-45", "--config is '{file}', which is not valid YAML at line 1: this is no value of type timestamp."),
+        ("a: {<<: {p: 1}, p: 2, p: 3}", "--config is '{file}', which is not valid YAML at line 1: 'p' is there twice."),
         ("port: [1", "--config is '{file}', which is not valid YAML at line 1: expected ',' or ']', but got '<stream end>'."),
     ],
 )  # fmt: skip
@@ -363,3 +366,9 @@ def test_secrets_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "sk-secret" not in fault("--config", str(file)) + fault("--api-keys=sk-secret") + fault(
         "--api-keyy", "sk-secret"
     )
+
+
+def test_what_a_mapping_is_merged_from_may_be_merged_again(tmp_path: Path) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text("y: {x: &x {<<: &b {p: 1, q: 1}, p: 2}}\nz: {<<: *x, p: 3}\nw: {1: a, '1': b}")
+    assert read_yaml(file) == {"y": {"x": {"p": 2, "q": 1}}, "z": {"p": 3, "q": 1}, "w": {1: "a", "1": "b"}}

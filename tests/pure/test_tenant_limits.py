@@ -80,6 +80,8 @@ def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             "tiers: {gold: {weight: 2},\n gold: {weight: 3}}\ntenants: [{name: a, key: k}]",
             "'gold' is there twice at line 2",
         ),
+        ("tenants: [{name: a, key: !secret x}]", "not valid YAML at line 1"),
+        ("tenants: [{name: a, key: !!int secret}]", "not valid YAML at line 1"),
     ],
 )
 def test_a_fault_is_one_sentence(tmp_path: Path, text: str, told: str) -> None:
