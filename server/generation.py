@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, Request
+from engine.core.types import AbortCause, FinishReason, Request
 from server.choice import Choice, Delta, TextRules
 from server.client import Answer
 from server.protocol.usage import Usage
 from server.text import Tokenizer
 from server.timeline import Timeline
+
+_DRAWN = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ChoiceDelta(NamedTuple):
@@ -106,7 +108,8 @@ class Generation:
             index = prompt * self._n + event.choice
             choice = self._choices[index]
             self.timeline.hear(index, event)
-            if self._beam is not None and not event.choice:  # every step of a search is told of its first choice
+            # Every step of a search is told of its first choice; what ends it otherwise is no step.
+            if self._beam is not None and not event.choice and event.finish_reason in _DRAWN:
                 self._num_beam_tokens += self._beam.width
             if choice.is_done:
                 continue  # a stop string was found in it; what the engine drew since is not shown

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.snapshot import SequenceView
-from engine.core.types import FinishReason, Request
+from engine.core.types import Request
 from server.generation import Generation
 from server.protocol.timings import AnswerMetrics
 from server.standing import Place
@@ -50,11 +50,6 @@ class Entry:
     @property
     def engine_ids(self) -> list[str]:
         return [request.request_id for request in self.requests]
-
-    @property
-    def _is_dropped(self) -> bool:
-        """It could not have been in time, and was never started."""
-        return self.generation is not None and FinishReason.DROPPED in self.generation.timeline.finish_reasons
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
@@ -117,7 +112,9 @@ class Entry:
         return {
             "finish_reasons": [None if reason is None else reason.value for reason in reasons],
             "usage": self.generation.usage.model_dump(),
-            "metrics": None if spans is None or self._is_dropped else AnswerMetrics.of(spans, cached).model_dump(),
+            "metrics": None
+            if spans is None or self.generation.timeline.is_dropped
+            else AnswerMetrics.of(spans, cached).model_dump(),
         }
 
     def _history(self) -> list[dict[str, Any]]:
@@ -135,8 +132,8 @@ class Entry:
                 events.append((name, at_s))
         if not self.generation.usage.completion_tokens:
             events = events[:2]  # nothing was drawn, so far
-        if self._is_dropped:
-            events[1:] = [("dropped", at) for _, at in events[1:]]
+        if self.generation.timeline.is_dropped:
+            events[1:] = [("dropped", at) for _, at in events[1:2]]
         return [{"event": name, "at_s": round(at, 3)} for name, at in events]
 
 

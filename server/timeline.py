@@ -55,6 +55,11 @@ class Timeline:
         """One a choice; None while it goes on."""
         return [choice.finish_reason for choice in self._choices]
 
+    @property
+    def is_dropped(self) -> bool:
+        """Some of it could not have been in time, and nothing was heard of the rest: it never began."""
+        return FinishReason.DROPPED in self.finish_reasons and not self._begun()
+
     def hear(self, index: int, event: TokenEvent) -> None:
         """One more event of a choice. What comes after a stop string counts no tokens."""
         choice, timings = self._choices[index], event.timings
@@ -84,6 +89,8 @@ class Timeline:
     def spans(self) -> Spans | None:
         """All choices in sum, so far; None while all of them wait."""
         choices = self._choices
+        if self._begun():  # the wait of what was dropped beside it is nobody's
+            choices = [choice for choice in choices if choice.finish_reason is not FinishReason.DROPPED]
         waits = [choice.queue_s for choice in choices if choice.queue_s is not None]
         if not waits:
             return None
@@ -101,3 +108,10 @@ class Timeline:
             num_drafted=sum(choice.num_drafted for choice in choices),
             num_accepted=sum(choice.num_accepted for choice in choices),
         )
+
+    def _begun(self) -> list[_Choice]:
+        return [
+            choice
+            for choice in self._choices
+            if choice.queue_s is not None and choice.finish_reason is not FinishReason.DROPPED
+        ]

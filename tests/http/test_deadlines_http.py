@@ -50,6 +50,18 @@ def test_what_waits_too_long_is_a_408_on_every_path(serve: Serve, path: str, fie
     assert f'reason="{target.value}"}} 1.0' in httpx.get(live.url + "/metrics").text
 
 
+def test_a_prompt_dropped_beside_one_that_ran_leaves_a_true_history(serve: Serve) -> None:
+    live = serve(config=ONE_AT_A_TIME, **SLOW)
+    fields = {"prompt": ["endless", "x", "y"], "max_tokens": 100, "max_queue_ms": 200}
+    response = httpx.post(live.url + COMPLETIONS, json=fields, timeout=10)
+    assert response.status_code == 408
+    ended = httpx.get(f"{live.url}/v1/requests/{response.headers['x-request-id']}").json()
+    names = [event["event"] for event in ended["history"]]
+    assert names == ["received", "scheduled", "first_token", "last_token", "finished"]
+    assert ended["history"][1]["at_s"] < 0.2
+    assert ended["metrics"]["queue_time_ms"] < 200
+
+
 def test_a_stream_that_has_begun_ends_on_an_error(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "server")
     live = serve(config=ONE_AT_A_TIME, **SLOW)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.core.errors import ComputeError, OverloadedError, ShuttingDownError
-from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
+from engine.core.errors import ComputeError, OverloadedError, ServerError, ShuttingDownError
+from engine.core.types import (
+    AbortCause,
+    BeamParams,
+    EarlyStopping,
+    FinishReason,
+    PromptInfo,
+    Request,
+    SamplingParams,
+    TokenEvent,
+)
 from server.choice import TextRules
 from server.client import EngineClient
 from server.generation import Generation
@@ -160,3 +171,16 @@ async def test_requests_that_are_refused_are_forgotten() -> None:
         client.submit(requests(count=3))
     assert not engine.submitted
     assert client.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "drawn"), [(FinishReason.DROPPED, 0), (FinishReason.ABORT, 0), (FinishReason.STOP, 3)]
+)
+async def test_a_search_draws_nothing_with_what_ends_it_otherwise(reason: FinishReason, drawn: int) -> None:
+    asked = requests()
+    beam = BeamParams(width=3, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
+    desk = Desk([replace(asked[0], params=replace(asked[0].params, beam=beam))])
+    await desk.hear(event("", finish_reason=reason))
+    with suppress(ServerError):
+        await desk.generation.all_deltas()
+    assert desk.generation.num_drawn_tokens == drawn
