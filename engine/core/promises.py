@@ -40,7 +40,17 @@ _ROUNDING_S = 1e-9
 class Promises:
     """expect a sequence when it comes; `next` is who may start; `room` bounds each step."""
 
-    __slots__ = ("_config", "_easy_until_s", "_flights", "_is_holding_back", "_memory", "_roster", "_times")
+    __slots__ = (
+        "_config",
+        "_easy_until_s",
+        "_flights",
+        "_is_holding_back",
+        "_is_tight",
+        "_is_tried",
+        "_memory",
+        "_roster",
+        "_times",
+    )
 
     def __init__(
         self, config: SchedulerConfig, memory: Memory, roster: Roster, times: StepTime, flights: deque[Flight]
@@ -49,6 +59,8 @@ class Promises:
         self._times, self._flights = times, flights
         self._easy_until_s = 0.0  # nothing that a step may do before could break a promise
         self._is_holding_back = False
+        # Of the one that `next` has found: it needs the step that it starts in; it can be promised nothing.
+        self._is_tight = self._is_tried = False
 
     # -- who starts --------------------------------------------------------------------------------------------------
 
@@ -72,6 +84,7 @@ class Promises:
         Those who could not be in time beside all that run are passed over.
         """
         waiting = self._roster.waiting
+        self._is_tight = self._is_tried = False
         while (seq := waiting.first) is not None and (seq.promised_total or self._roster.has_promised):
             if seq.is_background:
                 return seq
@@ -83,6 +96,15 @@ class Promises:
                 return None
             waiting.hold(seq)
         return seq
+
+    def start(self, seq: Sequence, flight: Flight) -> None:
+        """The one that `next` has found starts, in this step: only now, for there might have been no blocks for it."""
+        if self._is_tried:
+            seq.promised_total = 0
+        if seq.promised_total:
+            self._easy_until_s = 0.0
+        if self._is_tight:  # pacing would bring it less far than foreseen
+            flight.room, flight.spare_s = Room(0.0, is_alone=True), inf
 
     def _may_start(self, seq: Sequence, now: float, flight: Flight) -> bool:
         if seq.promised_total and seq.is_resuming:
@@ -100,15 +122,10 @@ class Promises:
         is_kept = slack_s >= (self._least_chunk_s(costs) if is_begun else 0.0)
         if seq.promised_total:
             is_kept = is_kept and not self._is_holding_back and self._fits([*self._roster.promised, seq])
-            self._easy_until_s = 0.0
             if not is_kept and not running:  # it is not hopeless, and nobody is harmed by trying
-                seq.promised_total = 0
+                self._is_tried = True
                 return True
-            if is_kept and slack_s < self._full_step_s(costs):
-                flight.room, flight.spare_s = (
-                    Room(0.0, is_alone=True),
-                    inf,
-                )  # pacing would bring it less far than foreseen
+            self._is_tight = is_kept and slack_s < self._full_step_s(costs)
         return is_kept
 
     def _work_of_new(self, seq: Sequence) -> Work:

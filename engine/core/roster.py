@@ -75,11 +75,16 @@ class Roster:
         self.waiting.release()
 
     def dismiss(self, seq: Sequence) -> None:
-        """One that runs is promised nothing any more, and stands among the others."""
-        self.stop(seq)
-        seq.promised_total = 0
-        seq.place = seq.order
-        self.start(seq)
+        """One that runs is promised nothing any more, and stands among the others; a beam with all of its search.
+
+        Some beams alone could not go on: a step of promised work only would wait for the others for ever.
+        """
+        for each in seq.beams or (seq,):
+            if each.promised_total:
+                self.stop(each)
+                each.promised_total = 0
+                each.place = each.order
+                self.start(each)
 
     @property
     def has_promised(self) -> bool:
@@ -154,9 +159,12 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int, out: Collection[Sequence] = ()) -> list[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned. Without those who sit `out`."""
-        due = self.running[: self.num_due]
+    def due(self, limit: int, out: Collection[Sequence] = (), *, is_alone: bool = False) -> list[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned. Without those who sit `out`.
+
+        If `is_alone`, only what is promised.
+        """
+        due = self.promised if is_alone else self.running[: self.num_due]
         if len(due) <= limit and not out:
             return due
         return [seq for seq in due if not seq.is_waiting and seq not in out][:limit]

@@ -145,7 +145,7 @@ class Scheduler:
         if self._roster.is_fair and not room.is_alone:
             self._admit_first(now, flight)
             turn = self._roster.turn(limit, now, self._pacing.times, cuts=not is_short)
-        due = self._roster.promised if room.is_alone else self._roster.due(limit, turn.out)
+        due = self._roster.due(limit, turn.out, is_alone=room.is_alone)
         catching_up = self._plan_decodes(flight, due)
         num_decodes = len(flight.slices)
         budget = min(limit - num_decodes, turn.max_prompt_tokens) if room.holds_prompts else 0
@@ -240,6 +240,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence, now: float, flight: Flight) -> None:
         """A waiting sequence has got its blocks: it runs."""
+        self._promises.start(seq, flight)
         self._recorder.admitted(seq, now)
         self._roster.dequeue(seq)
         if seq.status is Status.SWAPPED:
