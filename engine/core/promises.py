@@ -3,7 +3,8 @@
 A request is promised its deadline as it starts, and starts no sooner than that can be done:
 
     with a deadline    if it would be in time beside all that run, nobody who was promised something would be late by it, and the
-                       blocks of all promises fit the pool. Else it is passed over, until somebody leaves
+                       blocks of all promises fit the pool. Else it is passed over, until somebody leaves and its turn to
+                       be looked at has come: a step looks at a few, however many wait
     any other          if nobody who was promised something would be late by it. Else the queue waits for that one
 
 What others do to it later (drafts, long prompts, choices that run on, whatever the forecast had not thought of) is held to
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 from collections import deque
 from math import ceil, inf
+from operator import attrgetter
+from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.flight import FREE, Flight, Room
@@ -34,7 +37,18 @@ from engine.core.sequence import Sequence, Status
 from engine.core.step_time import Costs, StepTime, decode_load
 
 CAUTION = 1.5  # times the mean: most answers are not longer
+# A forecast for one that waits takes 1 us for each that runs: those beyond so many a step have to wait for a later one ...
+MOST_EXAMINED = 8
+MOST_RECALLED = 4  # ... and so many of these may have been passed over before
 _ROUNDING_S = 1e-9
+
+
+class _Beside(NamedTuple):
+    """What whoever starts now would start beside."""
+
+    works: list[Work]
+    begins_s: float
+    num_blocks: int  # that all promises need
 
 
 class Promises:
@@ -48,6 +62,7 @@ class Promises:
         "_is_tight",
         "_is_tried",
         "_memory",
+        "_num_to_examine",
         "_roster",
         "_times",
     )
@@ -59,6 +74,7 @@ class Promises:
         self._times, self._flights = times, flights
         self._easy_until_s = 0.0  # nothing that a step may do before could break a promise
         self._is_holding_back = False
+        self._num_to_examine = 0  # in the step that is being planned
         # Of the one that `next` has found: it needs the step that it starts in; it can be promised nothing.
         self._is_tight = self._is_tried = False
 
@@ -75,25 +91,37 @@ class Promises:
         seq.promised_total = seq.num_prompt + num_tokens
         is_known = params.min_tokens >= params.max_tokens  # then it is hopeless, not unlikely, where time is short
         alone = seconds_left([self._work_of_new(seq)], self._times.costs, self._step_limit)
-        if not self._fits([seq]) or (alone[0][0] > request.deadline_s and not is_known):
+        if self._num_blocks([seq]) > self._memory.pool.num_blocks or (
+            alone[0][0] > request.deadline_s and not is_known
+        ):
             seq.promised_total = 0
 
     def next(self, now: float, flight: Flight) -> Sequence | None:
         """Who is to be started next, in the step that is being planned or after it.
 
-        Those who could not be in time beside all that run are passed over.
+        Those who could not be in time beside all that run are passed over until somebody leaves; where they are too many to be
+        examined in this step, for some steps.
         """
         waiting = self._roster.waiting
         self._is_tight = self._is_tried = False
+        beside: _Beside | None = None
         while (seq := waiting.first) is not None and (seq.promised_total or self._roster.has_promised):
-            if seq.is_background:
-                return seq
+            if seq.is_background or (seq.promised_total and seq.is_resuming):
+                return seq  # the latter was promised already, and gave way for want of memory
             if flight.room.is_alone and not seq.promised_total:
                 return None
-            if self._may_start(seq, now, flight):
-                return seq
+            if seq.promised_total and self._is_holding_back and self._roster.running:
+                waiting.hold(seq)
+                continue
+            if seq.promised_total and not self._num_to_examine:
+                waiting.hold(seq, is_released=True)
+                continue
+            beside = beside or self._beside(now, flight)
             if not seq.promised_total:
-                return None
+                return seq if self._slack_with(seq, beside) >= self._least_slack_s(beside) else None
+            self._num_to_examine -= 1
+            if self._may_promise(seq, beside):
+                return seq
             waiting.hold(seq)
         return seq
 
@@ -106,34 +134,40 @@ class Promises:
         if self._is_tight:  # pacing would bring it less far than foreseen
             flight.room, flight.spare_s = Room(0.0, is_alone=True), inf
 
-    def _may_start(self, seq: Sequence, now: float, flight: Flight) -> bool:
-        if seq.promised_total and seq.is_resuming:
-            return True  # it was promised already, and gave way for want of memory
+    def _beside(self, now: float, flight: Flight) -> _Beside:
         running, costs = self._roster.running[: self._roster.num_due], self._times.costs
-        works = [work_of(each, costs) for each in running]
-        works.append(self._work_of_new(seq))
+        works = sorted([work_of(seq, costs) for seq in running], key=attrgetter("num_decodes"))
         # Beside others the step that is being planned, or about to be, may have little room for what is new.
-        is_begun, begins_s = bool(running), self._begins_s(now)
+        begins_s = self._begins_s(now)
         if flight.slices:
             begins_s += self._times.seconds(flight.load)
         elif running:
             begins_s += costs.fixed_s + _decodes_s(running, costs)
-        slack_s = self._slack_s(works, costs, begins_s, is_begun=is_begun)
-        is_kept = slack_s >= (self._least_chunk_s(costs) if is_begun else 0.0)
-        if seq.promised_total:
-            is_kept = is_kept and not self._is_holding_back and self._fits([*self._roster.promised, seq])
-            if not is_kept and not running:  # it is not hopeless, and nobody is harmed by trying
-                self._is_tried = True
-                return True
-            self._is_tight = is_kept and slack_s < self._full_step_s(costs)
-        return is_kept
+        return _Beside(works, begins_s, self._num_blocks(self._roster.promised))
+
+    def _may_promise(self, seq: Sequence, beside: _Beside) -> bool:
+        """Whether all promises could be kept with this one's; or it is to be tried, which harms nobody."""
+        fits = beside.num_blocks + self._num_blocks([seq]) <= self._memory.pool.num_blocks
+        slack_s = self._slack_with(seq, beside) if fits else -inf
+        if slack_s >= self._least_slack_s(beside):
+            self._is_tight = slack_s < self._full_step_s(self._times.costs)
+            return True
+        self._is_tried = not beside.works  # it is not hopeless
+        return self._is_tried
+
+    def _slack_with(self, seq: Sequence, beside: _Beside) -> float:
+        works = [*beside.works, self._work_of_new(seq)]
+        return self._slack_s(works, self._times.costs, beside.begins_s, is_begun=bool(beside.works))
+
+    def _least_slack_s(self, beside: _Beside) -> float:
+        return self._least_chunk_s(self._times.costs) if beside.works else 0.0
 
     def _work_of_new(self, seq: Sequence) -> Work:
         work = work_of(seq, self._times.costs, max(self._memory.num_cached(seq), seq.num_saved))
         return work._replace(is_paced=not seq.promised_total and work.num_known > self._step_limit)
 
-    def _fits(self, sequences: list[Sequence]) -> bool:
-        """Whether all that is promised to these has blocks, if all others give way. Choices of a request share its prompt's."""
+    def _num_blocks(self, sequences: list[Sequence]) -> int:
+        """What all that is promised to these needs of the pool. Choices of a request share their prompt's."""
         rows: dict[str, int] = {}
         any_of: dict[str, Sequence] = {}
         for seq in sequences:
@@ -144,12 +178,14 @@ class Promises:
             size = seq.page_table.block_size
             num_shared = seq.num_prompt // size
             num_needed += num_shared + rows[request_id] * (blocks_for(seq.promised_total, size) - num_shared)
-        return num_needed <= self._memory.pool.num_blocks
+        return num_needed
 
     # -- what a step may take ------------------------------------------------------------------------------------------
 
     def room(self, now: float) -> Room:
         """How much the next step may hold besides what is promised."""
+        self._num_to_examine = MOST_EXAMINED
+        self._roster.waiting.recall(MOST_RECALLED)
         if not self._roster.has_promised:
             self._is_holding_back = False
             return FREE

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from operator import attrgetter
 
 from engine.core.account import Account
@@ -25,7 +26,7 @@ _order = attrgetter("order")
 class WaitingQueue:
     """add and remove sequences; `first` is who is next."""
 
-    __slots__ = ("_accounts", "_held", "_is_fair", "_lanes", "_last_left")
+    __slots__ = ("_accounts", "_held", "_is_fair", "_lanes", "_last_left", "_released")
 
     def __init__(self, *, is_fair: bool) -> None:
         self._is_fair = is_fair
@@ -33,6 +34,7 @@ class WaitingQueue:
         # Foreground and background. A lane is there while somebody stands in it.
         self._lanes: tuple[dict[Account, list[Sequence]], ...] = ({}, {})
         self._held: dict[Sequence, None] = {}
+        self._released: dict[Sequence, None] = {}  # of those that were held, who is to be in line again, a few a step
         self._last_left = [Account(), Account()]  # of either, whose sequence was the last to leave a lane
 
     def account(self, request: Request) -> Account:
@@ -65,9 +67,10 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """It does not wait any more."""
-        if seq in self._held:
-            del self._held[seq]
-            return
+        for aside in (self._held, self._released):
+            if seq in aside:
+                del aside[seq]
+                return
         account, lanes = seq.account, self._lanes[seq.is_background]
         lane = lanes[account]
         position = bisect_left(lane, seq.order, key=_order)
@@ -77,16 +80,22 @@ class WaitingQueue:
             del lanes[account]
         self._last_left[seq.is_background] = account
 
-    def hold(self, seq: Sequence) -> None:
-        """Have a sequence be passed over, until `release`."""
+    def hold(self, seq: Sequence, *, is_released: bool = False) -> None:
+        """Have a sequence be passed over, until `release` and `recall`."""
         self.remove(seq)
-        self._held[seq] = None
+        (self._released if is_released else self._held)[seq] = None
 
     def release(self) -> None:
-        """Whoever was passed over is in line again."""
+        """Whoever was passed over may be recalled."""
         if self._held:
-            held, self._held = self._held, {}
-            for seq in held:
+            self._released |= self._held
+            self._held.clear()
+
+    def recall(self, most: int) -> None:
+        """Of those that were released, have at most so many be in line again: whoever was passed over first."""
+        if self._released:
+            for seq in list(islice(self._released, most)):
+                del self._released[seq]
                 self.add(seq)
 
     @property
@@ -110,6 +119,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, as they would be admitted if nobody else came and answers cost nothing; first who is held."""
         yield from self._held
+        yield from self._released
         for lanes in self._lanes:
             heap = [(account.served, account.share, lane[0].order, 0, account) for account, lane in lanes.items()]
             heapify(heap)
@@ -125,6 +135,7 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anybody stands in the wrong place."""
+        assert self._held.keys().isdisjoint(self._released), "somebody is passed over twice"
         for is_background, lanes in enumerate(self._lanes):
             for account, lane in lanes.items():
                 assert lane, "a lane is empty"
