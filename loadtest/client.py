@@ -239,6 +239,15 @@ class Client:
         outcome.end_s = time.perf_counter()
         return outcome
 
+    async def post(self, path: str, body: dict[str, Any]) -> int:
+        """POST a request for an answer in one piece; its status. Raises ClientError or OSError."""
+        payload = json.dumps(body).encode()
+        request = self.target.head("POST", path, len(payload)) + payload
+        try:
+            return await asyncio.wait_for(self._exchange(request, lambda *_: None), self.timeout_s)
+        except asyncio.TimeoutError:
+            raise ClientError(f"no complete answer within {self.timeout_s:g} s") from None
+
     async def get(self, path: str) -> Any:
         """GET a JSON document. Raises ClientError."""
         pieces: list[bytes] = []

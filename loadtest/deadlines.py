@@ -2,7 +2,7 @@
 
 A workload of `quire simulate` replayed by the very scheduler that serves, its requests with a deadline for the whole answer,
 once as it is and once as it would be if a deadline only dropped what is hopeless. Lengths are known (`min_tokens` is
-`max_tokens`), or told by max_tokens alone and learned.
+`max_tokens`), or told by max_tokens alone and learned. With `--daemon` a burst on a real one (deadlines_daemon.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.policies import POLICIES
 from engine.core.promises import Promises
 from engine.core.types import FinishReason, Request, TokenEvent
+from loadtest import deadlines_daemon
 from loadtest.arguments import positive_float, positive_int, probability
 from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts
 from loadtest.simulation.replica import Replica
@@ -47,6 +48,11 @@ class Outcome:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `deadlines`."""
+    parser.add_argument(
+        "--daemon",
+        action="store_true",
+        help="a burst on a real daemon instead; of the options --deadline-ms and --json",
+    )
     parser.add_argument("--workload", nargs="+", default=["bursty-chat"], choices=tuple(WORKLOADS))
     parser.add_argument("--policy", nargs="+", default=["fcfs"], choices=tuple(POLICIES))
     parser.add_argument("--deadline-ms", type=positive_float, default=4000.0, help="of the whole answer; default 4000")
@@ -59,6 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replay, print, write."""
+    if options.daemon:
+        return deadlines_daemon.run(max(round(options.deadline_ms), 1), options.json)
     costs = StepCosts.load(DEFAULT_COSTS)
     print("workload          policy    lengths   with  promises  in time  late  dropped  goodput  others wait at most")
     found = [
