@@ -110,7 +110,12 @@ class Receiver:
         answer = await self._client.post("/v1/internal/prefill", json=body)
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
-        return Prefilled.model_validate_json(answer.content).parcel
+        told = Prefilled.model_validate_json(answer.content)
+        if told.adapter != body["adapter"]:  # K/V kept under an adapter that did not make it would be wrong in silence
+            raise ParcelError(
+                "it computed the prompt without its adapter; run the same version of Quire on both daemons"
+            )
+        return told.parcel
 
     def _note(self, outcome: HandoffOutcome, why: str = "") -> None:
         self._count(outcome)

@@ -23,3 +23,4 @@ class Prefilled(BaseModel):
     # None where the prompt has not one full block, or it was evicted meanwhile, or its adapter is not loaded here.
     parcel: str | None
     num_blocks: int
+    adapter: str | None = None  # the one that computed it; a daemon that knows nothing of adapters does not say

@@ -41,7 +41,7 @@ async def prefill(
     loaded = (each.adapter for each in context.engine.adapters.all())
     adapter = next((each for each in loaded if each.digest.hex() == body.adapter), None)
     if adapter is None and body.adapter is not None:
-        return Prefilled(parcel=None, num_blocks=0)
+        return Prefilled(parcel=None, num_blocks=0, adapter=body.adapter)
     request = Request(
         request_id=uuid.uuid4().hex,
         prompt=tuple(body.prompt),
@@ -63,4 +63,6 @@ async def _compute(context: Context, sender: Sender, request: Request) -> Prefil
         raise ApiError(
             503, "parcel_failed", f"The prompt's K/V cannot be handed over: {error}.", type="server_error"
         ) from error
-    return Prefilled(parcel=None, num_blocks=0) if sent is None else Prefilled(parcel=sent[0], num_blocks=sent[1])
+    parcel, num_blocks = sent or (None, 0)
+    adapter = request.params.adapter
+    return Prefilled(parcel=parcel, num_blocks=num_blocks, adapter=None if adapter is None else adapter.digest.hex())

@@ -102,6 +102,26 @@ def test_prompts_of_adapters_go_the_same_way_where_both_daemons_have_them(
     assert prefill.engine.stats.prompt_tokens == 2 * 86
 
 
+def test_a_prefill_daemon_that_knows_no_adapters_hands_over_nothing_of_theirs(
+    serve: Serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one takes the field for none of its own, and computes the model's own K/V."""
+    (tmp_path / "one").write_text("1")
+    adapters = Adapters(read_adapter, 2)
+    adapters.load("one", str(tmp_path / "one"))
+    fakes = {"runner": AdaptableParrot, "kv_connector_dir": folder, "api_keys": ("secret",)}
+    prefill = serve(role="prefill", **fakes)
+    decode = serve(role="decode", adapters=adapters, prefill_url=prefill.url, **fakes)
+    post = httpx.AsyncClient.post
+
+    async def older(self: httpx.AsyncClient, path: str, *, json: dict[str, Any]) -> httpx.Response:
+        return await post(self, path, json={**json, "adapter": None})
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", older)
+    assert ask(decode, model="one")["choices"][0]["text"] == "".join(chr(ord(letter) + 1) for letter in TEXT[:20])
+    assert handoffs(decode) == {"failed": 1}
+
+
 def test_short_prompts_and_scores_are_computed_where_they_are_asked_for(pair: tuple[Live, Live]) -> None:
     prefill, decode = pair
     assert ask(decode, prompt="Hello|")["choices"][0]["text"] == "Hello"
