@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -12,8 +12,8 @@ from server.errors import shorten, unsupported
 from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.conversation import Message
-from server.protocol.messages_blocks import Blocks, Turn, chat_messages, joined_text
-from server.protocol.retention import CacheControl, last_marks
+from server.protocol.messages_blocks import Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from server.protocol.retention import CacheControl, Place, last_marks
 from server.protocol.structured import Schema
 from server.protocol.translated import TranslatedBody
 
@@ -159,11 +159,11 @@ class CountBody(TranslatedBody):
 
     def ignored_fields(self) -> list[str]:
         """Those of the body and of the objects in it."""
-        names = ("tool_choice", "thinking", "output_config", "metadata")
-        parts = {name: part for name in names if (part := getattr(self, name)) is not None}
-        return super().ignored_fields() + [
-            f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()
-        ]
+        objects = ("tool_choice", "thinking", "output_config", "metadata")
+        parts = {name: part for name in objects if (part := getattr(self, name)) is not None}
+        names = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
+        marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() for name in mark.ignored_fields()]
+        return super().ignored_fields() + names + list(dict.fromkeys(marks))
 
     def to_chat(self) -> ChatBody:
         """The chat. A last message of the assistant's is to be gone on with."""
@@ -194,23 +194,38 @@ class CountBody(TranslatedBody):
 
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
         """Beginnings that are to stay cached: for how long, and the conversation that has them; None for all of `chat`."""
-        heads = [*self.tools, *(self.system or ())]
-        marks = [(0, each.cache_control) for each in heads if each.cache_control is not None]
-        for place, turn in enumerate(self.messages, start=1):
-            marks += [(place, block.cache_control) for block in turn.content if block.cache_control is not None]
-        if self.cache_control is not None:
-            marks.append((len(self.messages), self.cache_control))
-        found: list[tuple[float, ChatBody | None]] = []
-        for seconds, place in last_marks(marks).items():
-            is_whole = place == len(self.messages)
-            found.append((seconds, None if is_whole else self._beginning(chat, place)))
-        return found
+        end = end_of(self.messages[-1].content, len(self.messages))
+        marks = ((place, mark) for _, place, mark in self._marks())
+        return [
+            (seconds, None if place == end else self._beginning(chat, place))
+            for seconds, place in last_marks(marks).items()
+        ]
 
-    def _beginning(self, chat: ChatBody, num_turns: int) -> ChatBody:
-        """The same chat after so many turns, or, of none, with a word instead of them."""
-        messages = chat_messages(self.messages[:num_turns]) or [{"role": "user", "content": "-"}]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": joined_text(self.system, "system")})
+    def _marks(self) -> Iterator[tuple[str, Place, CacheControl]]:
+        """All that there are, and the field that each of them is in."""
+        system = self.system or []
+        for tool in self.tools:
+            if tool.cache_control is not None:  # many templates write the system prompt before the tools
+                yield "tools.", end_of(system, 0), tool.cache_control
+        for place, mark in marks_in(system, 0):
+            yield "system.", place, mark
+        for number, turn in enumerate(self.messages, start=1):
+            for place, mark in marks_in(turn.content, number):
+                yield "messages.", place, mark
+        if self.cache_control is not None:
+            yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
+
+    def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
+        """The same chat up to a place, or, where that is before all messages, with a word instead of them."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
+        system = self.system
+        if place.turn:
+            *before, last = self.messages[: place.turn]
+            messages = chat_messages([*before, last.model_copy(update={"content": up_to(place, last.content)})])
+        elif system is not None:
+            system = up_to(place, system)
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": joined_text(system, "system")})
         shown = [Message.model_validate(message) for message in messages]
         return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, model_validator
 from engine.core.errors import InvalidRequestError
 from server.errors import shorten, unsupported
 from server.protocol.base import RequestBody
-from server.protocol.retention import CacheControl
+from server.protocol.retention import CacheControl, Place
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -72,6 +72,30 @@ class Turn(RequestBody):
             if _ROLES.get(block.type, self.role) != self.role:
                 raise ValueError(f"a block of type {block.type} has no place in a message of the {self.role}")
         return self
+
+
+def marks_in(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Place, CacheControl]]:
+    """The marks on blocks, and on what tools gave in them."""
+    for num, block in enumerate(blocks, start=1):
+        inner = block.content or ()
+        for num_inner, part in enumerate(inner, start=1):
+            if part.cache_control is not None:
+                yield Place(turn, num, num_inner), part.cache_control
+        if block.cache_control is not None:
+            yield Place(turn, num, len(inner)), block.cache_control
+
+
+def end_of(blocks: Sequence[Block], turn: int) -> Place:
+    """Behind the last of them."""
+    return Place(turn, len(blocks), len(blocks[-1].content or ()) if blocks else 0)
+
+
+def up_to(place: Place, blocks: Sequence[Block]) -> list[Block]:
+    """The blocks before a place among them, the last of which may be cut itself."""
+    kept = list(blocks[: place.num_blocks])
+    if kept and kept[-1].content is not None:
+        kept[-1] = kept[-1].model_copy(update={"content": kept[-1].content[: place.num_inner]})
+    return kept
 
 
 def joined_text(blocks: Sequence[Block], param: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from server.protocol.base import RequestBody
 
@@ -31,6 +31,14 @@ class CacheControl(RequestBody):
         return _TTL_S[self.ttl]
 
 
+class Place(NamedTuple):
+    """Where in a conversation a mark stands, in order: right behind the last of so many blocks, in ..."""
+
+    turn: int  # ... its so-many-th message; 0 is the system prompt, behind the tools
+    num_blocks: int
+    num_inner: int  # of the last block's own content, if it has any
+
+
 def retained_s(retention: Retention | None, options: PromptCacheOptions | None) -> float:
     """For how long a whole prompt is to be retained, by both of OpenAI's fields; 0 where neither asks for it."""
     asked_s = 0.0 if retention is None else _RETAINED_S.get(retention, 0.0)
@@ -39,11 +47,11 @@ def retained_s(retention: Retention | None, options: PromptCacheOptions | None) 
     return max(asked_s, _TTL_S[options.ttl])
 
 
-def last_marks(marks: Sequence[tuple[int, CacheControl]]) -> dict[float, int]:
-    """Of marks in their order, by seconds the last place that counts: one that is retained for longer anyway does not."""
-    last: dict[float, int] = {}
+def last_marks(marks: Iterable[tuple[Place, CacheControl]]) -> dict[float, Place]:
+    """By seconds the last place that counts: one that is retained for longer anyway does not."""
+    last: dict[float, Place] = {}
     for place, mark in marks:
-        last[mark.seconds] = place
+        last[mark.seconds] = max(place, last.get(mark.seconds, place))
     return {
         seconds: place for seconds, place in last.items() if all(place > at for s, at in last.items() if s > seconds)
     }
