@@ -121,7 +121,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         context.client.start()
         if prefixes:
             await compute_prefixes(prefixes, context)
-        if service is not None:
+        if service is not None and not context.client.is_draining:
             service.start(
                 Dispatcher(_line_app(replace(context, is_background=True))),
                 Dispatcher(_line_app(context)),

@@ -48,7 +48,10 @@ def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_rea
     context = app.state.context
     assert isinstance(context, Context)
     daemon = Daemon(config, context, shutdown_timeout_s, on_ready)
-    daemon.run(sockets=[listener])
+    try:
+        daemon.run(sockets=[listener])
+    except SystemExit:  # uvicorn's, with a status of its own, where the application did not start; it is in the log
+        return 1
     return 0 if daemon.started and context.engine.health().error is None else 1
 
 
@@ -86,7 +89,7 @@ class Daemon(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application and listen."""
         await super().startup(sockets)
-        if self.started:
+        if self.started and not self._client.is_draining:
             self._on_ready()
             self._tasks.append(asyncio.get_running_loop().create_task(self._warm_up()))
 

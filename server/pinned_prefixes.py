@@ -19,8 +19,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from engine.core.admission import check_request
-from engine.core.errors import ClientError, ConfigError, InvalidRequestError
-from engine.core.types import Pin, Request, SamplingParams
+from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
+from engine.core.types import FinishReason, Pin, Request, SamplingParams
 from server.errors import ApiError, to_api_error
 from server.protocol.chat import ChatBody
 from server.protocol.completions import CompletionBody
@@ -30,13 +30,14 @@ from server.routes.context import Context
 
 log = logging.getLogger("quire.serve")
 
+TOLD_EVERY_S = 10.0  # how far they are
 _PROBES = ("-", "+")  # two users' first words
 
 
 def read_prefixes(path: Path, context: Context) -> list[Request]:
     """The requests that compute them. Raises ConfigError, which names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a string may have other line breaks in it
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--pinned-prefixes is {str(path)!r}, which cannot be read: {error}.") from error
     requests: list[Request] = []
@@ -52,22 +53,31 @@ def read_prefixes(path: Path, context: Context) -> list[Request]:
 
 
 async def compute_prefixes(requests: Sequence[Request], context: Context) -> None:
-    """Have the engine compute them, and tell of those that there was no place for."""
-    num_tokens = num_pinned = 0
-    begun_s = context.engine.clock()
-    for request in requests:  # one after another: the first line comes first where there is not room for all
-        answer = context.client.submit([request])
-        with answer:
-            while True:
-                event = (await answer.take())[-1].event
-                if event.prompt is not None:
-                    num_pinned += event.prompt.num_pinned_tokens
-                if event.finish_reason is not None:
-                    break
-        size = context.engine.config.block_size
-        num_tokens += len(request.prompt) // size * size
-    seconds = context.engine.clock() - begun_s
-    log.info("pinned prefixes: %d, %d tokens in whole blocks, computed in %.1f s", len(requests), num_tokens, seconds)
+    """Have the engine compute them, and tell of those that failed or that there was no place for; a signal ends it."""
+    clock, size = context.engine.clock, context.engine.config.block_size
+    begun_s = told_s = clock()
+    num_tokens = num_pinned = num_failed = 0
+    log.info("computing %d pinned prefixes, %d tokens", len(requests), sum(len(one.prompt) for one in requests))
+    for number, request in enumerate(requests):  # one after another: the first comes first where not all have room
+        if clock() - told_s >= TOLD_EVERY_S:
+            told_s = clock()
+            log.info("%d of %d pinned prefixes are computed", number, len(requests))
+        try:
+            num_pinned += await _compute(request, context)
+            num_tokens += len(request.prompt) // size * size
+        except QuireError as error:
+            if context.client.is_draining:
+                log.info("Stopped before all pinned prefixes were computed.")
+                return
+            num_failed += 1
+            log.error("Pinned prefix %d of %d failed: %s", number + 1, len(requests), error)  # noqa: TRY400 - a sentence
+    num_computed = len(requests) - num_failed
+    log.info(
+        "pinned prefixes: %d, %d tokens in whole blocks, computed in %.1f s",
+        num_computed,
+        num_tokens,
+        clock() - begun_s,
+    )
     if num_pinned < num_tokens:
         log.warning(
             "Only %d of these tokens are pinned: --pinned-prefix-share is %g of a pool of %d tokens; raise either",
@@ -77,6 +87,21 @@ async def compute_prefixes(requests: Sequence[Request], context: Context) -> Non
         )
 
 
+async def _compute(request: Request, context: Context) -> int:
+    """One of them; how many of its tokens are pinned. Raises QuireError if it failed, or was cut short."""
+    num_pinned = 0
+    answer = context.client.submit([request])
+    with answer:
+        while True:
+            event = (await answer.take())[-1].event
+            if event.prompt is not None:
+                num_pinned = event.prompt.num_pinned_tokens
+            if event.finish_reason is FinishReason.LENGTH:
+                return num_pinned
+            if event.finish_reason is not None:
+                raise event.error or ServerError(f"it ended as {event.finish_reason.value}.")
+
+
 def _requests(line: str, context: Context) -> list[Request]:
     asked = json.loads(line)
     if not isinstance(asked, dict) or ("messages" in asked) == ("prompt" in asked):
@@ -84,6 +109,10 @@ def _requests(line: str, context: Context) -> list[Request]:
     body = (ChatBody if "messages" in asked else CompletionBody).model_validate_json(line)
     if ignored := body.ignored_fields():
         raise InvalidRequestError(f"nobody knows the fields {', '.join(ignored)}; remove them.")
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens cuts off beginnings, which are what is kept here; leave it out."
+        )
     adapter = context.adapter(body.model)
     requests = [
         Request(

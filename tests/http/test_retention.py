@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import httpx
 import pytest
 
 from engine.core.errors import ConfigError
+from server.pinned_prefixes import compute_prefixes, read_prefixes
 from tests.http.harness import CONFIG, Live
 
 TEMPLATE = (
@@ -127,6 +130,36 @@ def test_cache_control_retains_up_to_its_block(http: httpx.Client) -> None:
     assert usage["cache_creation_input_tokens"] == 0
 
 
+def test_cache_control_within_a_message_retains_no_more_than_up_to_its_block(http: httpx.Client) -> None:
+    first, second = f"u{SYSTEM}", "v" * 90
+    messages = [{"role": "user", "content": [text(first, **CONTROL), text(second)]}, {"role": "assistant", "content": "x"},
+                {"role": "user", "content": "y"}]  # fmt: skip
+    usage = post(http, "/v1/messages", messages=messages)["usage"]
+    assert usage["cache_creation_input_tokens"] == len(f"<user>{first}") // 16 * 16
+    system = [text(f"w{SYSTEM}", **CONTROL), text(second)]
+    usage = post(http, "/v1/messages", system=system, messages=messages[2:])["usage"]
+    assert usage["cache_creation_input_tokens"] == len(f"<system>w{SYSTEM}") // 16 * 16
+
+
+def test_cache_control_within_what_a_tool_gave(http: httpx.Client) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text(f"k{SYSTEM}", **CONTROL), text("v" * 90)]}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]},
+        {"role": "user", "content": [result, text("y")]},
+    ]
+    usage = post(http, "/v1/messages", messages=messages)["usage"]
+    assert usage["cache_creation_input_tokens"] == len(f"<user>q<assistant><tool>k{SYSTEM}") // 16 * 16
+
+
+def test_what_nobody_knows_in_a_mark_is_told(http: httpx.Client) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "colour": 1}}
+    messages = [{"role": "user", "content": [text("x", **mark), text("y", **mark)]}]
+    body = {"model": "parrot", "max_tokens": 1, "messages": messages, **mark}
+    told = http.post("/v1/messages", json=body).headers["x-quire-ignored-fields"]
+    assert sorted(told.replace(" ", "").split(",")) == ["cache_control.colour", "messages.cache_control.colour"]
+
+
 @pytest.mark.parametrize("where", ["top", "tool", "last"])
 def test_cache_control_wherever_it_stands(http: httpx.Client, where: str) -> None:
     mark = {name: CONTROL if name == where else {} for name in ("top", "tool", "last")}
@@ -171,6 +204,7 @@ def test_the_operators_prefixes_are_there_from_the_start(tmp_path: Path) -> None
         ('{"prompt": "x", "model": "other"}', "'other' is not served"),
         ('{"prompt": "x", "colour": 1}', "colour"),
         ('{"messages": [{"role": "nobody"}]}', "messages.0.role"),
+        ('{"prompt": "x", "truncate_prompt_tokens": 1}', "truncate_prompt_tokens cuts off beginnings"),
         ('{"prompt": [999]}', "token id 999"),
         (json.dumps({"prompt": "x" * 600}), "512"),
     ],
@@ -186,3 +220,42 @@ def test_a_line_that_is_none_is_told(tmp_path: Path, line: str, told: str) -> No
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Live(config=PINNING, pinned_prefixes=tmp_path / "none")
+
+
+def test_other_line_breaks_may_stand_in_a_prefix(tmp_path: Path) -> None:
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text('{"prompt": "one\u2028two\x85three"}', encoding="utf-8")
+    Live(config=PINNING, pinned_prefixes=path)
+
+
+async def test_a_signal_ends_the_computing_of_prefixes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.serve")
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text('{"prompt": "one two three"}')
+    live = Live(config=PINNING)
+    requests = read_prefixes(path, live.context) * 2
+    live.gate.close()
+    live.context.client.start()
+    computing = asyncio.ensure_future(compute_prefixes(requests, live.context))
+    await asyncio.sleep(0.05)
+    stopping = asyncio.ensure_future(live.context.client.stop(0.0))
+    await asyncio.sleep(0.05)
+    live.gate.open()
+    await asyncio.gather(computing, stopping)
+    assert "Stopped before all pinned prefixes" in caplog.text
+    assert "share" not in caplog.text
+
+
+def test_a_prefix_that_fails_is_told_and_the_others_are_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "quire.serve")
+    path = tmp_path / "prefixes.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": letter * 40}) for letter in "!a"))
+    broken = "This prompt broke the model."
+    with Live(
+        config=PINNING, pinned_prefixes=path, fail=lambda piece: broken if ord("!") in piece.tokens else None
+    ).serving():
+        assert f"Pinned prefix 1 of 2 failed: {broken}" in caplog.text
+        assert "pinned prefixes: 1, 32 tokens" in caplog.text
+        assert "share" not in caplog.text
