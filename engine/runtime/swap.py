@@ -179,5 +179,6 @@ def measure_costs(
 
     many = min(_NUM_MEASURED, num_blocks)
     one_s, many_s = trip_s(1), trip_s(many)
+    host_pool.take_moves()  # they are no step's
     block_s = max(many_s - one_s, 0.0) / (many - 1) if many > 1 else one_s
     return SwapCosts(max(one_s - block_s, 0.0), block_s, token_s)

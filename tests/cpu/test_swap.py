@@ -13,7 +13,7 @@ import torch
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.core.plan import Moves, StepPlan
+from engine.core.plan import NO_MOVES, Moves, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.swap_costs import SwapCosts
@@ -248,6 +248,7 @@ def test_what_is_measured_is_there(tiny: partial[EngineConfig], monkeypatch: pyt
 
     def measure(*args: object) -> SwapCosts:
         costs.append(swap.measure_costs(*args))  # type: ignore[arg-type]
+        assert args[0].take_moves() == NO_MOVES, "the first step would be charged for it"  # type: ignore[attr-defined]
         return costs[0]
 
     monkeypatch.setattr(host_tiers, "measure_costs", measure)
