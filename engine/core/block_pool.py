@@ -161,6 +161,7 @@ class BlockPool:
         if block in self._cached:
             self._cached.remove(block)
             self._free[block] = None
+        self._cached.forget(block)
 
     def _order_of(self, block: int) -> EvictionOrder:
         return self._spared if block in self._pinned else self._cached
@@ -171,6 +172,7 @@ class BlockPool:
         else:
             block = self._spared.evict()
             del self._pinned[block]
+            self._cached.forget(block)
         self._indexed.discard(block)
         if self._on_evict is not None:
             self._on_evict(block)

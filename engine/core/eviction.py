@@ -37,6 +37,10 @@ class EvictionOrder(Protocol):
         """Take out the next to go, of one at least, and forget what is known of it."""
         ...
 
+    def forget(self, block: int) -> None:
+        """Its content is gone: whatever was known of it is not to be the next one's. It is not, or not any more, here."""
+        ...
+
     def found(self, blocks: Sequence[int]) -> None:
         """A prompt begins with these, in its order. They may be cached or held."""
         ...
@@ -61,6 +65,9 @@ class Lru(OrderedDict[int, None]):
     def evict(self) -> int:
         """The oldest."""
         return self.popitem(last=False)[0]
+
+    def forget(self, block: int) -> None:
+        """Nothing is known."""
 
     def found(self, blocks: Sequence[int]) -> None:
         """Nothing to note."""
@@ -107,8 +114,12 @@ class Slru:
         else:
             del self._protected[block]
         self._num_evicted += 1
-        self._found.discard(block)
+        self.forget(block)
         return block
+
+    def forget(self, block: int) -> None:
+        """The next content begins in the first queue."""
+        self._found.discard(block)
 
     def found(self, blocks: Sequence[int]) -> None:
         """They will stand in the second queue."""
@@ -164,8 +175,12 @@ class Ranked:
             entry = heappop(self._heap)
         self._floor, _, block = entry
         del self._entries[block]
-        self._worth_of.pop(block, None)
+        self.forget(block)
         return block
+
+    def forget(self, block: int) -> None:
+        """The next content has earned nothing."""
+        self._worth_of.pop(block, None)
 
     def found(self, blocks: Sequence[int]) -> None:
         """Count; it shows when they are let go the next time."""

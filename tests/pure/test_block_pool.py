@@ -44,6 +44,26 @@ def test_cached_blocks_are_taken_last_and_oldest_first() -> None:
     assert evicted == [1, 0]
 
 
+@pytest.mark.parametrize("policy", list(EVICTION_POLICIES))
+@pytest.mark.parametrize("is_evicted", [True, False])
+def test_what_a_content_has_earned_is_not_the_next_ones(policy: str, is_evicted: bool) -> None:
+    pool = BlockPool(2, None, policy, 1)
+    blocks = pool.alloc_many(2)
+    pool.index(blocks[0])
+    for _ in range(3):
+        pool.found(blocks[:1])
+    pool.pin(blocks[0])
+    pool.free(*blocks)
+    if not is_evicted:
+        pool.forget(blocks[0])
+    blocks = pool.alloc_many(2)
+    assert not pool.num_pinned
+    for block in blocks:
+        pool.index(block)
+    pool.free(*blocks)
+    assert pool.cached_blocks == tuple(blocks), "as if neither had ever been found"
+
+
 def test_a_block_freed_more_often_than_held_is_our_bug() -> None:
     pool = BlockPool(1)
     block = pool.alloc()

@@ -63,6 +63,9 @@ class PlainOrder:
         self.floor = self.keys[block]
         self.num_evicted += 1
         self.remove(block)
+        self.forget(block)
+
+    def forget(self, block: int) -> None:
         self.finds.pop(block, None)
         self.savings.pop(block, None)
 
@@ -96,6 +99,14 @@ class OrderMachine(RuleBasedStateMachine):
         block = self.order.evict()
         assert block == self.plain.next()
         self.plain.evict(block)
+
+    @rule(block=st.integers(0, NUM_BLOCKS - 1))
+    def forget(self, block: int) -> None:
+        """As when a pool takes a block that is pinned, or one is written anew."""
+        if block in self.order:
+            self.turn(block)
+        self.order.forget(block)
+        self.plain.forget(block)
 
     @invariant()
     def both_know_the_same(self) -> None:
