@@ -136,14 +136,15 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     settings, store = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
-    scheduler = Scheduler(replace(settings, num_layers=1 if speculation else runner.num_layers))
+    depth = 0 if speculation else _depth(config.async_scheduling, device)
+    scheduler = Scheduler(replace(settings, num_layers=1 if speculation else runner.num_layers), depth=depth)
     if store is not None:
         scheduler.tiers.restore(store.kept)
     return Engine(
         scheduler,
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
-        depth=0 if speculation else _depth(config.async_scheduling, device),
+        depth=depth,
         limits=QueueLimits(
             config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
             config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * block_size,

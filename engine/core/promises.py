@@ -17,7 +17,9 @@ that is tried because nobody else runs. A promise that cannot be kept any more h
 
 Others wait for promises to be kept, but for no new ones: nothing is promised while anybody who runs is held back, and what
 stands in line before a deadline starts before it. So a wait is at most what was promised before. Without deadlines all of this
-costs a look at who is first. The background is promised nothing. Owned by the scheduler, engine thread.
+costs a look at who is first. The background is promised nothing; nor, with `fair`, is a tenant that beside others has an equal
+part of all seats; nor, with overlap, a search. With overlap a promise may be missed by a step: what those in flight hold is
+not known to an end, and who leaves with them still counts. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -63,15 +65,23 @@ class Promises:
         "_is_tried",
         "_memory",
         "_num_to_examine",
+        "_overlaps",
         "_roster",
         "_times",
     )
 
     def __init__(
-        self, config: SchedulerConfig, memory: Memory, roster: Roster, times: StepTime, flights: deque[Flight]
+        self,
+        config: SchedulerConfig,
+        memory: Memory,
+        roster: Roster,
+        times: StepTime,
+        flights: deque[Flight],
+        *,
+        overlaps: bool,
     ) -> None:
         self._config, self._memory, self._roster = config, memory, roster
-        self._times, self._flights = times, flights
+        self._times, self._flights, self._overlaps = times, flights, overlaps
         self._easy_until_s = 0.0  # nothing that a step may do before could break a promise
         self._is_holding_back = False
         self._num_to_examine = 0  # in the step that is being planned
@@ -85,6 +95,8 @@ class Promises:
         request, params = seq.request, seq.request.params
         if request.deadline_s is None or seq.is_background or not self._times.is_known:
             return
+        if seq.search is not None and self._overlaps:
+            return  # beams wait for each other's commits, and draw in every other step only
         num_tokens = params.max_tokens
         if seq.num_expected is not None and seq.ending_ids:
             num_tokens = min(num_tokens, max(ceil(CAUTION * seq.num_expected), params.min_tokens))
@@ -108,6 +120,8 @@ class Promises:
         while (seq := waiting.first) is not None and (seq.promised_total or self._roster.has_promised):
             if seq.is_background or (seq.promised_total and seq.is_resuming):
                 return seq  # the latter was promised already, and gave way for want of memory
+            if seq.promised_total and self._has_its_part(seq):
+                seq.promised_total = 0
             if flight.room.is_alone and not seq.promised_total:
                 return None
             if seq.promised_total and self._is_holding_back and self._roster.running:
@@ -133,6 +147,14 @@ class Promises:
             self._easy_until_s = 0.0
         if self._is_tight:  # pacing would bring it less far than foreseen
             flight.room, flight.spare_s = Room(0.0, is_alone=True), inf
+
+    def _has_its_part(self, seq: Sequence) -> bool:
+        """With `fair`, beside other tenants: whether an equal part of all seats is its tenant's, weight for weight."""
+        if not self._roster.is_fair:
+            return False
+        accounts = {each.account for each in self._roster.running if not each.is_background} | {seq.account}
+        equal = self._config.max_num_seqs / sum([account.weight for account in accounts])
+        return len(accounts) > 1 and seq.account.share >= equal
 
     def _beside(self, now: float, flight: Flight) -> _Beside:
         running, costs = self._roster.running[: self._roster.num_due], self._times.costs

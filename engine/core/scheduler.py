@@ -51,8 +51,10 @@ BACKGROUND_SHARE = 4
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats | None = None, predictor: Predictor | None = None) -> None:
-        """With sjf, lengths are learned unless there is another `predictor`."""
+    def __init__(
+        self, config: SchedulerConfig, stats: Stats | None = None, predictor: Predictor | None = None, *, depth: int = 0
+    ) -> None:
+        """With sjf, lengths are learned unless there is another `predictor`. `depth` steps are planned ahead of commits."""
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self._pins = Pins(self.stats)
@@ -69,7 +71,8 @@ class Scheduler:
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
         self._flights: deque[Flight] = deque()
-        self._promises = Promises(config, self._memory, self._roster, self._pacing.times, self._flights)
+        known = self._memory, self._roster, self._pacing.times
+        self._promises = Promises(config, *known, self._flights, overlaps=depth > 0)
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         beams = Beams(self._memory, self._departures, self._roster, self._recorder)
         has_drafts = config.num_speculative_tokens > 0

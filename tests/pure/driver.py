@@ -98,7 +98,7 @@ class Driver:
     def __init__(
         self, settings: SchedulerConfig, depth: int = 0, cost: Callable[[StepPlan], float] | None = None
     ) -> None:
-        self.scheduler = Scheduler(settings)
+        self.scheduler = Scheduler(settings, depth=depth)
         self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
         self.depth = depth
         self.num_passed_over = 0  # steps in a row in which the first in line did not get on
