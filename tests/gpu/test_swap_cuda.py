@@ -10,7 +10,9 @@ import torch
 from engine import build
 from engine.core.plan import StepPlan
 from engine.core.stats import PreemptionKind, SwapDirection
+from engine.core.swap_belief import SwapBelief
 from engine.core.swap_costs import SwapCosts
+from engine.runtime import host_tiers
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
@@ -64,7 +66,8 @@ def test_blocks_come_back_as_they_went(
 def test_an_engine_that_swaps_says_what_a_roomy_one_says(
     kv_cache_dtype: str, depth: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "measure_costs", lambda *_: SwapCosts(0.0, 0.0, 1.0))
+    monkeypatch.setattr(host_tiers, "measure_costs", lambda *_: SwapCosts(0.0, 0.0, 1.0))
+    monkeypatch.setattr(SwapBelief, "learn", lambda self, moves: None)  # copied out, however long that takes here
     save_tiny(CASES["qwen3"], tmp_path)
     setting = {"async_scheduling": depth, "kv_cache_dtype": kv_cache_dtype, "attention_backend": "reference"}
     expected = answers(build_tiny(tmp_path, "cuda", **setting))
