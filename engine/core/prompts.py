@@ -34,6 +34,7 @@ from engine.core.step_time import decode_load
 RESERVE = 8
 REFERENCE_EVERY = 32  # steps
 LAYERS_A_STEP = 3  # of a chunk's: with more, the seconds of a step are better filled, but chunks are smaller
+PATIENCE = 4  # steps with too little room that a chunk sits out, before it is cut anew and its layers are lost
 
 
 class PromptPlanner:
@@ -151,12 +152,18 @@ class PromptPlanner:
     def _plan_layers(self, seq: Sequence, budget: int, seconds: float, flight: Flight) -> int:
         """Plan some layers of the sequence's next chunk: as many as fit the seconds, at least one; returns its positions."""
         start, times, num_layers = seq.num_planned, self._pacing.times, self._num_layers
-        if seq.chunk is None or seq.chunk.num_tokens > budget:
+        chunk = seq.chunk
+        if chunk is not None and chunk.num_tokens > budget:
+            if chunk.num_layers and flight.slices and chunk.num_passed < PATIENCE:
+                seq.chunk = chunk._replace(num_passed=chunk.num_passed + 1)
+                return 0  # what its layers came to would be lost
+            chunk = None
+        if chunk is None:
             seconds_a_chunk = seconds * num_layers / LAYERS_A_STEP - times.chunked_s
             room = int(min(times.tokens_within(seconds_a_chunk, start), budget)) or 1
             num_chunks = -(-_num_to_plan(seq) // room)  # of about one size, for a small one costs nearly as much
-            seq.chunk = Chunk(-(-_num_to_plan(seq) // num_chunks), 0)
-        count, begin = seq.chunk
+            chunk = Chunk(-(-_num_to_plan(seq) // num_chunks), 0)
+        count, begin = chunk.num_tokens, chunk.num_layers
         layer_s = (times.chunked_s + times.chunk_s(start, count)) / num_layers
         num_fit = min(seconds / layer_s, num_layers) if layer_s > 0 else num_layers
         if flight.room.spare_s < inf and num_fit < 1:
@@ -164,7 +171,7 @@ class PromptPlanner:
         num = int(num_fit) if flight.room.spare_s < inf else round(num_fit)
         layers = LayerRange(begin, min(begin + max(num, 1), num_layers), num_layers)
         samples: tuple[Sample, ...] = ()
-        seq.chunk = Chunk(count, layers.end)
+        seq.chunk = chunk._replace(num_layers=layers.end)
         if layers.is_last:
             samples = self._finish_chunk(seq, start + count, flight)
         flight.layers = layers if layers.share < 1 else None

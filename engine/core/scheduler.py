@@ -328,6 +328,7 @@ class Scheduler:
                 self._departures.preempt(seq)
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
+                seq.is_long = False  # what it has to compute anew is what the step held
         self._step_limit = max(oldest.num_tokens // 2, 1)
         events: list[TokenEvent] = []
         if failure is not None:

@@ -74,6 +74,7 @@ class Chunk(NamedTuple):
 
     num_tokens: int
     num_layers: int
+    num_passed: int = 0  # steps that had too little room for it
 
 
 class Sequence:

@@ -10,6 +10,7 @@ from engine.core.beam_search import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.prompts import PATIENCE
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.tiers import Transfer
@@ -249,7 +250,8 @@ class Driver:
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
         gets_on = num_tokens or plan.num_tokens == limit or first.is_resuming
         self.num_passed_over = 0 if gets_on else self.num_passed_over + 1
-        assert self.num_passed_over <= (num_layers + 2) * (num_layers > 1), "the first in line was passed over"
+        most = num_layers + 2 + PATIENCE if num_layers > 1 else 0
+        assert self.num_passed_over <= most, "the first in line was passed over"
 
     def check_streams(self, aborted: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Every choice of every request ended once and said what it would have said alone."""
