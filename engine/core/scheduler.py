@@ -159,7 +159,8 @@ class Scheduler:
             admitted = self._admit(now, flight) if turn.admits else ()
             budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
         self._promises.planned(catching_up, room)
-        if not flight.slices:
+        if not (flight.slices or flight.arrivals):
+            self._swap.settle(flight)  # of whoever was started and has given way again
             return None
         if self._drafts is not None and not flight.room.is_alone:
             self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
@@ -263,7 +264,8 @@ class Scheduler:
         while not self._memory.claim(seq, len(running) + seq.headroom, flight):
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
-            victims = self._roster.takeable(seq)
+            # Not who was started in this very plan, whose blocks are on their way: that could go on without an end.
+            victims = [victim for victim in self._roster.takeable(seq) if victim not in flight.arrivals]
             if victims and not victims[0].is_background:
                 victims = self._memory.enough(victims, seq, len(running) + seq.headroom)
                 self.stats.yielded += len(victims)
@@ -291,14 +293,14 @@ class Scheduler:
         events = self._outcomes.take_in(flight, result, now)
         self._roster.charge(flight)
         self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
-        self._recorder.stepped(plan, now, is_background=flight.owners[0].is_background)
+        self._recorder.stepped(plan, now, is_background=next(flight.sequences).is_background)
         self._roster.tell()
         return events
 
     def _learn(self, flight: Flight, now: float, moves: Moves) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = flight.load.num_prompt_tokens > 0
-        if self._pacing.is_due(has_prompts or flight.is_reference):
+        if flight.slices and self._pacing.is_due(has_prompts or flight.is_reference):
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
@@ -393,3 +395,4 @@ class Scheduler:
         self._roster.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
         assert self._departures.num_leaving == num_leaving, "leaving sequences are miscounted"
+        assert self._flights or not num_leaving, "somebody waits for a plan that is not in flight"

@@ -202,7 +202,8 @@ class Driver:
     def check_plan(self, plan: StepPlan) -> None:
         """Budgets hold, and every position of a slice has a block."""
         settings = self.scheduler.config
-        assert 0 < plan.num_tokens == sum(piece.num_tokens for piece in plan.slices)
+        assert plan.slices or plan.copies or plan.swap_in, "a step for nothing"
+        assert plan.num_tokens == sum(piece.num_tokens for piece in plan.slices)
         assert plan.num_tokens + sum(plan.num_drafts.values()) <= settings.max_num_batched_tokens
         assert plan.num_samples == sum(len(piece.samples) for piece in plan.slices)
         moved = [block for block, _ in plan.swap_out], [host for host, _ in plan.swap_in]
@@ -215,7 +216,7 @@ class Driver:
         stats = self.scheduler.stats
         assert stats.host_blocks_held + stats.host_blocks_cached >= len(named), "a host block is given back too early"
         assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
-        kinds = {seq.is_background for seq in self.scheduler._flights[-1].owners}
+        kinds = {seq.is_background for seq in self.scheduler._flights[-1].sequences}
         assert len(kinds) == 1, "a step is of the background or of all others"
         assert all(0 < num <= settings.num_speculative_tokens for num in plan.num_drafts.values())
         for index, piece in enumerate(plan.slices):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine.core.roster import Roster
 from engine.core.sequence import Status
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.swap_costs import SwapCosts, min_swap_tokens
@@ -168,3 +169,19 @@ def test_how_long_a_sequence_has_to_be() -> None:
     assert min_swap_tokens(SwapCosts(trip_s=0.0, block_s=0.0001, token_s=0.001), 16) == 1
     assert min_swap_tokens(SwapCosts(trip_s=0.0, block_s=0.016, token_s=0.001), 16) is None
     assert min_swap_tokens(SwapCosts(trip_s=1.0, block_s=0.0, token_s=0.001), 16) == 1001
+
+
+def test_a_plan_may_move_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was started sits it out, and has its blocks all the same."""
+    driver = Driver(config(policy="fair", min_copied_tokens=1))
+    driver.add(request("first", tuple(range(9)), max_tokens=1))
+    driver.drain()
+    driver.add(request("next", (*range(6), 40, 41)))
+    monkeypatch.setattr(Roster, "due", lambda roster, *_, **__: [])
+    assert driver.launch()
+    plan = driver.launched[0][0]
+    assert plan.copies
+    assert not plan.slices
+    monkeypatch.undo()
+    driver.drain()
+    driver.check_streams()
