@@ -177,7 +177,7 @@ class ModelRunner:
         self._config = config
         if self._drafter is not None:
             self._drafter.repartition(config)
-        self._graphs = None  # they name the old pool
+        self._graphs = self._layered = None  # they name the old pool
         if self._captures and not is_trial:
             self.capture(lambda _: None)
 
@@ -287,6 +287,7 @@ class ModelRunner:
 
     def use_idle_moment(self) -> bool:
         """Make memory ready for requests to come."""
+        self._layered = None  # whoever it was of is gone
         return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow()
 
     def close(self) -> None:
