@@ -11,7 +11,7 @@ import logging
 import sys
 from datetime import datetime, timezone
 
-from server.config import LogFormat, LogLevel
+from server.setting_groups import LogFormat, LogLevel
 
 OURS = ("quire", "server", "engine", "uvicorn")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from engine.core.stats import CacheTier, FailureCause, Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
-from engine.core.types import AbortCause, FinishReason
+from engine.core.stats import CacheTier, FailureCause, Histogram, Stats
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
@@ -62,16 +62,9 @@ def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
     return buckets, histogram.sum
 
 
-def _finished(stats: Stats) -> Mapping[str, float]:
-    return {reason.value: stats.finished[reason] for reason in FinishReason}
-
-
-def _failed(stats: Stats) -> Mapping[str, float]:
-    return {cause.value: stats.failed[cause] for cause in FailureCause}
-
-
-def _aborted(stats: Stats) -> Mapping[str, float]:
-    return {cause.value: stats.aborted[cause] for cause in AbortCause}
+def _by_value(counts: Callable[[Stats], Mapping[Any, float]]) -> Callable[[Stats], Mapping[str, float]]:
+    """Counts by the members of an Enum, all of which are there from the start: a value for each label value."""
+    return lambda stats: {member.value: count for member, count in counts(stats).items()}
 
 
 def _background(stats: Stats) -> Mapping[str, float]:
@@ -91,36 +84,8 @@ def _pinned(stats: Stats) -> Mapping[str, float]:
     return {tier.value: count for tier, count in zip(CacheTier, counts, strict=True)}
 
 
-def _hits(stats: Stats) -> Mapping[str, float]:
-    return {tier.value: stats.prefix_hits[tier] for tier in CacheTier}
-
-
-def _transferred(stats: Stats) -> Mapping[str, float]:
-    return {kind.value: stats.transferred[kind] for kind in TransferKind}
-
-
-def _failed_transfers(stats: Stats) -> Mapping[str, float]:
-    return {kind.value: stats.failed_transfers[kind] for kind in TransferKind}
-
-
-def _preempted(stats: Stats) -> Mapping[str, float]:
-    return {kind.value: stats.preempted[kind] for kind in PreemptionKind}
-
-
 def _accepted(stats: Stats) -> Mapping[str, float]:
     return {str(position): num for position, num in enumerate(stats.spec_accepted_at)}
-
-
-def _missed(stats: Stats) -> Mapping[str, float]:
-    return {target.value: num for target, num in stats.missed.items()}
-
-
-def _dropped(stats: Stats) -> Mapping[str, float]:
-    return {target.value: num for target, num in stats.dropped.items()}
-
-
-def _swapped(stats: Stats) -> Mapping[str, float]:
-    return {direction.value: stats.swapped_blocks[direction] for direction in SwapDirection}
 
 
 def _gauge(name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = "") -> Metric:
@@ -188,7 +153,7 @@ METRICS = (
     _counter(
         "quire_prefix_cache_tier_hit_tokens_total",
         "The same, by where they were: the KV pool, host memory, the disk.",
-        _hits,
+        _by_value(lambda s: s.prefix_hits),
         "tier",
     ),
     _counter(
@@ -197,18 +162,21 @@ METRICS = (
         lambda s: s.pins_refused,
     ),
     _counter(
-        "quire_kv_offload_blocks_total", "Blocks fetched from the disk and stored there.", _transferred, "direction"
+        "quire_kv_offload_blocks_total",
+        "Blocks fetched from the disk and stored there.",
+        _by_value(lambda s: s.transferred),
+        "direction",
     ),
     _counter(
         "quire_kv_offload_failures_total",
         "Blocks that could not be, were torn or have rotted; what they held was computed.",
-        _failed_transfers,
+        _by_value(lambda s: s.failed_transfers),
         "direction",
     ),
     _counter(
         "quire_preemptions_total",
         "Sequences preempted because the KV pool was exhausted, by how they come by their K/V again.",
-        _preempted,
+        _by_value(lambda s: s.preempted),
         "kind",
     ),
     _counter(
@@ -236,7 +204,12 @@ METRICS = (
         "Steps taken back since blocks could not be copied to host memory or from there; after one none is any more.",
         lambda s: s.failed_copies,
     ),
-    _counter("quire_swapped_blocks_total", "KV blocks copied out to host memory, and in again.", _swapped, "direction"),
+    _counter(
+        "quire_swapped_blocks_total",
+        "KV blocks copied out to host memory, and in again.",
+        _by_value(lambda s: s.swapped_blocks),
+        "direction",
+    ),
     _gauge(
         "quire_kv_block_waste_ratio",
         "Share of the blocks of the sequences that ended last that stayed empty, 0-1; told while idle.",
@@ -262,16 +235,27 @@ METRICS = (
         lambda s: s.targeted,
     ),
     _counter("quire_requests_met_targets_total", "Of these, those that met all of theirs: goodput.", lambda s: s.met),
-    _counter("quire_requests_missed_targets_total", "Targets missed: ttft, itl, deadline, queue.", _missed, "target"),
+    _counter(
+        "quire_requests_missed_targets_total",
+        "Targets missed: ttft, itl, deadline, queue.",
+        _by_value(lambda s: s.missed),
+        "target",
+    ),
     _counter(
         "quire_requests_dropped_total",
         "Requests dropped before anything of them was computed, for they could not be in time any more.",
-        _dropped,
+        _by_value(lambda s: s.dropped),
         "reason",
     ),
-    _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", _finished, "reason"),
-    _counter("quire_requests_failed_total", "Sequences ended on an error, by cause.", _failed, "cause"),
-    _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", _aborted, "cause"),
+    _counter(
+        "quire_requests_finished_total", "Sequences ended, by finish reason.", _by_value(lambda s: s.finished), "reason"
+    ),
+    _counter(
+        "quire_requests_failed_total", "Sequences ended on an error, by cause.", _by_value(lambda s: s.failed), "cause"
+    ),
+    _counter(
+        "quire_requests_aborted_total", "Sequences ended early, by cause.", _by_value(lambda s: s.aborted), "cause"
+    ),
     _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", lambda s: s.ttft_s),
     _histogram(
         "quire_time_per_output_token_seconds", "A request's mean time per token after the first.", lambda s: s.tpot_s

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-from engine.core.block_pool import BlockPool
+from engine.core.block_index import BlockIndex
 
 
 def chain_root(salt: str, adapter: bytes = b"") -> bytes:
@@ -83,10 +83,10 @@ class _Entry(NamedTuple):
     tokens: bytes  # packed
 
 
-class PrefixCache:
+class PrefixCache(BlockIndex):
     """An index over the pool's blocks: by digest, and by the block before and their tokens."""
 
-    __slots__ = ("_block_of", "_entry_of", "_followers", "_listener", "_pins", "block_size", "pool")
+    __slots__ = ("_entry_of", "_followers", "_listener", "block_size")
 
     def __init__(
         self,
@@ -97,11 +97,9 @@ class PrefixCache:
         pins: Container[bytes] = (),
         max_pinned: int = 0,
     ) -> None:
+        super().__init__(num_blocks, self._forget, eviction, pins, max_pinned)
         self._listener = listener
-        self._pins = pins
-        self.pool = BlockPool(num_blocks, self._forget, eviction, max_pinned)
         self.block_size = block_size
-        self._block_of: dict[bytes, int] = {}
         self._entry_of: dict[int, _Entry] = {}
         self._followers: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block), sorted
 
@@ -129,26 +127,11 @@ class PrefixCache:
             digest = chain[index + 1]
             # Two sequences may have computed the same block side by side; the first one stays the findable one.
             if digest not in self._block_of and block not in self._entry_of:
-                self._block_of[digest] = block
                 self._entry_of[block] = _make(_Entry, (digest, parent, content))
                 insort(self._followers.setdefault(parent, []), (content, block))
-                self.pool.index(block)
-                if self.pool.max_pinned and digest in self._pins:
-                    self.pool.pin(block)
+                self._index(digest, block)
                 if self._listener is not None:
                     self._listener.appeared(digest, block)
-
-    def pin(self, digest: bytes) -> None:
-        """See pins.py."""
-        block = self._block_of.get(digest)
-        if block is not None:
-            self.pool.pin(block)
-
-    def unpin(self, digest: bytes) -> None:
-        """See pins.py."""
-        block = self._block_of.get(digest)
-        if block is not None:
-            self.pool.unpin(block)
 
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.

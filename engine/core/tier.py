@@ -1,18 +1,18 @@
-"""Blocks of one kind, findable by content: a BlockPool, and an index over it. Owned by the scheduler, engine thread."""
+"""A tier below the pool: blocks in host memory or on a disk, findable by content. Owned by the scheduler, engine thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 
-from engine.core.block_pool import BlockPool
+from engine.core.block_index import BlockIndex
 
 MAX_CHECKED = 1 << 14  # blocks a call: half a millisecond per thousand
 
 
-class Tier:
+class Tier(BlockIndex):
     """Blocks, findable by content."""
 
-    __slots__ = ("_block_of", "_digest_of", "_next_checked", "_on_evict", "_pins", "pool")
+    __slots__ = ("_digest_of", "_next_checked", "_on_evict")
 
     def __init__(
         self,
@@ -22,10 +22,8 @@ class Tier:
         pins: Container[bytes] = (),
         max_pinned: int = 0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, self._evicted, eviction, max_pinned)
+        super().__init__(num_blocks, self._evicted, eviction, pins, max_pinned)
         self._on_evict = on_evict
-        self._pins = pins
-        self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._next_checked = 0
 
@@ -39,23 +37,8 @@ class Tier:
 
     def put(self, digest: bytes, block: int) -> None:
         """A held block has, or will have, a content that no other has."""
-        self._block_of[digest] = block
         self._digest_of[block] = digest
-        self.pool.index(block)
-        if self.pool.max_pinned and digest in self._pins:
-            self.pool.pin(block)
-
-    def pin(self, digest: bytes) -> None:
-        """See pins.py."""
-        block = self._block_of.get(digest)
-        if block is not None:
-            self.pool.pin(block)
-
-    def unpin(self, digest: bytes) -> None:
-        """See pins.py."""
-        block = self._block_of.get(digest)
-        if block is not None:
-            self.pool.unpin(block)
+        self._index(digest, block)
 
     def forget(self, block: int) -> None:
         """Whatever a block has, it is not to be found any more."""

@@ -119,10 +119,20 @@ class BatchWorker:
         if not self._running:
             self._watch(PATIENCE_S)
         if room > 0 and not self._is_dead():
-            running = set(self._running)
-            for line in await self._store(lambda store: store.take_lines(running, room)):
+            for line in await self._take(room):
                 self._begin(line, self._background)
         return max(min(next_s, await self._hurry()), 0.01)
+
+    async def _take(self, room: int) -> list[PendingLine]:
+        """Lines to begin. Whoever is cancelled meanwhile has none: the database's thread does what it has been asked."""
+        running = set(self._running)
+        taking = asyncio.ensure_future(self._store(lambda store: store.take_lines(running, room)))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            keys = [(line.batch_id, line.number) for line in await taking]
+            await self._store(lambda store: store.give_back(keys))
+            raise
 
     async def _hurry(self) -> float:
         """If lines stand still, take the oldest out of the background; returns when that may be due again."""

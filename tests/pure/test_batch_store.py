@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.core.errors import ConfigError
+from engine.core.stats import Stats
+from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.lines import Line
 from server.batches.outputs import write_files
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
+from server.batches.thread import Result, StoreThread
+from server.batches.worker import BatchWorker
 from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
 
 FILE = "file-" + "a" * 32
@@ -187,3 +193,36 @@ def test_a_file_is_there_whole_or_not_at_all(folder: DataFolder, tmp_path: Path)
 def test_a_folder_has_one_owner(folder: DataFolder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another daemon uses"):
         DataFolder(tmp_path)
+
+
+def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempted(
+    store: Store, folder: DataFolder
+) -> None:
+    queue(store, "one", 3)
+    is_asked, may_go_on = threading.Event(), threading.Event()
+
+    class SlowStore(StoreThread):
+        async def __call__(self, work: Callable[[Store], Result]) -> Result:
+            def slow(store: Store) -> Result:
+                result = work(store)
+                if isinstance(result, list) and any(isinstance(each, PendingLine) for each in result):
+                    is_asked.set()
+                    assert may_go_on.wait(60)
+                return result
+
+            return await super().__call__(slow)
+
+    async def leave() -> None:
+        thread = SlowStore(store)
+        worker = BatchWorker(thread, folder, max_running=2, max_line_bytes=100)
+        nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
+        worker.start(nobody, nobody, Stats(), is_dead=lambda: False)
+        await asyncio.to_thread(is_asked.wait, 60)
+        stopping = asyncio.create_task(worker.stop())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await stopping
+        await thread(lambda store: None)
+
+    asyncio.run(leave())
+    assert [line.attempts for line in store.take_lines(set(), 3)] == [1, 1, 1]

@@ -15,9 +15,10 @@ import pytest
 from engine.core.config import EngineConfig, LoraModule, num_loras
 from engine.core.errors import ConfigError, ModelLoadError
 from server.app_config import AppConfig
-from server.config import LogFormat, Settings
+from server.config import Settings
 from server.flags import GROUPS, flag, load_settings, make_parser, name_origins
 from server.model_source import find_model
+from server.setting_groups import LogFormat
 from server.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
