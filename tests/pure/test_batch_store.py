@@ -199,6 +199,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
     store: Store, folder: DataFolder
 ) -> None:
     queue(store, "one", 3)
+    store.update("one", lambda each: setattr(each, "expires_at", 1 << 40))
     is_asked, may_go_on = threading.Event(), threading.Event()
 
     class SlowStore(StoreThread):
