@@ -66,6 +66,11 @@ class BlockPool:
         return len(self._free) + len(self._cached) + len(self._spared)
 
     @property
+    def is_exhausted(self) -> bool:
+        """True if `alloc` has nothing to hand out; asked for every block of an answer, so it counts nothing."""
+        return not (self._free or self._cached or self._spared)
+
+    @property
     def num_expendable(self) -> int:
         """Of these, those that are not pinned: what is only worth caching has to do with them."""
         return len(self._free) + len(self._cached)
@@ -151,7 +156,7 @@ class BlockPool:
 
     def index(self, block: int) -> None:
         """The prefix cache can now find this held block: keep its content when the last holder leaves."""
-        assert self._refs[block] > 0
+        assert self._refs[block] > 0 or block in self._indexed
         self._indexed.add(block)
 
     def forget(self, block: int) -> None:

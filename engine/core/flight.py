@@ -43,6 +43,7 @@ class Flight:
     num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
     arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it fills, and how far they were before
     host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
+    num_decodes: int = 0  # of the slices, the first so many: one token each, which draws
     num_samples: int = 0
     step_id: int = -1
     planned_s: float = 0.0

@@ -15,7 +15,7 @@ from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.pins import Pins
 from engine.core.prefix_cache import PrefixCache, chain_root
-from engine.core.sequence import Sequence
+from engine.core.sequence import NEVER, Sequence
 from engine.core.tiers import Tiers
 from engine.core.types import Request
 
@@ -50,6 +50,11 @@ class Memory:
             return b""
         adapter = request.params.adapter
         return chain_root(request.cache_salt, b"" if adapter is None else adapter.digest)
+
+    @property
+    def has_seat(self) -> bool:
+        """True if a runner row is free."""
+        return bool(self._seats)
 
     def claim(self, seq: Sequence, num_reserved: int, flight: Flight) -> bool:
         """Take seats and every block that the known tokens need, cached ones first, leaving `num_reserved` available.
@@ -136,11 +141,11 @@ class Memory:
         """See to a block of its own for the next position, noting a copy if that needs one. False: none is left."""
         blocks, pool = seq.page_table.blocks, self.pool
         if not seq.shares_tail:
-            if not pool.num_available:
+            if pool.is_exhausted:
                 return False
             blocks.append(pool.alloc(after=blocks[-1]))
         elif pool.is_shared(blocks[-1]):
-            if not pool.num_available:
+            if pool.is_exhausted:
                 return False
             source, blocks[-1] = blocks[-1], pool.alloc()
             pool.free(source)
@@ -205,7 +210,8 @@ class Memory:
         if seq.request.pins:
             self._pin(seq, seq.num_registered, full)
         seq.num_registered = full
-        seq.next_register = (full + 1) * self.block_size
+        due = (full + 1) * self.block_size
+        seq.next_register = due if due <= seq.num_prompt else NEVER  # its answer is shown when it leaves
 
     def pin(self, digest: bytes) -> None:
         """See pins.py."""
@@ -226,7 +232,10 @@ class Memory:
             seq.num_pinned = max(seq.num_pinned, (index + 1) * size)
 
     def release(self, seq: Sequence) -> None:
-        """Take everything back; the sequence is as if nothing of it had been computed."""
+        """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
+        full = min(seq.num_computed, len(seq.tokens)) // self.block_size
+        if seq.is_shown and full > seq.num_registered:
+            self._cache.leave(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
         self._seats += reversed(seq.seats)
         self.pool.free(*reversed(seq.reset()))
 

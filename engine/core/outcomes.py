@@ -5,6 +5,8 @@ Owned by the scheduler, engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from engine.core.beams import Beams
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
@@ -41,16 +43,24 @@ class Outcomes:
     def take_in(self, flight: Flight, result: StepResult, now: float) -> StepEvents:
         """Every slice's outcome, in plan order."""
         told = StepEvents()
-        events, ids, cursor = told.entries, result.token_ids, 0
+        events = told.entries
         special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled, *result.drafted}
-        is_plain = not (special or result.ended or result.logprobs)
+        num_plain = 0 if special or result.ended or result.logprobs else flight.num_decodes
+        self._take_in_decodes(flight.owners[:num_plain], result.token_ids, now, events)
+        cursor = num_plain
+        for index in range(num_plain, len(flight.slices)):
+            self._commit(index, flight, result, cursor, now, events, is_special=index in special)
+            cursor += len(flight.slices[index].samples)
+        return told
+
+    def _take_in_decodes(self, owners: Seq[Sequence], token_ids: Seq[int], now: float, events: Entries) -> None:
+        """Of slices of one token: the one that each has drawn, about which there is nothing else to be told."""
         gaps, last_s, num_last = self._recorder.gaps, self._taken_in_s, 0
-        for index, seq in enumerate(flight.owners):
-            num_computed = seq.num_computed + 1
-            if num_computed < seq.quiet_until and is_plain and (token := ids[cursor]) not in seq.ending_ids:
-                # What the rest of this file does for fifteen tokens in sixteen, without the calls.
-                seq.num_in_flight -= 1
-                seq.num_computed = num_computed
+        for seq, token in zip(owners, token_ids, strict=False):
+            seq.num_in_flight -= 1
+            seq.num_computed = num_computed = seq.num_computed + 1
+            if num_computed < seq.quietly_taken_until and token not in seq.ending_ids:
+                # What `_accept` does for most tokens, without the calls.
                 seq.tokens.append(token)
                 previous_s = seq.last_token_s
                 if previous_s == last_s:  # most: a look-up in `gaps` costs twice as much
@@ -59,14 +69,11 @@ class Outcomes:
                     gaps[previous_s] = gaps.get(previous_s, 0) + 1
                 seq.last_token_s = now
                 events.append((seq.request_id, seq.choice, token))
-                cursor += 1
             else:
-                self._commit(index, flight, result, cursor, now, events, is_special=index in special)
-                cursor += len(flight.slices[index].samples)
+                self._accept(seq, token, None, False, now, events)
         if num_last:
             gaps[last_s] = gaps.get(last_s, 0) + num_last
         self._taken_in_s = now
-        return told
 
     def _commit(
         self,
@@ -219,9 +226,9 @@ class Outcomes:
 
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """This sequence could not be computed; it ends alone."""
+        seq.is_shown, seq.next_register = False, NEVER  # what came of it may be wrong, and is not for others to find
         if seq.status is not Status.DONE:
             told = self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
             self._stats.failed[fault.cause] += len(told)
             events += told
-        seq.next_register = NEVER  # what came of it may be wrong, and is not for others to find
         self._departures.settle(seq)

@@ -3,7 +3,8 @@
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
 salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
 digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and by content
-because names must outlive the process once blocks move to slower tiers. Where a prompt leaves a known chain inside a
+because names must outlive the process once blocks move to slower tiers. Naming a block costs about 2 us, and hardly anybody asks
+for what follows an answer's beginning: what a sequence leaves behind is named when somebody does. Where a prompt leaves a known chain inside a
 block, the tokens before are still the prompt's, and the block can be copied. Which block goes when room is needed is
 eviction.py's. Owned by the scheduler, engine thread.
 """
@@ -83,10 +84,18 @@ class _Entry(NamedTuple):
     tokens: bytes  # packed
 
 
+class _Run(NamedTuple):
+    """Blocks that can be found and have no names yet."""
+
+    parent: bytes  # the digest before them
+    tokens: Sequence[int]
+    blocks: list[int]  # none of which anybody has found, so that the last ones go first
+
+
 class PrefixCache(BlockIndex):
     """An index over the pool's blocks: by digest, and by the block before and their tokens."""
 
-    __slots__ = ("_entry_of", "_followers", "_listener", "block_size")
+    __slots__ = ("_entry_of", "_followers", "_listener", "_run_of", "_unnamed", "block_size")
 
     def __init__(
         self,
@@ -102,6 +111,8 @@ class PrefixCache(BlockIndex):
         self.block_size = block_size
         self._entry_of: dict[int, _Entry] = {}
         self._followers: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block), sorted
+        self._unnamed: dict[bytes, _Run] = {}  # by the digest before them
+        self._run_of: dict[int, _Run] = {}  # by block
 
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
         """The longest run of cached blocks that starts `tokens` and covers at most `max_tokens` of them.
@@ -111,6 +122,8 @@ class PrefixCache(BlockIndex):
         size = self.block_size
         blocks: list[int] = []
         for index in range(max_tokens // size):
+            if chain[index] in self._unnamed:
+                self._name(chain[index])
             block = self._block_of.get(name_block(chain, tokens, index, size))
             if block is None:
                 break
@@ -119,6 +132,9 @@ class PrefixCache(BlockIndex):
 
     def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """Make the full, computed blocks first .. stop - 1 of a sequence findable."""
+        for block in blocks[first:stop]:
+            if block in self._run_of:  # it is held by several, one of whom has left
+                self._name(self._run_of[block].parent)
         size = self.block_size
         for index in range(first, stop):
             content, parent, block = _pack(tokens[index * size : (index + 1) * size]), chain[index], blocks[index]
@@ -133,11 +149,52 @@ class PrefixCache(BlockIndex):
                 if self._listener is not None:
                     self._listener.appeared(digest, block)
 
+    def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
+        """As `register`, by a sequence that is about to let go of all its blocks: they are named when somebody asks."""
+        parent, left = chain[first], blocks[first:stop]
+        if parent in self._unnamed:
+            self._name(parent)  # they may be the same
+        is_known = len(chain) > first + 1 or parent in self._followers
+        is_held = not (self._run_of.keys().isdisjoint(left) and self._entry_of.keys().isdisjoint(left))
+        if is_known or is_held or self._listener is not None:
+            self.register(chain, tokens, blocks, first, stop)
+            return
+        run = _Run(parent, tokens[first * self.block_size : stop * self.block_size], list(left))
+        self._unnamed[parent] = run
+        self._run_of |= dict.fromkeys(left, run)
+        for block in left:
+            self.pool.index(block)
+
+    def _name(self, parent: bytes) -> None:
+        """Name the blocks of a run; one that has the content of another is worth nothing."""
+        run = self._unnamed.pop(parent)
+        for block in run.blocks:
+            del self._run_of[block]
+        self.register([parent], run.tokens, run.blocks, 0, len(run.blocks))
+        for block in run.blocks:
+            if block not in self._entry_of:
+                self.pool.forget(block)
+
+    def _cut(self, block: int) -> None:
+        """A block of a run is gone: those behind it, if there are any, cannot be found either."""
+        run = self._run_of[block]
+        at = -1 if run.blocks[-1] == block else run.blocks.index(block)
+        gone = run.blocks[at:]
+        del run.blocks[at:]
+        for each in gone:
+            del self._run_of[each]
+        for each in gone[1:]:
+            self.pool.forget(each)
+        if not run.blocks:
+            del self._unnamed[run.parent]
+
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.
 
         In sorted order what has most in common stands side by side, so two candidates are enough.
         """
+        if parent in self._unnamed:
+            self._name(parent)
         followers = self._followers.get(parent)
         if not followers:
             return -1, 0
@@ -148,6 +205,9 @@ class PrefixCache(BlockIndex):
         return (block, common) if common else (-1, 0)
 
     def _forget(self, block: int) -> None:
+        if block in self._run_of:
+            self._cut(block)
+            return
         entry = self._entry_of.pop(block)
         del self._block_of[entry.digest]
         followers = self._followers[entry.parent]
@@ -163,3 +223,6 @@ class PrefixCache(BlockIndex):
         followers = {(parent, *each) for parent, siblings in self._followers.items() for each in siblings}
         assert followers == {(parent, content, block) for block, (_, parent, content) in self._entry_of.items()}
         assert all(siblings and siblings == sorted(siblings) for siblings in self._followers.values())
+        assert {block: run for run in self._unnamed.values() for block in run.blocks} == self._run_of
+        assert all(run.blocks and run.parent == parent for parent, run in self._unnamed.items())
+        assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and none"

@@ -135,6 +135,11 @@ class Roster:
             return self.running[len(self.running) - num_background :][::-1]
         return takeable(self.running, seq)
 
+    @property
+    def has_takeable(self) -> bool:
+        """True if `takeable` may find anybody."""
+        return self.is_fair or self.num_background > 0
+
     def strike(self, seq: Sequence) -> None:
         """It has ended; and with the last of a request's sequences, so has the request."""
         siblings = self.requests[seq.request_id]

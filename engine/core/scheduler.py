@@ -47,6 +47,8 @@ from engine.core.types import AbortCause, FinishReason, Request, StepEvents, Tok
 # A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
 BACKGROUND_SHARE = 4
 
+_RUNNING = Status.RUNNING  # see sequence.py
+
 
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
@@ -150,13 +152,14 @@ class Scheduler:
             turn = self._roster.turn(limit, now, self._pacing.times, cuts=not is_short)
         due = self._roster.due(limit, turn.out, is_alone=room.is_alone)
         catching_up = self._plan_decodes(flight, due)
-        num_decodes = len(flight.slices)
+        num_decodes = flight.num_decodes
         budget = min(limit - num_decodes, turn.max_prompt_tokens) if room.holds_prompts else 0
         limit = num_decodes + budget
-        if budget and (catching_up or (turn.admits and self._roster.waiting.first is not None)):
+        admits = turn.admits and (self._memory.has_seat or self._roster.has_takeable)
+        if budget and (catching_up or (admits and self._roster.waiting.first is not None)):
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens
-            admitted = self._admit(now, flight) if turn.admits else ()
+            admitted = self._admit(now, flight) if admits else ()
             budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
         self._promises.planned(catching_up, room)
         if not (flight.slices or flight.arrivals):
@@ -180,25 +183,25 @@ class Scheduler:
         beams of a search that gives way.
         """
         catching_up: list[Sequence] = []
-        slices, owners, copies, turn = flight.slices, flight.owners, flight.copies, self._next_step_id % 2
-        num_before = len(slices)
+        slices, copies, turn, skipped = flight.slices, flight.copies, self._next_step_id % 2, set[Sequence]()
         for seq in due:
             start = seq.num_planned
             if start >= seq.quiet_until and not self._is_ready(seq, catching_up, copies):
+                skipped.add(seq)
                 continue
             piece = seq.slices[turn]
             piece.start = start
             slices.append(piece)
-            owners.append(seq)
             seq.num_planned = start + 1
             seq.num_in_flight += 1
-        flight.num_samples += len(slices) - num_before
+        flight.owners += [seq for seq in due if seq not in skipped] if skipped else due
+        flight.num_decodes = flight.num_samples = len(slices)
         # Of those that are not running some have given way meanwhile: a search as a whole, wherever its beams stand.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
         """See to whatever a sequence needs for its next position. False: it has no part in this step's decodes."""
-        if seq.status is not Status.RUNNING:
+        if seq.status is not _RUNNING:
             catching_up.append(seq)
             return False
         if seq.num_planned >= seq.max_total - 1:

@@ -96,6 +96,7 @@ class Sequence:
         "is_forked",
         "is_leaving",
         "is_long",
+        "is_shown",
         "last_token_s",
         "max_drafts",
         "max_total",
@@ -124,6 +125,7 @@ class Sequence:
         "promised_total",
         "prompt_logprobs",
         "quiet_until",
+        "quietly_taken_until",
         "request",
         "request_id",
         "samples",
@@ -168,7 +170,8 @@ class Sequence:
         self.num_computed = self.num_planned = 0
         self.chunk: Chunk | None = None  # of its prompt, on its way through the layers
         self.num_in_flight = 0  # launched steps that name this sequence
-        self.quiet_until = 0  # positions below need nothing but a token each, see `rest`
+        # See `rest`: a position below the first needs nothing but a place in the plan; its token, below the second, to be noted.
+        self.quiet_until = self.quietly_taken_until = 0
         self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a seat
         self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
         self.num_saved = 0  # ... and the positions they hold
@@ -186,11 +189,14 @@ class Sequence:
         self.shares_tail = False  # the last block may have other holders: copy before the first write
         self.chain = [root]
         self.num_registered = 0  # blocks already shown to the prefix cache
+        self.is_shown = bool(
+            root
+        )  # to the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves
         self.next_register = block_size if root else NEVER  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
-        self.num_cached = 0
-        self.num_from_host = self.num_from_disk = 0  # of the positions it was admitted with
+        # Positions it was admitted with, and those of them that came from lower tiers.
+        self.num_cached = self.num_from_host = self.num_from_disk = 0
         self.num_pinned = 0  # of the first positions
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
         self.awaits_until_s = 0.0  # ... and when it goes without
@@ -208,15 +214,17 @@ class Sequence:
         """Change state, along the arrows above only."""
         assert status in _MOVES[self.status], f"sequence {self.seq_id} cannot go from {self.status} to {status}"
         self.status = status
-        self.quiet_until = 0
+        self.quiet_until = self.quietly_taken_until = 0
 
     def rest(self) -> None:
-        """Find out until where it only draws a token a step: no end, no new block, nothing for the prefix cache.
+        """Find out until where it only draws a token a step: no end, no new block; and nothing for the prefix cache.
 
         Called when a token of it was drawn, so that it has a first one and nothing of its prompt is in flight.
         """
         if self.status is _RUNNING and self.search is None:
-            self.quiet_until = min(self.max_total - 1, self.writable_until, self.next_register)
+            last = self.max_total - 1
+            self.quiet_until = min(last, self.writable_until)
+            self.quietly_taken_until = min(last, self.next_register)
 
     def _make_slices(self) -> None:
         """Two, for decode steps to take turns: a plan may be in flight while the next is made.
@@ -346,8 +354,7 @@ class Sequence:
         self.num_computed = self.num_planned = 0
         self.chunk = None
         self.num_registered = 0
-        if self.next_register != NEVER:
-            self.next_register = block_size
+        self.next_register = block_size if self.is_shown else NEVER
         self.shares_tail = False
         self.writable_until = 0
         self.seats = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.eviction import EVICTION_POLICIES
 from engine.core.prefix_cache import PrefixCache, chain_root
 
 TOKENS = list(range(10))
@@ -102,3 +103,71 @@ def test_the_longest_beginning_is_found_whatever_else_is_known(
     assert common == most
     assert (block in cache.pool.cached_blocks) == (common > 0)
     assert cache.match_start(chain_root("tenant"), wanted) == (-1, 0)
+
+
+def left(cache: PrefixCache, tokens: list[int], num_prompt: int = 0) -> list[int]:
+    """A sequence comes, is computed, and leaves; the blocks that were found for it, and those it had."""
+    chain, size = [chain_root("")], cache.block_size
+    found = cache.match(chain, tokens[:num_prompt], num_prompt)
+    for block in found:
+        cache.pool.fork(block)
+    blocks = found + cache.pool.alloc_many(len(tokens) // size - len(found))
+    cache.register(chain, tokens, blocks, len(found), num_prompt // size)
+    first = max(len(found), num_prompt // size)
+    if len(blocks) > first:
+        cache.leave(chain, tokens, blocks, first, len(blocks))
+    cache.pool.free(*reversed(blocks))
+    cache.check_integrity()
+    return blocks
+
+
+def test_what_a_sequence_leaves_is_named_when_somebody_asks_for_it() -> None:
+    cache = PrefixCache(8, block_size=2)
+    blocks = left(cache, TOKENS, 4)
+    chain = [chain_root("")]
+    assert cache.match(chain, TOKENS, 4) == blocks[:2]
+    assert not cache._followers.get(chain[2])
+    assert cache.match(chain, TOKENS, 10) == blocks
+    assert cache.match_start(chain[4], [TOKENS[8], 99]) == (blocks[4], 1)
+    cache.check_integrity()
+
+
+def test_of_two_that_leave_the_same_one_stays() -> None:
+    cache = PrefixCache(12, block_size=2)
+    first, second = left(cache, TOKENS, 4), left(cache, TOKENS, 4)
+    assert first[:2] == second[:2]
+    assert cache.match([chain_root("")], TOKENS, 10) == first
+    assert cache.pool.num_cached == 5
+
+
+def test_of_what_was_left_tails_go_first_and_the_rest_can_be_found() -> None:
+    cache = PrefixCache(6, block_size=2)
+    blocks = left(cache, TOKENS, 4)
+    held = cache.pool.alloc_many(3)
+    cache.check_integrity()
+    assert cache.match([chain_root("")], TOKENS, 10) == blocks[:3]
+    cache.pool.free(*held)
+    cache.check_integrity()
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=24), st.integers(0, 24)), max_size=20
+    ),
+    eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+)
+def test_whatever_comes_and_leaves_a_block_that_is_found_has_what_it_is_found_for(
+    requests: list[tuple[list[int], int]], eviction: str
+) -> None:
+    cache, content = PrefixCache(16, 2, eviction), dict[int, tuple[int, ...]]()
+    for tokens, num_prompt in requests:
+        known = cache.match([chain_root("")], tokens, min(num_prompt, len(tokens)))
+        for index, block in enumerate(known):
+            assert content[block] == tuple(tokens[: 2 * index + 2])
+        blocks = left(cache, tokens, min(num_prompt, len(tokens)))
+        content |= {block: tuple(tokens[: 2 * index + 2]) for index, block in enumerate(blocks)}
+        found = cache.match([chain_root("")], tokens, len(tokens))
+        assert len(found) == len(tokens) // 2, "nothing has driven it out"
+        assert all(content[block] == tuple(tokens[: 2 * index + 2]) for index, block in enumerate(found))
+        cache.check_integrity()
+    cache.pool.check_integrity([])
