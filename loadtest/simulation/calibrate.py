@@ -1,7 +1,8 @@
 """`quire calibrate`: what steps cost on this machine, for `quire simulate`, measured on the real engine and daemon.
 
-First single steps of the engine in this process, without HTTP: a grid of shapes to fit, random shapes to say how well
-it fits. Then a daemon of the same settings under a few loads: what it takes longer than the engine alone is the front's.
+Single steps of the engine in this process, without HTTP: a grid of shapes to fit, random shapes to say how well it fits.
+And a daemon of the same settings under a few loads: what it takes longer than the engine alone is the front's. The two take
+turns, for a shared machine's speed drifts by a fifth within minutes, and what is subtracted has to be of the same time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +26,7 @@ from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import percentile
 from loadtest.simulation.costs import Front, Handoff, StepCosts
-from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measure
+from loadtest.simulation.measure import Times, fill_pool, grid, held_out
 from loadtest.simulation.moves import measure_copies, measure_handoff
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
@@ -34,9 +36,9 @@ from loadtest.steps import build
 
 _NUM_HELD_OUT = 32
 _WAVES = (1, 4, 16, 48)  # requests at once, of 64 words and 64 tokens each
-_NUM_WAVES = 3  # of each size
+_NUM_TURNS = 3  # of the engine and the daemon
 # Single requests of so many words, one every so many seconds: what a prompt's length adds to its way in.
-_PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 6, 0.6
+_PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 2, 0.6  # so many a turn
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the costs, as JSON")
     parser.add_argument("--model", metavar="MODEL", help="as `quire serve` takes it; default: its default")
     parser.add_argument(
-        "--rounds", type=positive_int, default=7, metavar="N", help="times each step is measured; default 7"
+        "--rounds", type=positive_int, default=9, metavar="N", help="times each step is measured; default 9"
     )
     parser.add_argument("--no-http", action="store_true", help="leave out what the daemon adds: the engine alone")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what was measured and what was fitted")
@@ -57,16 +59,22 @@ def run(options: argparse.Namespace) -> int:
         require_matplotlib()
     console = open_console()
     settings = [*([options.model] if options.model else []), *options.settings]
-    with progress_bar(console) as progress:
-        costs, shapes, seconds = _calibrate_engine(settings, options.rounds, progress)
-        if not options.no_http:
-            costs = _calibrate_front(costs, settings, progress)
+    has_front = not options.no_http
+    with progress_bar(console) as progress, daemon(settings) if has_front else nullcontext(0) as port:
+        steps, front = _Steps(settings, options.rounds, progress), _Waves(port, progress) if has_front else None
+        for turn in range(_NUM_TURNS):
+            steps.measure(turn)
+            if front:
+                front.measure(turn)
+        costs = steps.fit(settings)
+        if front:
+            costs = fit_front(costs, front.seen)
     costs.save(options.output)
     _tell(costs, console)
     if options.plot:
         from loadtest.simulation.plots import draw_costs
 
-        draw_costs(options.plot, costs, shapes, seconds)
+        draw_costs(options.plot, costs, steps.times.shapes, steps.times.seconds)
     return 0
 
 
@@ -77,42 +85,50 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def _calibrate_engine(
-    settings: Sequence[str], rounds: int, progress: Progress
-) -> tuple[StepCosts, list[Shape], list[float]]:
-    """Costs without a front, and what they were made from, the held-out steps at the end."""
-    from loadtest.simulation.fit import fit, predict  # here, for it brings numpy
+class _Steps:
+    """The engine in this process."""
 
-    loading = progress.add_task("loading the model", total=1)
-    engine = build(settings)
-    progress.advance(loading)
-    config, runner = engine.config, engine._runner  # noqa: SLF001 - measured without its loop
-    fitted, others = grid(config), held_out(config, _NUM_HELD_OUT)
-    shapes = [*fitted, *others]
-    task = progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1))
-    fill_pool(runner, config, shapes, engine.vocab_size)
-    on_step = _advance(progress, task)
-    measure(runner, config, shapes, vocab_size=engine.vocab_size, rounds=1, on_step=on_step)  # memory is touched
-    seconds = measure(runner, config, shapes, vocab_size=engine.vocab_size, rounds=rounds, on_step=on_step)
-    copies = measure_copies(runner, config)
-    handoff = Handoff() if engine.layout is None else measure_handoff(runner, engine.layout, config.num_blocks)
-    runner.close()
-    costs = replace(fit(fitted, seconds[: len(fitted)]), copies=copies, handoff=handoff)
-    errors = sorted(abs(predict(costs, shape) / taken - 1) for shape, taken in zip(shapes, seconds, strict=True))
-    unseen = sorted(
-        abs(predict(costs, shape) / taken - 1) for shape, taken in zip(others, seconds[len(fitted) :], strict=True)
-    )
-    about = {
-        "settings": list(settings),
-        "machine": platform.processor() or platform.machine(),
-        "rounds": rounds,
-        "fitted_steps": len(fitted),
-        "held_out_steps": len(others),
-        "median_error": median(errors),
-        "held_out_median_error": median(unseen),
-        "held_out_p90_error": percentile(unseen, 0.9),
-    }
-    return replace(costs, settings=_plain(config), about=about), shapes, seconds
+    def __init__(self, settings: Sequence[str], rounds: int, progress: Progress) -> None:
+        loading = progress.add_task("loading the model", total=1)
+        self._engine = engine = build(settings)
+        progress.advance(loading)
+        self._config, self._runner = engine.config, engine._runner  # noqa: SLF001 - measured without its loop
+        self._rounds = [len(range(turn, rounds, _NUM_TURNS)) for turn in range(_NUM_TURNS)]
+        self._fitted, self._held_out = grid(self._config), held_out(self._config, _NUM_HELD_OUT)
+        shapes = [*self._fitted, *self._held_out]
+        self._on_step = _advance(progress, progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1)))
+        fill_pool(self._runner, self._config, shapes, engine.vocab_size)
+        self.times = Times(self._runner, self._config, shapes, engine.vocab_size)
+        self.times.measure(1, self._on_step)  # memory is touched
+        self.times.forget()
+
+    def measure(self, turn: int) -> None:
+        """Its part of the rounds."""
+        self.times.measure(self._rounds[turn], self._on_step)
+
+    def fit(self, settings: Sequence[str]) -> StepCosts:
+        """Costs without a front. The engine is closed."""
+        from loadtest.simulation.fit import fit, predict  # here, for it brings numpy
+
+        config, layout, seconds, num_fitted = self._config, self._engine.layout, self.times.seconds, len(self._fitted)
+        copies = measure_copies(self._runner, config)
+        handoff = Handoff() if layout is None else measure_handoff(self._runner, layout, config.num_blocks)
+        self._runner.close()
+        costs = replace(fit(self._fitted, seconds[:num_fitted]), copies=copies, handoff=handoff)
+        pairs = zip(self.times.shapes, seconds, strict=True)
+        errors = [abs(predict(costs, shape) / taken - 1) for shape, taken in pairs]
+        unseen = sorted(errors[num_fitted:])
+        about = {
+            "settings": list(settings),
+            "machine": platform.processor() or platform.machine(),
+            "rounds": sum(self._rounds),
+            "fitted_steps": num_fitted,
+            "held_out_steps": len(unseen),
+            "median_error": median(errors),
+            "held_out_median_error": median(unseen),
+            "held_out_p90_error": percentile(unseen, 0.9),
+        }
+        return replace(costs, settings=_plain(config), about=about)
 
 
 def _plain(config: SchedulerConfig) -> dict[str, Any]:
@@ -124,19 +140,25 @@ def _advance(progress: Progress, task: Any) -> Callable[[], None]:
     return lambda: progress.advance(task)
 
 
-def _calibrate_front(costs: StepCosts, settings: Sequence[str], progress: Progress) -> StepCosts:
-    """What a daemon of the same settings takes longer than the costs say."""
-    waves = [[TraceRequest(0.0, 64, 64)] * num for num in _WAVES] * _NUM_WAVES
-    single = [TraceRequest(_APART_S * index, words, 4) for index, words in enumerate(_PROMPTS * _NUM_SINGLE)]
-    plan = [*waves, single]
-    task = progress.add_task("the daemon", total=sum(map(len, plan)))
-    with daemon(settings) as port:
+class _Waves:
+    """Loads on the daemon, and what clients see: a wave's requests are sent at once."""
+
+    def __init__(self, port: int, progress: Progress) -> None:
+        self._port = port
+        self._waves = [[TraceRequest(0.0, 64, 64)] * num for num in _WAVES]
+        self._single = [TraceRequest(_APART_S * index, words, 4) for index, words in enumerate(_PROMPTS * _NUM_SINGLE)]
+        total = _NUM_TURNS * sum(map(len, [*self._waves, self._single]))
+        self._on_answer = _advance(progress, progress.add_task("the daemon", total=total))
+        self.seen: list[list[Observed]] = []
         asyncio.run(warm_up(port))
-        found = [
-            asyncio.run(observe(port, rows, seed=seed, on_answer=_advance(progress, task)))
-            for seed, rows in enumerate(plan)
+
+    def measure(self, turn: int) -> None:
+        """Each wave once, and single requests."""
+        *waves, single = [
+            asyncio.run(observe(self._port, rows, seed=100 * turn + number, on_answer=self._on_answer))
+            for number, rows in enumerate([*self._waves, self._single])
         ]
-    return fit_front(costs, [*found[:-1], *([each] for each in found[-1])])
+        self.seen += [*waves, *([each] for each in single)]
 
 
 def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:

@@ -91,26 +91,34 @@ def fill_pool(runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], 
         runner.run(plan._replace(copies=copies)).wait()
 
 
-def measure(
-    runner: Runner,
-    config: SchedulerConfig,
-    shapes: Sequence[Shape],
-    *,
-    vocab_size: int,
-    rounds: int,
-    on_step: OnStep,
-) -> list[float]:
-    """The median seconds of each shape. The rounds are shuffled, lest a machine that drifts bends the table."""
-    plans = [shape.plan(config, vocab_size) for shape in shapes]
-    found: list[list[float]] = [[] for _ in plans]
-    order, rng = list(range(len(plans))), random.Random(0)
-    for _ in range(rounds):
-        rng.shuffle(order)
-        for index in order:
-            plan = plans[index]
-            runner.run(plan).wait()  # the one before was another's: seats and caches change hands
-            begun = time.perf_counter()
-            runner.run(plan).wait()
-            found[index].append(time.perf_counter() - begun)
-            on_step()
-    return [statistics.median(times) for times in found]
+class Times:
+    """What each shape took, round by round."""
+
+    def __init__(self, runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], vocab_size: int) -> None:
+        self.shapes = shapes
+        self._runner = runner
+        self._plans = [shape.plan(config, vocab_size) for shape in shapes]
+        self._found: list[list[float]] = [[] for _ in shapes]
+        self._rng = random.Random(0)
+
+    def measure(self, rounds: int, on_step: OnStep) -> None:
+        """Each shape once a round. The rounds are shuffled, lest a machine that drifts bends the table."""
+        order = list(range(len(self._plans)))
+        for _ in range(rounds):
+            self._rng.shuffle(order)
+            for index in order:
+                plan = self._plans[index]
+                self._runner.run(plan).wait()  # the one before was another's: seats and caches change hands
+                begun = time.perf_counter()
+                self._runner.run(plan).wait()
+                self._found[index].append(time.perf_counter() - begun)
+                on_step()
+
+    def forget(self) -> None:
+        """What was measured was a warm-up."""
+        self._found = [[] for _ in self.shapes]
+
+    @property
+    def seconds(self) -> list[float]:
+        """The median of each shape."""
+        return [statistics.median(times) for times in self._found]

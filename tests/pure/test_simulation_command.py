@@ -20,13 +20,13 @@ from loadtest.report import Spread
 from loadtest.simulation.calibrate import fit_front
 from loadtest.simulation.costs import Copies, Front, StepCosts, Table
 from loadtest.simulation.fit import fit, non_negative, predict
-from loadtest.simulation.measure import Shape, fill_pool, grid, held_out, measure
+from loadtest.simulation.measure import Shape, Times, fill_pool, grid, held_out
 from loadtest.simulation.moves import measure_copies, measure_handoff
 from loadtest.simulation.observe import Observed
 from loadtest.simulation.replay import replay
 from loadtest.simulation.replica import SimulationError
 from loadtest.simulation.trace import TraceRequest
-from loadtest.simulation.validate import CASES, compare
+from loadtest.simulation.validate import CASES, Comparison, compare, over_rounds
 from loadtest.simulation.variants import make_variants
 
 SETTINGS = {
@@ -80,9 +80,10 @@ def test_measured_steps_fit_the_scheduler_and_the_runner() -> None:
     assert all(shape.num_tokens <= 256 for shape in shapes)
     runner, counted = FakeRunner(CONFIG), []
     fill_pool(runner, CONFIG, shapes[:4], 100)
-    taken = measure(runner, CONFIG, shapes[:4], vocab_size=100, rounds=3, on_step=lambda: counted.append(1))
-    assert len(taken) == 4
-    assert min(taken) > 0
+    times = Times(runner, CONFIG, shapes[:4], vocab_size=100)
+    times.measure(3, on_step=lambda: counted.append(1))
+    assert len(times.seconds) == 4
+    assert min(times.seconds) > 0
     assert len(counted) == 12
 
 
@@ -129,8 +130,15 @@ def test_a_front_is_found_from_what_clients_see() -> None:
 def test_a_validation_of_a_simulation_by_itself_is_exact() -> None:
     rng = Random(1)
     rows = [TraceRequest(index * 0.1, rng.randint(8, 90), rng.randint(2, 40)) for index in range(30)]
-    for seen_s, predicted_s in compare(CASES[0], seen(rows, COSTS), COSTS).figures().values():
+    for seen_s, predicted_s in compare(seen(rows, COSTS), COSTS).figures().values():
         assert predicted_s == pytest.approx(seen_s)
+
+
+def test_figures_of_several_rounds_are_compared_by_their_medians() -> None:
+    rounds = [Comparison([(seen_s, 0.01)] * 4, [(0.2, 0.01)] * 4) for seen_s in (0.25, 0.1, 0.9)]
+    found = over_rounds(rounds)
+    assert found["TTFT p50"].off_by == pytest.approx(0.2 / 0.25 - 1)
+    assert found["TPOT p99"].off_by == 0.0
 
 
 def test_the_cases_of_a_validation_are_what_they_say() -> None:
