@@ -35,8 +35,8 @@ from loadtest.simulation.variants import measured_config
 from loadtest.steps import build
 
 _NUM_HELD_OUT = 32
-_WAVES = (1, 4, 16, 48)  # requests at once, of 64 words and 64 tokens each
-_NUM_TURNS = 3  # of the engine and the daemon
+_WAVES = (1, 2, 4, 8, 16, 32, 48)  # requests at once, of 64 words and 64 tokens each
+_NUM_TURNS = 5  # of the engine and the daemon
 # Single requests of so many words, one every so many seconds: what a prompt's length adds to its way in.
 _PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 2, 0.6  # so many a turn
 
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the costs, as JSON")
     parser.add_argument("--model", metavar="MODEL", help="as `quire serve` takes it; default: its default")
     parser.add_argument(
-        "--rounds", type=positive_int, default=9, metavar="N", help="times each step is measured; default 9"
+        "--rounds", type=positive_int, default=10, metavar="N", help="times each step is measured; default 10"
     )
     parser.add_argument("--no-http", action="store_true", help="leave out what the daemon adds: the engine alone")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what was measured and what was fitted")
