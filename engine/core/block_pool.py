@@ -56,6 +56,12 @@ class BlockPool:
         return len(self._pinned)
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """Blocks that are free, cached and held: told twice a step, so all at once."""
+        free, cached = len(self._free), len(self._cached) + len(self._spared)
+        return free, cached, self.num_blocks - free - cached
+
+    @property
     def cached_blocks(self) -> tuple[int, ...]:
         """Next to go first."""
         return (*self._cached, *self._spared)

@@ -170,14 +170,10 @@ class Recorder:
         stats, pool, host = self._stats, self._pool, self._host_pool
         stats.num_running = num_running
         stats.num_background_running = num_background
-        stats.blocks_free = pool.num_free
-        stats.blocks_cached = pool.num_cached
-        stats.blocks_held = pool.num_held
+        stats.blocks_free, stats.blocks_cached, stats.blocks_held = pool.counts
         stats.blocks_pinned = pool.num_pinned
         if host.num_blocks:  # there is no disk behind none
-            stats.host_blocks_free = host.num_free
-            stats.host_blocks_held = host.num_held
-            stats.host_blocks_cached = host.num_cached
+            stats.host_blocks_free, stats.host_blocks_cached, stats.host_blocks_held = host.counts
             stats.host_blocks_pinned = host.num_pinned
             stats.disk_blocks_cached = self._disk_pool.num_cached
             stats.disk_blocks_pinned = self._disk_pool.num_pinned

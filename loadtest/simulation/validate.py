@@ -127,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
     found = [[compare(observed, costs) for observed in rounds] for rounds in seen]
     figures = [over_rounds(rounds) for rounds in found]
     console.print(_table(figures, [len(rows) for rows in traces]))
+    console.print(_summary([figure for named in figures for figure in named.values()]))
     if options.json:
         options.json.write_text(json.dumps(_document(figures, seen), indent=1) + "\n", encoding="utf-8")
     if options.plot:
@@ -194,6 +195,15 @@ def _table(figures: Sequence[dict[str, Figure]], counts: Sequence[int]) -> Table
                 f"[{colour}]{figure.off_by:+.1%}[/{colour}]",
             )
     return table
+
+
+def _summary(figures: Sequence[Figure]) -> str:
+    foreseen = sum(abs(figure.off_by) <= _PROMISED for figure in figures)
+    repeated = sum(max(figure.seen) <= (1 + _PROMISED) * min(figure.seen) for figure in figures)
+    return (
+        f"{foreseen} of {len(figures)} figures were foreseen within {_PROMISED:.0%}. The daemon's own rounds, with the same "
+        f"requests, are within that of each other in {repeated}."
+    )
 
 
 def _document(
