@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loadtest.client import Client, ClientError, Outcome
@@ -106,6 +107,7 @@ def _progress() -> Progress:
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:>12}"),
         TimeElapsedColumn(),
+        console=Console(stderr=True),  # the output may go to a file
     )
 
 

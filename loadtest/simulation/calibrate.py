@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     console = open_console()
     settings = [*([options.model] if options.model else []), *options.settings]
     has_front = not options.no_http
-    with progress_bar(console) as progress, daemon(settings) if has_front else nullcontext(0) as port:
+    with progress_bar() as progress, daemon(settings) if has_front else nullcontext(0) as port:
         steps, front = _Steps(settings, options.rounds, progress), _Waves(port, progress) if has_front else None
         for turn in range(_NUM_TURNS):
             steps.measure(turn)
@@ -78,11 +78,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def progress_bar(console: Console) -> Progress:
-    """One line a task: how far, and how long it will take."""
-    return Progress(
-        TextColumn("{task.description:>24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
-    )
+def progress_bar() -> Progress:
+    """One line a task: how far, and how long it will take. Beside the output, which may go to a file."""
+    columns = TextColumn("{task.description:>24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True))
 
 
 class _Steps:

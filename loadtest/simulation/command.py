@@ -73,7 +73,7 @@ def _replay(options: argparse.Namespace) -> int:
             raise SimulationError(f"--save-trace writes one workload, and {len(workloads)} were named.")
         write_trace(options.save_trace, workloads[0][1])
     targets, rows, histories = asked.targets(options), [], []
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         for name, requests in workloads:
             for variant in variants:
                 task = progress.add_task(f"{name}, {variant.name}", total=len(requests))
@@ -109,7 +109,7 @@ def _fleet(options: argparse.Namespace) -> int:
         raise SimulationError(f"a fleet is sized for one setting, and --set names {len(variants)}.")
     config = variants[0].config
     found: dict[tuple[str, int], float] = {}
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("fleets", total=len(options.replicas) * len(options.router))
         for num in options.replicas:
             rows = asked.rows(options.source[0], options, config.max_model_len, console, num_replicas=num)

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         raise SimulationError(f"two of the traces are called {twice!r}; give each a name of its own.")
     config = variants[0].config
     found = {}
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         for name, source in zip(names, options.source, strict=True):
             num_rounds = options.rounds if source in WORKLOADS else 1
             rounds = [

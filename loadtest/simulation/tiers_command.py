@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         new_replica=asked.new_replica(options),
     )  # fmt: skip
     found: list[Tried] = []
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("fleets", total=options.most * (options.most + 1) // 2)
         for tried in sizing.search(options.most, options.share):
             found.append(tried)

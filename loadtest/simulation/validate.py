@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from loadtest.arguments import open_console, positive_float, positive_int
@@ -123,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         require_matplotlib()
     costs, console = StepCosts.load(options.costs), open_console()
     traces = [case.rows(options.duration, options.seed) for case in CASES]
-    seen = _drive(costs.about.get("settings", []), traces, options, console)
+    seen = _drive(costs.about.get("settings", []), traces, options)
     found = [[compare(observed, costs) for observed in rounds] for rounds in seen]
     figures = [over_rounds(rounds) for rounds in found]
     console.print(_table(figures, [len(rows) for rows in traces]))
@@ -146,11 +145,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _drive(
-    settings: Sequence[str], traces: Sequence[Sequence[TraceRequest]], options: argparse.Namespace, console: Console
+    settings: Sequence[str], traces: Sequence[Sequence[TraceRequest]], options: argparse.Namespace
 ) -> list[list[list[Observed]]]:
     """What clients of a real daemon see, for each case round by round."""
     seen: list[list[list[Observed]]] = [[] for _ in CASES]
-    with progress_bar(console) as progress, daemon(settings) as port:
+    with progress_bar() as progress, daemon(settings) as port:
         asyncio.run(warm_up(port))
         tasks = [
             progress.add_task(case.name, total=options.rounds * len(rows))
