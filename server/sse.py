@@ -37,6 +37,7 @@ class EventStream(EventSourceResponse):
     ) -> None:
         """After `keep_alive_s` of silence comes a comment, never if 0; `standing` tells one who waits how things are."""
         super().__init__(frames, sep="\n")
+        del self.headers["connection"]  # it is the server's to say, and where a client asks for an end it says "close"
         self._frames = frames
         self._answer = answer
         self._keep_alive_s = keep_alive_s

@@ -166,7 +166,10 @@ class Memory:
             self._share_tail(sharer)
 
     def follow(self, seq: Sequence, other: Sequence, seq_id: int) -> None:
-        """Give a sequence, for all that it has, a hold on all of another's blocks. No plan in flight may name it."""
+        """Give a sequence, for all that it has, a hold on all of another's blocks. No plan in flight may name it.
+
+        What it has is an abandoned beam's, and not worth being shown to the prefix cache.
+        """
         for block in other.page_table.blocks:
             self.pool.fork(block)
         self.pool.free(*reversed(seq.page_table.blocks))
@@ -211,7 +214,8 @@ class Memory:
             self._pin(seq, seq.num_registered, full)
         seq.num_registered = full
         due = (full + 1) * self.block_size
-        seq.next_register = due if due <= seq.num_prompt else NEVER  # its answer is shown when it leaves
+        # Its answer is shown when it leaves; but with lower tiers at once, for there it has to be named.
+        seq.next_register = due if due <= seq.num_prompt or self._listener is not None else NEVER
 
     def pin(self, digest: bytes) -> None:
         """See pins.py."""
@@ -231,11 +235,15 @@ class Memory:
                 return
             seq.num_pinned = max(seq.num_pinned, (index + 1) * size)
 
-    def release(self, seq: Sequence) -> None:
-        """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
+    def show(self, seq: Sequence) -> None:
+        """All that a sequence has computed can be found, though it lets go of it, now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.is_shown and full > seq.num_registered:
             self._cache.leave(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
+
+    def release(self, seq: Sequence) -> None:
+        """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
+        self.show(seq)
         self._seats += reversed(seq.seats)
         self.pool.free(*reversed(seq.reset()))
 

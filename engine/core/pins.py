@@ -1,7 +1,8 @@
 """Pinned prefixes: which contents are to be given up last, until when, and on whose account.
 
 Blocks are named by digest, so a pin is on what a block holds and not on a place: it finds the block in the pool, in host
-memory and on the disk, outlasts its eviction, and takes hold again wherever the content comes up anew. Five rules:
+memory and on the disk, outlasts its eviction, and takes hold again wherever the content comes up anew (in an answer, once
+somebody asks for it: until then that has no name). Five rules:
 
     bound      at most so many contents at once, a share of the pool, and of each one end and one holder: many may pin the same
     order      whoever pins a block has pinned the one before it, for at least as long: prefixes stay whole

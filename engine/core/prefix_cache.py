@@ -111,7 +111,7 @@ class PrefixCache(BlockIndex):
         self.block_size = block_size
         self._entry_of: dict[int, _Entry] = {}
         self._followers: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block), sorted
-        self._unnamed: dict[bytes, _Run] = {}  # by the digest before them
+        self._unnamed: dict[bytes, list[_Run]] = {}  # by the digest before them
         self._run_of: dict[int, _Run] = {}  # by block
 
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
@@ -151,29 +151,40 @@ class PrefixCache(BlockIndex):
 
     def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """As `register`, by a sequence that is about to let go of all its blocks: they are named when somebody asks."""
-        parent, left = chain[first], blocks[first:stop]
-        if parent in self._unnamed:
-            self._name(parent)  # they may be the same
-        is_known = len(chain) > first + 1 or parent in self._followers
+        parent, left = chain[first], list(blocks[first:stop])
+        own = tokens[first * self.block_size : stop * self.block_size]
         is_held = not (self._run_of.keys().isdisjoint(left) and self._entry_of.keys().isdisjoint(left))
-        if is_known or is_held or self._listener is not None:
+        if is_held or self._listener is not None or self._is_followed_by(parent, own):
             self.register(chain, tokens, blocks, first, stop)
             return
-        run = _Run(parent, tokens[first * self.block_size : stop * self.block_size], list(left))
-        self._unnamed[parent] = run
+        runs = self._unnamed.setdefault(parent, [])
+        if any(self._begins_with(run, own) for run in runs):
+            return  # somebody has left the same
+        run = _Run(parent, own, left)
+        runs.append(run)
         self._run_of |= dict.fromkeys(left, run)
         for block in left:
             self.pool.index(block)
 
+    def _is_followed_by(self, parent: bytes, tokens: Sequence[int]) -> bool:
+        """Whether a block after `parent` that has a name holds the first of these tokens."""
+        followers, content = self._followers.get(parent, []), _pack(tokens[: self.block_size])
+        at = bisect_left(followers, (content, -1))
+        return at < len(followers) and followers[at][0] == content
+
+    def _begins_with(self, run: _Run, tokens: Sequence[int]) -> bool:
+        is_long = len(run.blocks) * self.block_size >= len(tokens)
+        return is_long and run.tokens[0] == tokens[0] and run.tokens[: len(tokens)] == tokens
+
     def _name(self, parent: bytes) -> None:
-        """Name the blocks of a run; one that has the content of another is worth nothing."""
-        run = self._unnamed.pop(parent)
-        for block in run.blocks:
-            del self._run_of[block]
-        self.register([parent], run.tokens, run.blocks, 0, len(run.blocks))
-        for block in run.blocks:
-            if block not in self._entry_of:
-                self.pool.forget(block)
+        """Name the blocks of the runs after `parent`; one that has the content of another is worth nothing."""
+        for run in self._unnamed.pop(parent):
+            for block in run.blocks:
+                del self._run_of[block]
+            self.register([parent], run.tokens, run.blocks, 0, len(run.blocks))
+            for block in run.blocks:
+                if block not in self._entry_of:
+                    self.pool.forget(block)
 
     def _cut(self, block: int) -> None:
         """A block of a run is gone: those behind it, if there are any, cannot be found either."""
@@ -186,7 +197,9 @@ class PrefixCache(BlockIndex):
         for each in gone[1:]:
             self.pool.forget(each)
         if not run.blocks:
-            del self._unnamed[run.parent]
+            rest = [each for each in self._unnamed.pop(run.parent) if each is not run]
+            if rest:
+                self._unnamed[run.parent] = rest
 
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
         """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.
@@ -223,6 +236,8 @@ class PrefixCache(BlockIndex):
         followers = {(parent, *each) for parent, siblings in self._followers.items() for each in siblings}
         assert followers == {(parent, content, block) for block, (_, parent, content) in self._entry_of.items()}
         assert all(siblings and siblings == sorted(siblings) for siblings in self._followers.values())
-        assert {block: run for run in self._unnamed.values() for block in run.blocks} == self._run_of
-        assert all(run.blocks and run.parent == parent for parent, run in self._unnamed.items())
+        runs = [run for each in self._unnamed.values() for run in each]
+        assert {block: run for run in runs for block in run.blocks} == self._run_of
+        assert all(run.blocks for run in runs)
+        assert all(each and {run.parent for run in each} == {parent} for parent, each in self._unnamed.items())
         assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and none"

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -59,16 +58,9 @@ def run(options: argparse.Namespace) -> int:
         require_matplotlib()
     console = open_console()
     settings = [*([options.model] if options.model else []), *options.settings]
-    has_front = not options.no_http
-    with progress_bar() as progress, daemon(settings) if has_front else nullcontext(0) as port:
-        steps, front = _Steps(settings, options.rounds, progress), _Waves(port, progress) if has_front else None
-        for turn in range(_NUM_TURNS):
-            steps.measure(turn)
-            if front:
-                front.measure(turn)
-        costs = steps.fit(settings)
-        if front:
-            costs = fit_front(costs, front.seen)
+    with progress_bar() as progress:
+        steps = _Steps(settings, options.rounds, progress)
+        costs = _engine_alone(steps, settings) if options.no_http else _measure(steps, settings, progress)
     costs.save(options.output)
     _tell(costs, console)
     if options.plot:
@@ -76,6 +68,29 @@ def run(options: argparse.Namespace) -> int:
 
         draw_costs(options.plot, costs, steps.times.shapes, steps.times.seconds)
     return 0
+
+
+def _engine_alone(steps: _Steps, settings: Sequence[str]) -> StepCosts:
+    for turn in range(_NUM_TURNS):
+        steps.measure(turn)
+    return steps.fit(settings)
+
+
+def _measure(steps: _Steps, settings: Sequence[str], progress: Progress) -> StepCosts:
+    """The engine and a daemon in turns; on a card, which has no room for both, one after the other."""
+    if not steps.is_on_cpu:
+        costs = _engine_alone(steps, settings)
+        with daemon(settings) as port:
+            waves = _Waves(port, progress)
+            for turn in range(_NUM_TURNS):
+                waves.measure(turn)
+        return fit_front(costs, waves.seen)
+    with daemon(settings) as port:
+        waves = _Waves(port, progress)
+        for turn in range(_NUM_TURNS):
+            steps.measure(turn)
+            waves.measure(turn)
+    return fit_front(steps.fit(settings), waves.seen)
 
 
 def progress_bar() -> Progress:
@@ -88,10 +103,13 @@ class _Steps:
     """The engine in this process."""
 
     def __init__(self, settings: Sequence[str], rounds: int, progress: Progress) -> None:
+        import torch  # here, for it takes seconds
+
         loading = progress.add_task("loading the model", total=1)
         self._engine = engine = build(settings)
         progress.advance(loading)
         self._config, self._runner = engine.config, engine._runner  # noqa: SLF001 - measured without its loop
+        self.is_on_cpu = not torch.cuda.is_available()
         self._rounds = [len(range(turn, rounds, _NUM_TURNS)) for turn in range(_NUM_TURNS)]
         self._fitted, self._held_out = grid(self._config), held_out(self._config, _NUM_HELD_OUT)
         shapes = [*self._fitted, *self._held_out]

@@ -150,6 +150,36 @@ def test_of_what_was_left_tails_go_first_and_the_rest_can_be_found() -> None:
     cache.check_integrity()
 
 
+def test_blocks_that_another_still_holds_are_named_when_it_shows_them_too() -> None:
+    cache, chain = PrefixCache(8, block_size=2), [chain_root("")]
+    blocks = cache.pool.alloc_many(4)
+    for block in blocks:
+        cache.pool.fork(block)
+    for tail in (8, 9):  # two choices that had three blocks in common, and the second of which goes on
+        own = cache.pool.alloc()
+        tokens = [*TOKENS[:8], tail, tail]
+        cache.leave(list(chain), tokens, [*blocks, own], 0, 5)
+        cache.check_integrity()
+        cache.pool.free(own, *reversed(blocks))
+    assert cache.match([chain_root("")], [*TOKENS[:8], 9, 9], 10)[:4] == blocks
+    assert cache.pool.num_cached == 6
+    cache.check_integrity()
+
+
+def test_what_stands_behind_a_block_that_went_is_free() -> None:
+    cache = PrefixCache(8, block_size=2, eviction="lfu")
+    blocks = left(cache, TOKENS, 2)
+    cache.pool.fork(blocks[1])  # nobody has found it, but if it goes first ...
+    cache.pool.free(blocks[1])
+    order = cache.pool.cached_blocks
+    held = cache.pool.alloc_many(cache.pool.num_free + order.index(blocks[2]) + 1)
+    cache.check_integrity()
+    found = cache.match([chain_root("")], TOKENS, 10)
+    assert found == blocks[: len(found)]
+    cache.pool.free(*held)
+    cache.pool.check_integrity([])
+
+
 @given(
     requests=st.lists(
         st.tuples(st.lists(st.sampled_from([0, 1]), min_size=1, max_size=24), st.integers(0, 24)), max_size=20

@@ -238,6 +238,26 @@ def test_scoring_computes_the_prompt_and_no_token() -> None:
     assert [entry and entry.token_id for entry in end.prompt.logprobs] == [None, *long_prompt(15)[1:]]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_next_turn_finds_the_answer_that_was_told_just_now(depth: int, is_stopped: bool) -> None:
+    driver = Driver(config(num_blocks=200, max_model_len=200, max_num_batched_tokens=64), depth)
+    prompt = tuple(range(10, 20))
+    seed = next(
+        seed for seed in range(999) if 30 < len(solo(request("first", prompt, max_tokens=60, seed=seed), 0)[0]) < 60
+    )
+    driver.add(request("first", prompt, max_tokens=60, seed=seed))
+    while ("first", 0) not in driver.ends:
+        driver.step()
+        if is_stopped and len(driver.streams.get(("first", 0), [])) == 25:
+            driver.take(driver.scheduler.abort("first", AbortCause.STOP_STRING, driver.now))
+    driver.add(request("next", (*prompt, *driver.streams["first", 0], 1, 2, 3, 4, 5), arrival_s=driver.now))
+    driver.drain()
+    num_known = len(prompt) + len(driver.streams["first", 0]) - 1
+    assert driver.prompts["next", 0].num_cached_tokens == num_known // 4 * 4
+    driver.check_streams({"first"} if is_stopped else set())
+
+
 def test_prompt_logprobs_ignore_what_is_cached_and_come_once_a_choice() -> None:
     driver = Driver(config(max_num_batched_tokens=6))
     driver.add(request("warm", long_prompt(15)))
