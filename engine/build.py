@@ -75,7 +75,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
 
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
-    device = _resolve_device(config.device)
+    device = resolve_device(config.device)
     if device.type == "cpu":
         _load_kernels(config.cpu_kernels, report)
     else:
@@ -298,7 +298,8 @@ def _make_runner(
     return ModelRunner(model, backend, kv_cache, config, device)
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device that `--device` names; `auto` takes a GPU if there is one. Raises ConfigError where there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device is 'cuda', but {explain_absence()}; use 'cpu' or 'auto'.")
     if name == "auto":

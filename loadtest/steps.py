@@ -111,6 +111,14 @@ def build(settings: Sequence[str]) -> Engine:
     return build_engine(given.engine_config(find_model(given.model).path), lambda _: None)
 
 
+def runs_on_cpu(settings: Sequence[str]) -> bool:
+    """Where an engine of these settings computes."""
+    from engine.build import resolve_device
+    from server.flags import load_settings
+
+    return resolve_device(load_settings(settings).device).type == "cpu"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `steps`."""
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8, 32], metavar="N")

@@ -31,7 +31,7 @@ from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
 from loadtest.simulation.variants import measured_config
-from loadtest.steps import build
+from loadtest.steps import build, runs_on_cpu
 
 _NUM_HELD_OUT = 32
 _WAVES = (1, 2, 4, 8, 16, 32, 48)  # requests at once, of 64 words and 64 tokens each
@@ -78,7 +78,7 @@ def _engine_alone(steps: _Steps, settings: Sequence[str]) -> StepCosts:
 
 def _measure(steps: _Steps, settings: Sequence[str], progress: Progress) -> StepCosts:
     """The engine and a daemon in turns; on a card, which has no room for both, one after the other."""
-    if not steps.is_on_cpu:
+    if not runs_on_cpu(settings):
         costs = _engine_alone(steps, settings)
         with daemon(settings) as port:
             waves = _Waves(port, progress)
@@ -103,13 +103,10 @@ class _Steps:
     """The engine in this process."""
 
     def __init__(self, settings: Sequence[str], rounds: int, progress: Progress) -> None:
-        import torch  # here, for it takes seconds
-
         loading = progress.add_task("loading the model", total=1)
         self._engine = engine = build(settings)
         progress.advance(loading)
         self._config, self._runner = engine.config, engine._runner  # noqa: SLF001 - measured without its loop
-        self.is_on_cpu = not torch.cuda.is_available()
         self._rounds = [len(range(turn, rounds, _NUM_TURNS)) for turn in range(_NUM_TURNS)]
         self._fitted, self._held_out = grid(self._config), held_out(self._config, _NUM_HELD_OUT)
         shapes = [*self._fitted, *self._held_out]

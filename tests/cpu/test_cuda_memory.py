@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.build import _resolve_device, _warm_up_cuda
+from engine.build import _warm_up_cuda, resolve_device
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
@@ -235,7 +235,7 @@ def test_the_device_has_a_number(name: str, card: Card, monkeypatch: pytest.Monk
     """Which torch.cuda.set_per_process_memory_fraction cannot do without."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert _resolve_device(name) == torch.device("cuda", 1)
+    assert resolve_device(name) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="specified index"):
         torch.cuda._utils._get_device_index(torch.device("cuda"))
 
