@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
@@ -82,5 +81,5 @@ def refuse_unwritable(options: argparse.Namespace) -> None:
 
 
 def open_console() -> Console:
-    """Standard output, for tables: as wide as the terminal; where there is none, as wide as they need."""
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE)
+    """Standard output, for tables: as wide as they need. A narrow terminal wraps their lines, and no figure is cut."""
+    return Console(width=max(Console().width, _WIDE))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from math import ceil
 
 from engine.core.errors import OverloadedError
 from engine.core.types import Request
@@ -93,7 +94,7 @@ class Account:
 
 def _refusal(why: str, wait_s: float) -> OverloadedError:
     wait_s = min(max(wait_s, 1.0), MAX_RETRY_S)
-    return OverloadedError(f"{why}; try again in {wait_s:.0f} s.", retry_after_s=wait_s)
+    return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
 
 class Tenancy:

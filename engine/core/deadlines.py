@@ -78,10 +78,13 @@ class Deadlines:
     def _deadline_sentence(self, seq: Sequence, now: float) -> str:
         request, waited_s = seq.request, now - seq.request.arrival_s
         assert request.deadline_s is not None
-        least_s = self._least_s(seq, self._memory.num_cached(seq))
+        least = ""
+        if waited_s < request.deadline_s:
+            least_s = self._least_s(seq, self._memory.num_cached(seq))
+            least = f", and computing it takes at least {_ms(least_s)} ms"
         return (
             f"The answer cannot be there in time: deadline_ms is {_ms(request.deadline_s)}, of which {_ms(waited_s)} have "
-            f"passed in the queue, and computing it takes at least {_ms(least_s)}. Nothing of it was computed."
+            f"passed in the queue{least}. Nothing of it was computed."
         )
 
 

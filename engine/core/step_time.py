@@ -80,13 +80,14 @@ def decode_load(slices: Sequence[SequenceSlice]) -> Load:
 class StepTime:
     """learn from what steps took; then ask what one will take, or how much of a prompt fits so many seconds."""
 
-    __slots__ = ("_covariance", "_limits", "_num_chunks", "error", "weights")
+    __slots__ = ("_costs", "_covariance", "_limits", "_num_chunks", "error", "weights")
 
     def __init__(self) -> None:
         self.weights = [0.0] * len(_SCALES)
         self._covariance: list[list[float]] = []  # empty until the first step tells the order of magnitude
         self._limits: list[float] = []  # of its diagonal
         self._num_chunks = 0
+        self._costs: Costs | None = None  # by these weights, if anybody has asked
         self.error = 1.0  # how far off it was of late, of a step's seconds
 
     @property
@@ -112,6 +113,7 @@ class StepTime:
         self.error += (abs(error) - self.error) / _ERROR_WINDOW
         self.weights = [weight + s * error / total for weight, s in zip(self.weights, spread, strict=True)]
         self._settle(spread, total)
+        self._costs = None
 
     def seconds(self, load: Load) -> float:
         """What a step of this load will take."""
@@ -119,8 +121,14 @@ class StepTime:
 
     @property
     def costs(self) -> Costs:
-        """Of each part, where that is known."""
-        return Costs(*[max(weight, 0.0) for weight in self.weights])
+        """Of each part, where that is known.
+
+        Steps that are much alike do not tell one part from another, and some weight comes out below 0. It is taken to be
+        0, and the others to be what they are likeliest to be then, so that together they still say what was seen.
+        """
+        if self._costs is None:
+            self._costs = Costs(*_non_negative(self.weights, self._covariance))
+        return self._costs
 
     @property
     def fixed_s(self) -> float:
@@ -163,6 +171,23 @@ class StepTime:
             self._covariance = [
                 [value * shrink[i] * shrink[j] for j, value in enumerate(line)] for i, line in enumerate(covariance)
             ]
+
+
+def _non_negative(weights: list[float], covariance: list[list[float]]) -> list[float]:
+    """The mean of a normal distribution under the condition that what is negative is 0: the worst first, until none is."""
+    for _ in weights:
+        if (worst := min(weights)) >= 0.0:
+            break
+        at = weights.index(worst)
+        line = covariance[at]
+        gain = [other[at] / line[at] if line[at] > 0.0 else 0.0 for other in covariance]
+        weights = [weight - share * worst for weight, share in zip(weights, gain, strict=True)]
+        weights[at] = 0.0
+        covariance = [
+            [value - share * other for value, other in zip(row, line, strict=True)]
+            for share, row in zip(gain, covariance, strict=True)
+        ]
+    return [max(weight, 0.0) for weight in weights]  # a 0 may come out as less by rounding
 
 
 def _dot(left: Iterable[float], right: Iterable[float]) -> float:

@@ -91,7 +91,7 @@ def rows(
         trace = read_trace(Path(source))
         found = trace.requests[: options.num]
         if trace.num_unanswered:
-            console.print(f"{source}: {trace.num_unanswered} lines without output are left out.", style="yellow")
+            console.print(f"{source}: of its lines {trace.num_unanswered} without output left out.", style="yellow")
         if options.clip:
             found = clipped(found, max_model_len)
     return at_speed(found, options.speed)

@@ -83,7 +83,8 @@ def show(rows: Sequence[Row], targets: Targets, console: Console) -> None:
     console.print(latency)
     console.print(
         f"good: the share of requests with TTFT up to {targets.ttft_s * 1e3:g} ms and TPOT up to "
-        f"{targets.tpot_s * 1e3:g} ms. fair: Jain's index of service among tenants that compete.",
+        f"{targets.tpot_s * 1e3:g} ms. fair: Jain's index of service among tenants that compete; "
+        "-: no two wanted more than they got for long enough to be compared.",
         style="dim",
     )
     console.print(work)

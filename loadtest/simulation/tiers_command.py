@@ -106,7 +106,7 @@ def _show(found: Sequence[Tried], share: float, goal: str, console: Console) -> 
             ]  # fmt: skip
         table.add_row(str(total), *cells)
     console.print(table)
+    console.print("Times in ms. Of each number of replicas the best split is shown.", style="dim")
     for kind, is_tiered in (("alike", False), ("in tiers, prefill + decode", True)):
         least = smallest(found, share, is_tiered=is_tiered)
         console.print(f"Smallest {kind}: {'none of those tried' if least is None else least.fleet}.")
-    console.print("ms; of each number of replicas the best split.", style="dim")

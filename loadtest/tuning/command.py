@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     console = open_console()
     goal = Goal(options.context, None if options.target_itl_ms is None else options.target_itl_ms / 1e3)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(), transient=True) as progress:
         task = progress.add_task("loading the model")
 
         def tell(line: str) -> None:

@@ -96,6 +96,23 @@ def test_so_many_tokens_take_so_many_seconds(seconds: float, start: int) -> None
     assert times.chunk_s(start, int(count)) <= seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_steps_that_are_all_alike_cost_is_what_they_took(seed: int) -> None:
+    rng, times = random.Random(seed), StepTime()
+    for num in range(30):
+        loads = [
+            Load().with_chunk(0, 280) if num < 2 else Load().with_chunk(272, 8),
+            *(Load(1, 281 + i) for i in range(3)),
+        ]
+        for load in loads:
+            times.learn(load, cost(CPU, load) * rng.lognormvariate(0, 0.1))
+    costs, seen = times.costs, Load(1, 282)
+    assert min(costs) >= 0.0
+    assert costs.fixed_s + costs.decode_s + costs.context_s * 282 == pytest.approx(cost(CPU, seen), rel=0.3)
+    answer = sum([costs.fixed_s + costs.decode_s + costs.context_s * (30 + place) for place in range(299)])
+    assert answer < 1.3 * sum([cost(CPU, Load(1, 30 + place)) for place in range(299)])
+
+
 def test_what_costs_nothing_is_not_held_back() -> None:
     times = StepTime()
     assert times.tokens_within(0.1, 0) == float("inf")
