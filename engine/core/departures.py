@@ -15,7 +15,7 @@ from engine.core.page_table import blocks_for
 from engine.core.preemption import SwapSpace
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
-from engine.core.sequence import NEVER, Sequence, Status
+from engine.core.sequence import Sequence, Status
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 
 
@@ -60,7 +60,7 @@ class Departures:
             if self._leave(seq):
                 # Now, for whoever was told may be back before the flight is; what that computes is nobody's.
                 self._memory.show(seq)
-                seq.is_shown, seq.next_register = False, NEVER
+                seq.hide()
             else:
                 self._memory.release(seq)
         elif not seq.is_leaving:

@@ -15,7 +15,7 @@ from engine.core.flight import Flight
 from engine.core.memory import Memory
 from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
-from engine.core.sequence import NEVER, Sequence, Status
+from engine.core.sequence import Sequence, Status
 from engine.core.stats import Stats
 from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
@@ -226,7 +226,7 @@ class Outcomes:
 
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """This sequence could not be computed; it ends alone."""
-        seq.is_shown, seq.next_register = False, NEVER  # what came of it may be wrong, and is not for others to find
+        seq.hide()  # what came of it may be wrong, and is not for others to find
         if seq.status is not Status.DONE:
             told = self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
             self._stats.failed[fault.cause] += len(told)

@@ -47,8 +47,6 @@ from engine.core.types import AbortCause, FinishReason, Request, StepEvents, Tok
 # A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
 BACKGROUND_SHARE = 4
 
-_RUNNING = Status.RUNNING  # see sequence.py
-
 
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
@@ -201,7 +199,7 @@ class Scheduler:
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
         """See to whatever a sequence needs for its next position. False: it has no part in this step's decodes."""
-        if seq.status is not _RUNNING:
+        if seq.status is not Status.RUNNING:
             catching_up.append(seq)
             return False
         if seq.num_planned >= seq.max_total - 1:

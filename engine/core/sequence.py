@@ -189,9 +189,8 @@ class Sequence:
         self.shares_tail = False  # the last block may have other holders: copy before the first write
         self.chain = [root]
         self.num_registered = 0  # blocks already shown to the prefix cache
-        self.is_shown = bool(
-            root
-        )  # to the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves
+        # To the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves.
+        self.is_shown = bool(root)
         self.next_register = block_size if root else NEVER  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
@@ -225,6 +224,10 @@ class Sequence:
             last = self.max_total - 1
             self.quiet_until = min(last, self.writable_until)
             self.quietly_taken_until = min(last, self.next_register)
+
+    def hide(self) -> None:
+        """Nothing more of it is for the prefix cache."""
+        self.is_shown, self.next_register = False, NEVER
 
     def _make_slices(self) -> None:
         """Two, for decode steps to take turns: a plan may be in flight while the next is made.
