@@ -110,7 +110,12 @@ def config_file(tuned: Tuned, goal: Goal, model: str | None, given: dict[str, An
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float) else str(value)
+    if isinstance(value, bool):
+        return value
+    for plain in (int, float):  # of a subclass, such as a size in bytes, yaml would refuse to write
+        if isinstance(value, plain):
+            return plain(value)
+    return str(value)
 
 
 def _show(console: Console, tuned: Tuned, goal: Goal) -> None:

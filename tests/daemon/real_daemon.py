@@ -1,0 +1,112 @@
+"""The real `quire serve` with a real model, in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "32MiB")
+
+
+class Daemon:
+    """A running daemon: its log so far, and requests to it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        self.log: list[str] = []
+        for line in process.stderr:
+            self.log.append(line)
+            if found := re.search(r"ready in [\d.]+ s: (\S+)", line):
+                break
+        else:
+            raise AssertionError(f"the daemon did not start: {self.written}")
+        # The pipe has to be emptied, or the daemon would wait when it is full.
+        self._reader = threading.Thread(target=self.log.extend, args=(process.stderr,), daemon=True)
+        self._reader.start()
+        self._process = process
+        self.http = httpx.Client(base_url=found.group(1), timeout=300)
+
+    @property
+    def written(self) -> str:
+        """Its log so far."""
+        return "".join(self.log)
+
+    def complete(self, prompt: str = "The capital of France is", **fields: Any) -> dict[str, Any]:
+        """Return a greedy completion of 8 tokens, or as `fields` ask."""
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | fields
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def text(self, prompt: str = "The capital of France is", **fields: Any) -> str:
+        """Return the text of the first choice."""
+        return self.complete(prompt, **fields)["choices"][0]["text"]
+
+    def cached(self, prompt: str, **fields: Any) -> dict[str, int]:
+        """Return the prompt's usage details after completing it."""
+        return self.complete(prompt, **fields)["usage"]["prompt_tokens_details"]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples whose labels include these."""
+        total, found = 0.0, False
+        for line in self.http.get("/metrics").text.splitlines():
+            if re.match(rf"{name}(\{{| )", line) and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total, found = total + float(line.rpartition(" ")[2]), True
+        assert found, f"there is no metric {name} {labels}"
+        return total
+
+    def stop(self) -> None:
+        """Send SIGTERM and wait for an orderly end."""
+        self.http.close()
+        self._process.terminate()
+        assert self._process.wait(timeout=300) == 0, self.written
+        self._reader.join()
+        assert "Traceback" not in self.written, self.written
+
+
+@contextmanager
+def serve(*argv: str | Path, **variables: str) -> Iterator[Daemon]:
+    """A daemon that is ready, and stops in order at the end; `argv` are the arguments of `quire serve`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server", "serve", "--port", "0", *map(str, argv)],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT), **variables},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        daemon = Daemon(process)
+        yield daemon
+        daemon.stop()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def refusal(*argv: str | Path) -> str:
+    """Return the last line that `quire serve` writes where it refuses to start."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "server", "serve", "--port", "0", *map(str, argv)],
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode in (1, 2), ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr.splitlines()[-1]

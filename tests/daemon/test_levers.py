@@ -1,0 +1,208 @@
+"""Every lever of SERVING.md, pulled on the real daemon with the real model: its promise is seen from outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from real_daemon import ROOT, SMALL, Daemon, refusal, serve
+
+from server.model_source import find_model
+
+LONG = (
+    "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. " * 8
+)  # ~170 tokens
+OTHER = "The harbour was quiet that morning, and three boats waited for a wind that would not come. " * 8
+
+
+def together(daemon: Daemon, number: int, **fields: Any) -> list[str]:
+    """Texts of different prompts, requested concurrently."""
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(lambda i: daemon.text(f"{i}: {LONG}", **fields), range(number)))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, str]:
+    """What the default settings answer."""
+    with serve(*SMALL) as daemon:
+        assert daemon.metric("quire_kv_blocks", state="free") > 0
+        return {"short": daemon.text(), "crowd": "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True))}
+
+
+def test_a_small_pool_preempts_and_loses_no_text(plain: dict[str, str]) -> None:
+    # --kv-cache-memory-bytes, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--max-num-seqs", "4")
+    with serve(*flags, "--max-num-batched-tokens", "64", "--block-size", "8") as daemon:
+        assert "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True)) == plain["crowd"]
+        assert daemon.metric("quire_preemptions_total") > 0
+
+
+def test_swapped_sequences_go_on_with_the_same_text(plain: dict[str, str]) -> None:
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--swap-space", "0.1")
+    with serve(*flags, "--no-enable-prefix-caching") as daemon:
+        assert "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True)) == plain["crowd"]
+        assert daemon.metric("quire_preemptions_total", kind="swap") > 0
+
+
+def test_a_pool_too_small_for_the_context_is_refused_with_the_length_that_fits() -> None:
+    said = refusal("--kv-cache-memory-bytes", "2MiB", "--max-model-len", "4096")
+    assert "--max-model-len" in said
+    assert "4096" in said
+
+
+def test_a_context_that_fits_is_found() -> None:
+    with serve("--kv-cache-memory-bytes", "4MiB") as daemon:
+        length = daemon.http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert 0 < length < 8192
+        assert str(length) in daemon.written.replace(",", "")
+
+
+def test_prefixes_are_shared_unless_salted_or_switched_off() -> None:
+    with serve(*SMALL) as daemon:
+        assert daemon.cached(LONG)["cached_tokens"] == 0
+        assert daemon.cached(LONG)["cached_tokens"] > 100
+        assert daemon.cached(LONG, cache_salt="mine")["cached_tokens"] == 0
+    with serve(*SMALL, "--no-enable-prefix-caching") as daemon:
+        assert [daemon.cached(LONG)["cached_tokens"] for _ in range(2)] == [0, 0]
+
+
+def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> None:
+    flags = (
+        *SMALL,
+        "--kv-offload-gib",
+        "0.05",
+        "--kv-offload-dir",
+        tmp_path / "blocks",
+        "--kv-offload-disk-gib",
+        "0.05",
+    )
+    with serve(*flags) as daemon:
+        text = daemon.text(LONG)
+    with serve(*flags) as daemon:
+        again = daemon.complete(LONG)
+    assert again["choices"][0]["text"] == text
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens_disk"] > 100
+
+
+@pytest.mark.parametrize("eviction", ["slru", "lfu", "cost"])
+def test_prefix_cache_eviction(eviction: str) -> None:
+    with serve(*SMALL, "--prefix-cache-eviction", eviction) as daemon:
+        daemon.complete(LONG)
+        assert daemon.cached(LONG)["cached_tokens"] > 100
+
+
+def test_a_pinned_prefix_outlives_a_scan(tmp_path: Path) -> None:
+    pinned = tmp_path / "pinned.jsonl"
+    pinned.write_text(json.dumps({"prompt": LONG}) + "\n")
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "16MiB", "--pinned-prefix-share", "0.5")
+    with serve(*flags, "--pinned-prefixes", pinned) as daemon:
+        for number in range(8):
+            daemon.complete(f"{number} {OTHER}", max_tokens=1)
+        details = daemon.cached(LONG + " And then")
+        assert details["cached_tokens"] > 100
+
+
+@pytest.mark.parametrize("policy", ["sjf", "priority", "fair"])
+def test_scheduling_policies_change_the_order_and_not_the_text(policy: str, plain: dict[str, str]) -> None:
+    with serve(*SMALL, "--scheduling-policy", policy, "--max-num-seqs", "2") as daemon:
+        assert daemon.text() == plain["short"]
+        assert "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True)) == plain["crowd"]
+
+
+def test_tenants_are_limited_by_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(
+        """
+tiers:
+  gold: {weight: 4}
+  free: {weight: 1, max_concurrent_requests: 4, tokens_per_minute: 40}
+tenants:
+  - {name: acme, tier: gold, key_env: ACME_KEY}
+  - {name: here, tier: free, key: in-plain-sight, weight: 2}
+"""
+    )
+    with serve(*SMALL, "--scheduling-policy", "fair", "--tenants", file, ACME_KEY="of-acme") as daemon:
+        ask = {"prompt": LONG, "max_tokens": 1}
+        assert daemon.http.post("/v1/completions", json=ask).status_code == 401
+        acme, here = ({"authorization": f"Bearer {key}"} for key in ("of-acme", "in-plain-sight"))
+        assert daemon.http.post("/v1/completions", json=ask, headers=acme).status_code == 200
+        first = daemon.http.post("/v1/completions", json=ask, headers=here)
+        assert first.headers["x-ratelimit-remaining-tokens"] == "0"
+        refused = daemon.http.post("/v1/completions", json=ask, headers=here)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--dtype", "float32"),
+        ("--dtype", "bfloat16", "--kv-cache-dtype", "int8"),
+        ("--quantization", "none"),
+        ("--quantization", "int8"),
+        ("--cpu-kernels", "off"),
+    ],
+    ids=" ".join,
+)
+def test_number_formats_and_kernels(flags: tuple[str, ...]) -> None:
+    with serve(*SMALL, *flags) as daemon:
+        assert daemon.text("1, 2, 3, 4,", max_tokens=4).startswith(" 5")
+
+
+@pytest.mark.parametrize("flags", [("--async-scheduling",), ("--enforce-eager", "--threads", "1")], ids=" ".join)
+def test_overlap_and_threads_change_no_text(flags: tuple[str, ...], plain: dict[str, str]) -> None:
+    with serve(*SMALL, *flags) as daemon:
+        assert daemon.text() == plain["short"]
+
+
+@pytest.mark.parametrize("method", ["ngram", "model"])
+def test_drafts_change_no_text(method: str) -> None:
+    draft = {"method": "ngram"} if method == "ngram" else {"model": find_model(None).path, "quantization": "gguf"}
+    fields = {"max_tokens": 32, "ignore_eos": True}
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB", "--dtype", "float32")
+    with serve(*flags) as daemon:
+        text = daemon.text("a b c d e a b c d e a b c", **fields)
+    drafting = ("--speculative-config", json.dumps({**draft, "num_speculative_tokens": 3}))
+    with serve(*flags, *drafting) as daemon:
+        assert daemon.text("a b c d e a b c d e a b c", **fields) == text
+        assert daemon.metric("quire_spec_decode_num_accepted_tokens_total") > 0
+
+
+def test_a_target_for_gaps_is_counted() -> None:
+    with serve(*SMALL, "--target-itl-ms", "60000", "--target-ttft-ms", "60000") as daemon:
+        daemon.complete()
+        assert daemon.metric("quire_requests_met_targets_total") == daemon.metric("quire_requests_targeted_total") == 1
+
+
+@pytest.mark.parametrize("limit", ["deadline_ms", "max_queue_ms"])
+def test_a_request_that_cannot_be_in_time_is_a_408(limit: str) -> None:
+    with serve("--max-num-seqs", "1", "--kv-cache-memory-bytes", "256MiB") as daemon:
+        endless = {"prompt": LONG, "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with daemon.http.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)  # the only seat is taken
+            answer = daemon.http.post("/v1/completions", json={"prompt": OTHER, "max_tokens": 8, limit: 200})
+            assert answer.status_code == 408, answer.text
+
+
+def test_beam_search_answers_best_first() -> None:
+    with serve(*SMALL) as daemon:
+        answer = daemon.complete(use_beam_search=True, n=3, max_tokens=6)
+        assert len({choice["text"] for choice in answer["choices"]}) == 3
+
+
+def test_a_tuned_file_is_served(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    tuning = [sys.executable, "-m", "server", "tune", "--context", "64", "--block-sizes", "16", "-o", str(file), "--"]
+    ended = subprocess.run([*tuning, *SMALL], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = yaml.safe_load(file.read_text())
+    assert found["kv-cache-memory-bytes"] == 32 << 20
+    with serve("--config", file) as daemon:
+        assert daemon.metric("quire_config_info", max_num_seqs=str(found["max-num-seqs"]), block_size="16") == 1
