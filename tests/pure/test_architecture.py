@@ -62,7 +62,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.build",),
-        ("loadtest.perplexity", "loadtest.steps", "loadtest.tuning.probe", "loadtest.gpu.drive"),
+        ("loadtest.perplexity", "loadtest.steps", "loadtest.tuning.probe", "loadtest.gpu.drive", "loadtest.house"),
     ),
 ]
 
