@@ -128,6 +128,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
                 BATCH_ENDPOINTS,
                 engine.stats,
                 lambda: engine.health().error is not None,
+                context.tenancy,
             )
         yield
         if service is not None:

@@ -26,7 +26,7 @@ from server.protocol.limits import Limits
 from server.response_store import ResponseStore
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
-from server.tenancy import Tenancy
+from server.tenancy import Tenancy, owner_of
 from server.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,13 @@ async def _context(request: Request) -> Context:  # not plain: FastAPI runs plai
 
 
 InContext = Annotated[Context, Depends(_context)]
+
+
+async def _owner(request: Request) -> str:
+    return owner_of(request.scope["state"])
+
+
+InOwner = Annotated[str, Depends(_owner)]  # of what a route stores or finds: a name in server/tenancy.py's sense
 
 
 def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:

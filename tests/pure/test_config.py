@@ -225,7 +225,6 @@ def test_every_application_setting_reaches_the_application() -> None:
         (["--prefill-url", "http://a"], "is for --role decode"),
         (["--role", "decode", "--prefill-url", "a:1"], r"must be like http"),
         (["--role", "decode", "--prefill-url", "http://[::1"], r"must be like http"),
-        (["--tenants", "t.yaml", "--data-dir", "d"], "--tenants does not go with --data-dir"),
         (
             ["--role", "decode", "--prefill-url", "http://a", "--kv-offload-gib", "1"],
             "does not go with --kv-offload-gib",
