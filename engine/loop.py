@@ -130,9 +130,9 @@ class Engine:
         """
         self._inbox.put(Look(reply))
 
-    def chain_root(self, request: Request) -> bytes:
-        """What names the beginning of a request's prompt among K/V blocks; empty where nothing is cached."""
-        return self._scheduler.chain_root(request)
+    def first_names(self, request: Request) -> list[bytes]:
+        """How the names of a request's K/V blocks begin; see Memory."""
+        return self._scheduler.first_names(request)
 
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
         """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.

@@ -115,6 +115,7 @@ class Settings(
             served_model_names=self.served_model_name or (served_name,),
             api_keys=tuple(key.get_secret_value() for key in self.api_key),
             tenants=self.tenants,
+            share_prefix_cache=self.share_prefix_cache,
             allowed_origins=self.allowed_origins,
             max_body_bytes=self.max_body_bytes,
             data_dir=self.data_dir,

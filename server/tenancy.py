@@ -42,8 +42,11 @@ def owner_of(state: Mapping[str, Any]) -> str:
 class Account:
     """What a tenant has open, and what it may still spend."""
 
-    def __init__(self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float], cache_owner: str = ""
+    ) -> None:
         self.tenant = tenant
+        self._cache_owner = cache_owner  # "" is the operator's part of the prefix cache
         self.num_open = 0
         self._metrics = metrics
         self._clock = clock
@@ -85,7 +88,8 @@ class Account:
 
     def sign(self, requests: Sequence[Request]) -> list[Request]:
         """The requests, on this account."""
-        return [replace(request, tenant=self.tenant.name, weight=self.tenant.weight) for request in requests]
+        name, weight, cache_owner = self.tenant.name, self.tenant.weight, self._cache_owner
+        return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
         """They have been submitted, as one request of a client's."""
@@ -127,7 +131,11 @@ class Tenancy:
         tenants: Sequence[Tenant] | None,
         metrics: TenantMetrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
+        """With `shares_prefixes` all tenants find in the prefix cache what any of them has computed."""
+        self._shares_prefixes = shares_prefixes
         self.has_file = tenants is not None
         self._api_keys = [sha256(key.encode()).digest() for key in api_keys]
         self._metrics = metrics
@@ -154,7 +162,8 @@ class Tenancy:
         for tenant in (Tenant(name=DEFAULT), *tenants):
             account = before.get(tenant.name)
             if account is None:
-                account = Account(tenant, self._metrics, self._clock)
+                cache_owner = "" if self._shares_prefixes or tenant.name == DEFAULT else tenant.name
+                account = Account(tenant, self._metrics, self._clock, cache_owner)
             else:
                 account.change(tenant)
             self._accounts[tenant.name] = account

@@ -304,3 +304,94 @@ def test_after_a_restart_the_owner_is_found_by_its_name(tmp_path: Path) -> None:
         with httpx.Client(base_url=url, headers={"x-api-key": "new-key"}) as ann:
             eventually(lambda: status(ann, batch) == "completed")
             assert ann.get(f"/v1/batches/{batch}").json()["request_counts"]["completed"] == 20
+
+
+LONG = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(100))  # 6 blocks of 16
+PINNING = replace(CONFIG, pinned_share=0.25)
+
+
+def cached(live: Live, key: str, prompt: str, **fields: Any) -> int:
+    with client(live, key) as http:
+        answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, **fields})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_no_tenant_can_tell_what_another_has_sent(serve: Callable[..., Live], tmp_path: Path, shares: bool) -> None:
+    """Of another's prompt nothing is cached, unless --share-prefix-cache says so; one's own is."""
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    live = serve(tenants=tmp_path / "tenants.yaml", api_keys=("plain",), share_prefix_cache=shares)
+    for salt in ("", "ann", "bob"):  # a salt is the tenant's own, whatever it says
+        assert cached(live, "ann-key", LONG + "ask", cache_salt=salt) == 0
+        assert cached(live, "ann-key", LONG + "ask again", cache_salt=salt) >= 96
+        for key in KEYS:
+            assert (cached(live, key, LONG + "ask", cache_salt=salt) >= 96) == shares, key
+
+
+def test_what_the_operator_pinned_is_there_for_all(serve: Callable[..., Live], tmp_path: Path) -> None:
+    """Once, for every tenant; what follows it is each one's own."""
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    (tmp_path / "pins.jsonl").write_text(json.dumps({"prompt": LONG}), encoding="utf-8")
+    live = serve(
+        tenants=tmp_path / "tenants.yaml",
+        api_keys=("plain",),
+        pinned_prefixes=tmp_path / "pins.jsonl",
+        config=PINNING,
+    )
+    question = LONG + " and a question of more than two blocks, which is private"
+    for key in ("ann-key", *KEYS):
+        assert cached(live, key, question) == 96, key
+        assert cached(live, key, question) >= 144, key
+    for key in ("ann-key", *KEYS):
+        assert (cached(live, key, LONG[:50] + "otherwise") > 0) == (key == "plain"), "only a whole prefix is public"
+
+
+def test_a_decode_daemon_keeps_tenants_apart_on_both_daemons(serve: Callable[..., Live], tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    both = {"kv_connector_dir": tmp_path / "parcels", "api_keys": ("plain",)}
+    prefill = serve(role="prefill", **both)
+    decode = serve(role="decode", prefill_url=prefill.url, tenants=tmp_path / "tenants.yaml", **both)
+    seen: list[int] = []
+    for key in ("ann-key", "bob-key"):
+        before = prefill.engine.stats.prefix_hit_tokens
+        assert cached(decode, key, LONG + "ask") >= 96, "it was computed elsewhere"
+        seen.append(prefill.engine.stats.prefix_hit_tokens - before)
+    assert seen == [0, 0], "the prefill daemon found nothing of the other"
+    assert cached(decode, "ann-key", LONG + "ask") >= 96
+
+
+def test_the_live_view_shows_a_tenant_its_own_sequences(serve: Callable[..., Live], tmp_path: Path) -> None:
+    """The operator is shown all; sums are of all."""
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    live = serve(tenants=tmp_path / "tenants.yaml", api_keys=("plain",), step_s=0.1)
+    body = {"prompt": "endless", "max_tokens": 400, "stream": True}
+
+    def look(key: str) -> dict[str, Any]:
+        with client(live, key) as http:
+            return dict(http.get("/v1/engine/live").json())
+
+    def tags(key: str) -> list[str]:
+        eventually(lambda: look(key)["requests"]["running"] == 1)
+        return [sequence["tag"] for sequence in look(key)["sequences"]]
+
+    with client(live, "ann-key") as ann, ann.stream("POST", "/v1/completions", json=body) as stream:
+        assert stream.status_code == 200
+        own = tags("ann-key")
+        assert len(own) == 1
+        assert [tags(key) for key in KEYS] == [[], own]
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_adapters_are_the_operators(serve: Callable[..., Live], tmp_path: Path, path: str) -> None:
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    live = serve(tenants=tmp_path / "tenants.yaml", api_keys=("plain",), allow_runtime_lora_updating=True)
+    body = {"lora_name": "x", "lora_path": str(tmp_path)}
+    if "unload" in path:
+        del body["lora_path"]
+    for key, wanted in (("ann-key", 403), ("plain", 400)):
+        with client(live, key) as http:
+            answer = http.post(path, json=body)
+            assert (answer.status_code == 403) == (wanted == 403), answer.text
+            if wanted == 403:
+                assert "adapters takes a key of --api-key" in answer.json()["error"]["message"]
