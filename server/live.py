@@ -14,7 +14,6 @@ from typing import Any
 from pydantic_core import to_json
 
 from engine.core.snapshot import SequenceView, Snapshot
-from engine.core.types import FinishReason
 from engine.loop import Engine
 from server.errors import ApiError
 
@@ -87,7 +86,7 @@ class LiveView:
                 "prompt_tokens": snapshot.prompt_tokens,
                 "generation_tokens": snapshot.generation_tokens,
                 "preemptions": snapshot.preemptions,
-                "finished": stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH],
+                "finished": stats.num_completed,
             },
             "targets": {"held": stats.targeted, "met": stats.met},
             "ttft": {"sum_s": snapshot.ttft_sum_s, "count": snapshot.ttft_count},

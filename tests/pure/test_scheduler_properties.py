@@ -164,6 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         driver = self.driver
         driver.scheduler.check_integrity()
+        driver.check_totals()
         stats = driver.scheduler.stats
         assert stats.num_running <= driver.scheduler.config.max_num_seqs
         assert stats.num_waiting >= 0
