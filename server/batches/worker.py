@@ -54,6 +54,10 @@ class Running(NamedTuple):
     task: asyncio.Task[None]
 
 
+class _NotNowError(Exception):
+    """A line's tenant has no room for it: others shall have its place."""
+
+
 class BatchWorker:
     """Start it once with who is to be asked, wake it when a batch came or changed, stop it once."""
 
@@ -67,6 +71,7 @@ class BatchWorker:
         self._due_s = 0.0  # when the background has stood still for too long, if it has
         self._lead_before = 0  # when that began to be watched
         self._outcomes: list[Outcome] = []  # not recorded yet
+        self._deferred: list[Key] = []  # lines that run no more, to be taken again; not recorded yet
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -193,6 +198,10 @@ class BatchWorker:
         outcome: Outcome | None = None
         try:
             outcome = await self._ask(line, account, dispatcher)
+        except _NotNowError:
+            self._deferred.append((line.batch_id, line.number))
+            self.wake()
+            return
         except Exception:  # it counts as an attempt
             logger.exception("line %d of batch %s could not be run", line.number, line.batch_id)
         self._watch(PATIENCE_S if dispatcher is self._background else PROBE_S)
@@ -203,7 +212,7 @@ class BatchWorker:
         self.wake()
 
     async def _ask(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> Outcome | None:
-        """What became of a line; None if the engine died over it, or over another."""
+        """What became of a line; None if the engine died over it, or over another. Raises _NotNowError."""
         if line.attempts > MAX_ATTEMPTS:
             message = f"The server ended {MAX_ATTEMPTS} times while this request ran; it is not tried again."
             return unanswered(line, "too_many_attempts", message)
@@ -215,10 +224,18 @@ class BatchWorker:
         reply = await dispatcher.ask(line.endpoint, document, account)
         while reply.status in NOT_NOW:
             await asyncio.sleep(RETRY_S)
+            if account is not None:
+                raise _NotNowError
             reply = await dispatcher.ask(line.endpoint, document, account)
         return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
 
     async def _record(self) -> None:
+        num_deferred = len(self._deferred)
+        if deferred := [key for key in self._deferred if key in self._running]:
+            await self._store(lambda store: store.give_back(deferred))
+            for key in deferred:
+                self._running.pop(key, None)
+        del self._deferred[:num_deferred]
         outcomes = list(self._outcomes)
         if outcomes:
             await self._store(lambda store: store.record(outcomes))

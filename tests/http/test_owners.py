@@ -6,6 +6,7 @@ The tables below name them all; a route or a field that is added without a line 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -268,6 +269,29 @@ def test_lines_of_a_batch_run_on_their_owners_account(
         assert bob.get(f"/v1/requests/{name}").json()["tenant"] == "bob"
         assert ann.get(f"/v1/requests/{name}").status_code == 404
     eventually(lambda: live.context.tenancy.find(["ann-key"]).num_open == 0)
+
+
+def test_a_tenant_without_tokens_holds_up_no_other_tenants_batch(
+    serve: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that its limit refuses leave their places, and no attempt of theirs is counted."""
+    monkeypatch.setattr("server.batches.worker.RETRY_S", 0.02)
+    terms = "tenants: [{name: ann, key: ann-key, tokens_per_minute: 30}, {name: bob, key: bob-key}]"
+    (tmp_path / "tenants.yaml").write_text(terms, encoding="utf-8")
+    live = serve(tenants=tmp_path / "tenants.yaml", data_dir=tmp_path / "data")
+    with client(live, "ann-key") as ann, client(live, "bob-key") as bob:
+        poor = begin_batch(ann, upload(ann, *["one hundred tokens, and then some"] * 40))
+        eventually(lambda: live.context.tenancy.find(["ann-key"]).room_for_lines(0) == 0)
+        other = begin_batch(bob, upload(bob, *["hello|"] * 20))
+        eventually(lambda: status(bob, other) == "completed")
+        assert status(ann, poor) == "in_progress"
+        database = sqlite3.connect(f"file:{tmp_path / 'data/batches.sqlite'}?mode=ro", uri=True)
+        query = "SELECT count(*), max(attempts) FROM lines WHERE outcome = 0"
+        eventually(lambda: database.execute(query).fetchone()[1] == 0)
+        assert database.execute(query).fetchone()[0] > 0
+        database.close()
+        ann.post(f"/v1/batches/{poor}/cancel")
+        eventually(lambda: status(ann, poor) == "cancelled")
 
 
 def test_after_a_restart_the_owner_is_found_by_its_name(tmp_path: Path) -> None:
