@@ -1,6 +1,6 @@
 """What is known of files, batches and their lines: one SQLite database, so that a daemon that was killed goes on.
 
-Files and batches belong to an owner (server/tenancy.py): every question of a client's names it, and finds only its own.
+Files and batches belong to an owner (server/tenancy.py): every query made for a client names the owner and finds only its rows.
 
 A batch's lines are its work queue: a line without an outcome is still to run, and its outcome is kept until the batch's
 files are written. Everything here blocks and belongs to one thread (service.py's); each method is one transaction.

@@ -55,7 +55,7 @@ class Running(NamedTuple):
 
 
 class _NotNowError(Exception):
-    """A line's tenant has no room for it: others shall have its place."""
+    """A line's tenant has no room for it: the line goes back to the queue and leaves its place to others."""
 
 
 class BatchWorker:

@@ -295,7 +295,7 @@ def test_a_tenant_without_tokens_holds_up_no_other_tenants_batch(
 
 
 def test_after_a_restart_the_owner_is_found_by_its_name(tmp_path: Path) -> None:
-    """A batch goes on for its tenant; of one that left the file everything is kept, for nobody, until it is back."""
+    """A batch goes on for its tenant; of one that left the file everything is kept out of reach until it is back."""
     path = tmp_path / "tenants.yaml"
     path.write_text(FILE, encoding="utf-8")
     argv = ("serve", "--port", "0", "--tenants", str(path), "--data-dir", str(tmp_path / "data"), "--api-key", "plain")

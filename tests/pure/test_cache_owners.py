@@ -106,7 +106,7 @@ def test_owners_and_salts_make_roots_of_their_own() -> None:
 
 
 def test_what_leaves_before_it_is_shown_keeps_its_names() -> None:
-    """Blocks that are named when somebody asks would be named after the public root."""
+    """If they were named later, they would be named after the public root."""
     cache, tokens = PrefixCache(8, block_size=4), [*PUBLIC[:12], 1, 2, 3, 4]
     chain = first_names(chain_root("", b"", "a"), chain_root(""), tokens, 3, 4)
     blocks = cache.pool.alloc_many(4)
