@@ -93,7 +93,8 @@ class Engine:
         self.layout = layout
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
-        self._open: set[tuple[str, int]] = set()  # (request id, choice) without a terminal event; engine thread only
+        # (request id, choice) without a terminal event, and the prompt's length; engine thread only.
+        self._open: dict[tuple[str, int], int] = {}
         self._deliver: Deliver | None = None
         self._is_second_try = False  # the last step was taken back for want of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
@@ -130,9 +131,9 @@ class Engine:
         """
         self._inbox.put(Look(reply))
 
-    def chain_root(self, request: Request) -> bytes:
-        """What names the beginning of a request's prompt among K/V blocks; empty where nothing is cached."""
-        return self._scheduler.chain_root(request)
+    def first_names(self, request: Request) -> list[bytes]:
+        """How the names of a request's K/V blocks begin; see Memory."""
+        return self._scheduler.first_names(request)
 
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
         """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.
@@ -263,7 +264,7 @@ class Engine:
         stats.blocks_waste = waste(lengths, current)
         if self._block_sizes is None:
             return
-        better = self._block_sizes.better_than(current, lengths, stats.request_prompt_tokens.count)
+        better = self._block_sizes.better_than(current, lengths, stats.num_completed)
         if better is None:
             return
         config = with_block_size(self.config, better)
@@ -290,7 +291,7 @@ class Engine:
 
     def _tell(self, events: StepEvents) -> None:
         for event in events.ends:
-            self._open.discard((event.request_id, event.choice))
+            self._open.pop((event.request_id, event.choice), None)
         if events and self._deliver is not None:
             self._deliver(events)
 
@@ -317,7 +318,7 @@ class Engine:
         try:
             self._scheduler.add(request)
         except ClientError as error:
-            self.stats.finished[FinishReason.ERROR] += request.params.n
+            self.stats.end(FinishReason.ERROR, request.params.n, len(request.prompt), 0)
             return [
                 TokenEvent(request.request_id, choice, (), finish_reason=FinishReason.ERROR, error=error)
                 for choice in range(request.params.n)
@@ -352,7 +353,8 @@ class Engine:
         """From here on these requests are owed a terminal event a choice, whatever happens."""
         for message in messages:
             if isinstance(message, Request):
-                self._open.update((message.request_id, choice) for choice in range(message.params.n))
+                keys = [(message.request_id, choice) for choice in range(message.params.n)]
+                self._open.update(dict.fromkeys(keys, len(message.prompt)))
 
     def _die(self, cause: Exception) -> None:
         """Tell every open request, and refuse all that come later. The scheduler may be what broke: it is not asked."""
@@ -360,7 +362,8 @@ class Engine:
         self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
         self._inbox.refuse(self._error)
         self._note_open(self._inbox.close())
-        self.stats.finished[FinishReason.ERROR] += len(self._open)
+        for num_prompt in self._open.values():
+            self.stats.end(FinishReason.ERROR, 1, num_prompt, 0)
         self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)
         self._tell(
             StepEvents(

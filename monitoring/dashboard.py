@@ -180,8 +180,8 @@ ROWS = (
                 (("{{reason}}", f"sum by (reason) ({rate('quire_requests_finished_total')})"),),
                 stacked=True,
             ),
-            heatmap("Prompt lengths", "Of finished requests, tokens.", "quire_request_prompt_tokens", "none"),
-            heatmap("Answer lengths", "Of finished requests, tokens.", "quire_request_generation_tokens", "none"),
+            heatmap("Prompt lengths", "Of sequences that ended, tokens.", "quire_request_prompt_tokens", "none"),
+            heatmap("Answer lengths", "Of sequences that ended, tokens.", "quire_request_generation_tokens", "none"),
             heatmap("Mispredicted lengths", "By sjf, in tokens.", "quire_predicted_length_error_tokens", "none"),
             Panel(
                 "Prompt tokens that wait",

@@ -100,7 +100,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         config=config,
         limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
         metrics=metrics,
-        tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants),
+        tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
         live=live_view,
         standing=Standing(live_view),
         ledger=Ledger(),
@@ -115,6 +115,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     page = load_files() if config.page else {}
     service = context.batches
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
+    context.public_prefixes.add(prefixes, engine.config.block_size)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -128,6 +129,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
                 BATCH_ENDPOINTS,
                 engine.stats,
                 lambda: engine.health().error is not None,
+                context.tenancy,
             )
         yield
         if service is not None:

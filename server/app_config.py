@@ -18,6 +18,7 @@ class AppConfig:
     served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     tenants: Path | None = None  # the file of those who may call, each with a key of its own
+    share_prefix_cache: bool = False  # tenants find each other's prompts in the prefix cache
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     max_body_bytes: int = 32 * 1024 * 1024
     data_dir: Path | None = None  # where files and batches are kept; None: there are none

@@ -86,11 +86,6 @@ class Settings(
             if self.role == "decode" and getattr(self, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"--role decode does not go with {flag}; leave one of them out.")
-        if self.tenants and self.data_dir:
-            raise ConfigError(
-                "--tenants does not go with --data-dir: files and batches are everybody's, and no tenant's limits hold them; "
-                "leave one of them out."
-            )
         if self.pinned_prefixes:
             self._check_pins()
         if self.role != "both" and not self.enable_prefix_caching:
@@ -120,6 +115,7 @@ class Settings(
             served_model_names=self.served_model_name or (served_name,),
             api_keys=tuple(key.get_secret_value() for key in self.api_key),
             tenants=self.tenants,
+            share_prefix_cache=self.share_prefix_cache,
             allowed_origins=self.allowed_origins,
             max_body_bytes=self.max_body_bytes,
             data_dir=self.data_dir,

@@ -20,6 +20,7 @@ from engine.connector.base import ParcelError
 from engine.connector.exchange import Exchange, Prefix
 from engine.connector.local import LocalConnector
 from engine.core.errors import ConfigError
+from engine.core.prefix_cache import chain_root
 from engine.core.types import Request
 from engine.loop import Engine
 from server.app_config import AppConfig
@@ -103,7 +104,7 @@ class Receiver:
         adapter = request.params.adapter
         body = {
             "prompt": request.prompt,
-            "cache_salt": request.cache_salt,
+            "cache_salt": _remote_salt(request),
             "priority": request.priority,
             "adapter": None if adapter is None else adapter.digest.hex(),
         }
@@ -139,5 +140,12 @@ def open_exchange(engine: Engine, config: AppConfig) -> Exchange:
     return Exchange(engine, connector, engine.layout)
 
 
+def _remote_salt(request: Request) -> str:
+    """Return the salt that keeps owners apart on the prefill daemon, which knows no tenants but this daemon's key."""
+    return (
+        chain_root(request.cache_salt, owner=request.cache_owner).hex() if request.cache_owner else request.cache_salt
+    )
+
+
 def _prefix(engine: Engine, request: Request) -> Prefix:
-    return Prefix(engine.chain_root(request), request.prompt)
+    return Prefix(engine.first_names(request), request.prompt)

@@ -2,8 +2,8 @@
 
 No prompt and no answer is in it.
 
-Event loop. Found by the `x-request-id` of the answer's headers, or by the answer's own id; of two requests that a client
-gave the same id the later one is found. GET /v1/requests/{id} reads it.
+Event loop. Found by the `x-request-id` of the answer's headers, or by the answer's own id, both names inside the owner's
+account; of two requests that an owner gave the same id the later one is found. GET /v1/requests/{id} reads it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from server.generation import Generation
 from server.protocol.timings import AnswerMetrics
 from server.standing import Place
 from server.tenancy import Account
+from server.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
@@ -46,6 +47,15 @@ class Entry:
     def __post_init__(self) -> None:
         self.is_background = self.requests[0].is_background
         self.ledger.open(self)
+
+    @property
+    def owner(self) -> str:
+        return DEFAULT if self.account is None else self.account.tenant.name
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Under which it is found: its owner, and either id."""
+        return (self.owner, self.request_id), (self.owner, self.answer_id)
 
     @property
     def engine_ids(self) -> list[str]:
@@ -138,28 +148,29 @@ class Entry:
 
 
 class Ledger:
-    """Opens, closes and finds entries."""
+    """Opens, closes and finds entries. Where too many have ended, the owner that has most of them loses its oldest."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}  # by each of their names
-        self._ended: tuple[deque[Entry], deque[Entry]] = deque(), deque()  # of clients that waited, of the background
+        self._entries: dict[tuple[str, str], Entry] = {}  # by owner and each of their names
+        # Of clients that waited, and of the background, by owner.
+        self._ended: tuple[dict[str, deque[Entry]], dict[str, deque[Entry]]] = {}, {}
 
     def open(self, entry: Entry) -> None:
         """From now on it can be found."""
-        self._entries[entry.request_id] = self._entries[entry.answer_id] = entry
+        self._entries.update(dict.fromkeys(entry.names, entry))
 
     def close(self, entry: Entry) -> None:
         """It has ended: the oldest that ended is forgotten for it, if there are many."""
         ended = self._ended[entry.is_background]
-        ended.append(entry)
-        if len(ended) <= RECENT:
+        ended.setdefault(entry.owner, deque()).append(entry)
+        if sum(map(len, ended.values())) <= RECENT:
             return
-        oldest = ended.popleft()
-        for name in (oldest.request_id, oldest.answer_id):
+        oldest = max(ended.values(), key=len).popleft()
+        for name in oldest.names:
             if self._entries.get(name) is oldest:
                 del self._entries[name]
 
-    def find(self, name: str) -> Entry | None:
-        """By the request's id, or the answer's with or without its prefix."""
+    def find(self, owner: str, name: str) -> Entry | None:
+        """By the request's id, or the answer's with or without its prefix, among the owner's."""
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
-        return self._entries.get(name) or self._entries.get(bare)
+        return self._entries.get((owner, name)) or self._entries.get((owner, bare))

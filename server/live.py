@@ -1,8 +1,8 @@
 """The engine as it stands: one look of the engine thread, shared by all who ask at that moment; as JSON for the page.
 
 Event loop. However many pages are open and streams wait, the engine is asked at most once every MIN_AGE_S; when none is
-and none does, never. No text of anybody is in it, and of a request's id the page is shown its first characters only:
-enough to find one's own, too few to use another's.
+and none does, never. There is no text in it, and of a request's id the page is shown its first characters only:
+enough to find one's own, too few to use another's. A tenant is shown its own sequences alone; sums are of all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from pydantic_core import to_json
 
 from engine.core.snapshot import SequenceView, Snapshot
-from engine.core.types import FinishReason
 from engine.loop import Engine
 from server.errors import ApiError
 
@@ -31,9 +30,11 @@ class LiveView:
         self._taken_s = 0.0
         self._taking: asyncio.Task[Snapshot] | None = None
 
-    async def document(self) -> bytes:
-        """Raises what `snapshot` raises."""
-        return to_json(self._shape(await self.snapshot()))
+    async def document(self, tenant: str | None = None) -> bytes:
+        """With the sequences of one tenant, or of all. Raises what `snapshot` raises."""
+        snapshot = await self.snapshot()
+        views = [view for view in snapshot.sequences if tenant is None or view.tenant == tenant]
+        return to_json(self._shape(snapshot, views))
 
     async def snapshot(self) -> Snapshot:
         """Raises a 503 if the engine does not come round to it."""
@@ -63,7 +64,7 @@ class LiveView:
             message = f"The engine did not answer within {PATIENCE_S:.0f} s: a step takes that long, or it has stopped."
             raise ApiError(503, "engine_busy", message, type="service_unavailable_error") from None
 
-    def _shape(self, snapshot: Snapshot) -> dict[str, Any]:
+    def _shape(self, snapshot: Snapshot, views: Iterable[SequenceView]) -> dict[str, Any]:
         config, stats = self._engine.config, self._engine.stats
         return {
             "object": "engine.live",
@@ -85,13 +86,13 @@ class LiveView:
                 "prompt_tokens": snapshot.prompt_tokens,
                 "generation_tokens": snapshot.generation_tokens,
                 "preemptions": snapshot.preemptions,
-                "finished": stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH],
+                "finished": stats.num_completed,
             },
             "targets": {"held": stats.targeted, "met": stats.met},
             "ttft": {"sum_s": snapshot.ttft_sum_s, "count": snapshot.ttft_count},
             "itl": {"sum_s": snapshot.itl_sum_s, "count": snapshot.itl_count},
             "cached_runs": runs(sorted(snapshot.cached_blocks)),
-            "sequences": [_sequence(view) for view in snapshot.sequences],
+            "sequences": [_sequence(view) for view in views],
         }
 
 

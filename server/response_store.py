@@ -1,13 +1,14 @@
 """Responses that are kept so that a client can go on from them, in memory alone.
 
 Bounded by count, by bytes and by age; the one used longest ago goes first, and going on from one uses all that it
-continues. Event loop. Knows bytes and ids, nothing of what is in them.
+continues. Each belongs to an owner (server/tenancy.py) and does not exist for others. Event loop. Knows bytes and ids,
+nothing of what is in them.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,8 +36,29 @@ class _Kept(NamedTuple):
     used_s: float
 
 
+class _Shelf:
+    """One owner's responses."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[str, _Kept] = OrderedDict()  # used longest ago first
+        self.num_bytes = 0
+
+    def put(self, stored: StoredResponse, now_s: float) -> None:
+        self.kept[stored.response_id] = _Kept(stored, now_s)
+        self.num_bytes += stored.num_bytes
+
+    def forget(self, response_id: str) -> None:
+        self.num_bytes -= self.kept.pop(response_id).stored.num_bytes
+
+    def forget_oldest(self) -> None:
+        self.forget(next(iter(self.kept)))
+
+
 class ResponseStore:
-    """put, find and delete responses; `chain` is a conversation, first turn first."""
+    """put, find and delete an owner's responses; `chain` is a conversation, first turn first.
+
+    The bounds are of all owners together. Where they are exceeded, the owner that keeps most loses its oldest.
+    """
 
     def __init__(
         self,
@@ -50,57 +72,57 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # used longest ago first
-        self._num_bytes = 0
+        self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
 
     @property
     def is_open(self) -> bool:
         """False where nothing is ever kept."""
         return self._max_responses > 0
 
-    def put(self, stored: StoredResponse) -> None:
+    def put(self, owner: str, stored: StoredResponse) -> None:
         """Keep it, and forget others where there is no more room."""
-        self._kept[stored.response_id] = _Kept(stored, self._clock())
-        self._num_bytes += stored.num_bytes
+        self._shelves[owner].put(stored, self._clock())
         self._expire()
-        while len(self._kept) > self._max_responses or self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._kept)))
+        shelves = self._shelves.values()
+        while sum([len(shelf.kept) for shelf in shelves]) > self._max_responses:
+            max(shelves, key=lambda shelf: len(shelf.kept)).forget_oldest()
+        while sum([shelf.num_bytes for shelf in shelves]) > self._max_bytes:
+            max(shelves, key=lambda shelf: shelf.num_bytes).forget_oldest()
 
-    def find(self, response_id: str) -> StoredResponse:
-        """Raises a 404 if it is not, or no longer, kept."""
+    def find(self, owner: str, response_id: str) -> StoredResponse:
+        """Raises a 404 if the owner has none of that id, or no longer."""
         self._expire()
-        return self._use(response_id, "response_id")
+        return self._use(owner, response_id, "response_id")
 
-    def delete(self, response_id: str) -> None:
-        """Raises a 404 if it is not, or no longer, kept."""
-        self.find(response_id)
-        self._forget(response_id)
+    def delete(self, owner: str, response_id: str) -> None:
+        """Raises a 404 if the owner has none of that id, or no longer."""
+        self.find(owner, response_id)
+        self._shelves[owner].forget(response_id)
 
-    def chain(self, response_id: str) -> list[StoredResponse]:
-        """A response after all that it continues. Raises a 404 if any of them is not, or no longer, kept."""
+    def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
+        """A response after all that it continues. Raises a 404 if the owner has any of them not, or no longer."""
         self._expire()
         turns: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
-            turns.append(self._use(wanted, "previous_response_id"))
+            turns.append(self._use(owner, wanted, "previous_response_id"))
             wanted = turns[-1].previous_id
         return turns[::-1]
 
-    def _use(self, response_id: str, param: str) -> StoredResponse:
-        kept = self._kept.get(response_id)
+    def _use(self, owner: str, response_id: str, param: str) -> StoredResponse:
+        shelf = self._shelves[owner]
+        kept = shelf.kept.get(response_id)
         if kept is None:
             raise self._unknown(response_id, param)
-        self._kept[response_id] = kept._replace(used_s=self._clock())
-        self._kept.move_to_end(response_id)
+        shelf.kept[response_id] = kept._replace(used_s=self._clock())
+        shelf.kept.move_to_end(response_id)
         return kept.stored
 
     def _expire(self) -> None:
         oldest_s = self._clock() - self._ttl_s
-        while self._kept and next(iter(self._kept.values())).used_s < oldest_s:
-            self._forget(next(iter(self._kept)))
-
-    def _forget(self, response_id: str) -> None:
-        self._num_bytes -= self._kept.pop(response_id).stored.num_bytes
+        for shelf in self._shelves.values():
+            while shelf.kept and next(iter(shelf.kept.values())).used_s < oldest_s:
+                shelf.forget_oldest()
 
     def _unknown(self, response_id: str, param: str) -> ApiError:
         if self.is_open:

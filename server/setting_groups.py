@@ -336,6 +336,12 @@ class SecuritySettings(BaseModel):
         "YAML file of tenants: their keys, tiers, weights and limits; read again on SIGHUP",
         unset="all keys are equal",
     )
+    share_prefix_cache: bool = _setting(
+        _APP.share_prefix_cache,
+        "",
+        "tenants share cached prompts, and can tell from times and usage which others have sent; off, only those of "
+        "--pinned-prefixes",
+    )
     allowed_origins: Names = _setting((), "ORIGIN", "origins that browsers may call from (CORS)", unset="none")
 
 

@@ -1,7 +1,11 @@
-"""On whose account a request runs, and whether it may: the limits of --tenants, counted. Event loop.
+"""The account a request runs on: who owns what it stores, and the limits of --tenants, counted. Event loop.
 
 With --tenants the key decides, and what a client says of itself does not matter: nobody gains a share by inventing users.
 Without, all callers are trusted alike, and the field `user` (or `safety_identifier`) tells them apart.
+
+Everything that outlives a request (its record, stored responses, files, batches) belongs to an owner, the name of a
+tenant, and does not exist for any other. Keys of --api-key, and every client of a server without --tenants, are the one
+owner DEFAULT, which no tenant can be called.
 
 A limit on tokens is a bucket that fills at its rate and holds a minute's worth. A prompt is taken out of it when its
 request comes, the answer when it ends; whoever owes waits until it has filled again. So nothing is refused for what it
@@ -12,10 +16,11 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from math import ceil
+from math import ceil, inf
+from typing import Any
 
 from engine.core.errors import OverloadedError
 from engine.core.types import Request
@@ -28,11 +33,20 @@ MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
 TENANT = "tenant"  # the key in a request's state under which the guard leaves the Account
 
 
+def owner_of(state: Mapping[str, Any]) -> str:
+    """Return the owner of what a request stores, from the request's ASGI state."""
+    account: Account | None = state.get(TENANT)
+    return DEFAULT if account is None else account.tenant.name
+
+
 class Account:
     """What a tenant has open, and what it may still spend."""
 
-    def __init__(self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float], cache_owner: str = ""
+    ) -> None:
         self.tenant = tenant
+        self._cache_owner = cache_owner  # "" is the operator's part of the prefix cache
         self.num_open = 0
         self._metrics = metrics
         self._clock = clock
@@ -62,9 +76,20 @@ class Account:
             self._metrics.refused(tenant.name, "tokens_per_minute")
             raise _refusal(f"Tenant {tenant.name} has used up its {rate} tokens a minute", (1 - tokens) * 60 / rate)
 
+    def room_for_lines(self, num_running: int) -> float:
+        """Return how many more lines of batches may begin beside `num_running`; infinite without a limit.
+
+        They leave one place to the tenant's clients, where it has more than one.
+        """
+        if self.tenant.tokens_per_minute is not None and self._fill() <= 0:
+            return 0
+        limit = self.tenant.max_concurrent_requests
+        return inf if limit is None else max(max(limit - 1, 1) - max(self.num_open, num_running), 0)
+
     def sign(self, requests: Sequence[Request]) -> list[Request]:
         """The requests, on this account."""
-        return [replace(request, tenant=self.tenant.name, weight=self.tenant.weight) for request in requests]
+        name, weight, cache_owner = self.tenant.name, self.tenant.weight, self._cache_owner
+        return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
         """They have been submitted, as one request of a client's."""
@@ -106,7 +131,11 @@ class Tenancy:
         tenants: Sequence[Tenant] | None,
         metrics: TenantMetrics,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
+        """With `shares_prefixes` all tenants find in the prefix cache what any of them has computed."""
+        self._shares_prefixes = shares_prefixes
         self.has_file = tenants is not None
         self._api_keys = [sha256(key.encode()).digest() for key in api_keys]
         self._metrics = metrics
@@ -119,13 +148,22 @@ class Tenancy:
     def needs_key(self) -> bool:
         return bool(self._owners)
 
+    @property
+    def owners(self) -> Mapping[str, Account | None]:
+        """The account that each owner's batches run on; without a file there is one owner, and no account to charge.
+
+        A tenant that left the file is not there: its things are kept, and its batches stand still until it is back.
+        """
+        return self._accounts if self.has_file else {DEFAULT: None}
+
     def replace(self, tenants: Iterable[Tenant]) -> None:
         """Other tenants from now on. Who is still there keeps what it has open and what it owes."""
         before, self._accounts = self._accounts, {}
         for tenant in (Tenant(name=DEFAULT), *tenants):
             account = before.get(tenant.name)
             if account is None:
-                account = Account(tenant, self._metrics, self._clock)
+                cache_owner = "" if self._shares_prefixes or tenant.name == DEFAULT else tenant.name
+                account = Account(tenant, self._metrics, self._clock, cache_owner)
             else:
                 account.change(tenant)
             self._accounts[tenant.name] = account

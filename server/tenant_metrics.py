@@ -23,7 +23,7 @@ class TenantMetrics:
         self._ended = Counter("quire_tenant_requests_total", "Requests ended.", ("tenant",), registry=registry)
         self._tokens = Counter(
             "quire_tenant_tokens_total",
-            "Tokens of requests that ended, of the prompt or generated.",
+            "Tokens of requests that ended, as their usage counts them: of the prompt or generated.",
             ("tenant", "kind"),
             registry=registry,
         )

@@ -23,9 +23,9 @@ _PATIENCE_S = 60.0  # for the engine to come to the end of a step
 
 
 class Prefix(NamedTuple):
-    """What a run of blocks is of: the root of its chain of digests (Scheduler.chain_root), and the tokens."""
+    """What a run of blocks is of: how its chain of digests begins (Scheduler.first_names), and the tokens."""
 
-    root: bytes
+    names: Sequence[bytes]
     tokens: Sequence[int]
 
 
@@ -90,7 +90,7 @@ class _Count:
     num_blocks: int
 
     def __call__(self, scheduler: Scheduler, runner: Runner) -> int:  # noqa: ARG002 - a task's parameters
-        return len(scheduler.find_prefix(self.prefix.root, self.prefix.tokens, self.num_blocks))
+        return len(scheduler.find_prefix(self.prefix.names, self.prefix.tokens, self.num_blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class _Read:
     stop: int
 
     def __call__(self, scheduler: Scheduler, runner: Runner) -> int:
-        blocks = scheduler.find_prefix(self.prefix.root, self.prefix.tokens, self.stop)[self.first :]
+        blocks = scheduler.find_prefix(self.prefix.names, self.prefix.tokens, self.stop)[self.first :]
         runner.read_blocks(blocks, self.rows[self.first : self.first + len(blocks)])
         return len(blocks)
 
@@ -120,4 +120,4 @@ class _Write:
         def fill(first: int, blocks: list[int]) -> None:
             runner.write_blocks(blocks, self.rows[first : first + len(blocks)])
 
-        return scheduler.adopt_prefix(self.prefix.root, self.prefix.tokens, self.stop, fill) == self.stop
+        return scheduler.adopt_prefix(self.prefix.names, self.prefix.tokens, self.stop, fill) == self.stop

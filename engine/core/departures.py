@@ -46,7 +46,8 @@ class Departures:
         seq = seq.beams[0] if seq.beams else seq
         self.retire(seq)
         choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
-        timings = self._recorder.finished(seq, reason, now, len(choices), seq.num_generated)
+        num_generated = 0 if seq.search is not None else seq.num_generated  # a search that is cut short has no answer
+        timings = self._recorder.finished(seq, reason, now, len(choices), num_generated)
         return [
             TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
             for choice in choices

@@ -14,7 +14,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
 from engine.core.page_table import blocks_for
 from engine.core.pins import Pins
-from engine.core.prefix_cache import PrefixCache, chain_root
+from engine.core.prefix_cache import PrefixCache, chain_root, first_names
 from engine.core.sequence import NEVER, Sequence
 from engine.core.tiers import Tiers
 from engine.core.types import Request
@@ -44,12 +44,15 @@ class Memory:
         )
         self.pool = self._cache.pool
 
-    def chain_root(self, request: Request) -> bytes:
-        """Where the request's digest chain starts; empty if nothing of it is to be cached."""
+    def first_names(self, request: Request) -> list[bytes]:
+        """How the request's digest chain begins; its root is empty if nothing of it is to be cached."""
         if not self._caching:
-            return b""
-        adapter = request.params.adapter
-        return chain_root(request.cache_salt, b"" if adapter is None else adapter.digest)
+            return [b""]
+        digest = b"" if request.params.adapter is None else request.params.adapter.digest
+        root = chain_root(request.cache_salt, digest, request.cache_owner)
+        num_public = request.num_public // self.block_size
+        public_root = chain_root(request.cache_salt, digest) if num_public else b""
+        return first_names(root, public_root, request.prompt, num_public, self.block_size)
 
     @property
     def has_seat(self) -> bool:
@@ -181,18 +184,23 @@ class Memory:
         sharer.shares_tail = sharer.num_planned % self.block_size != 0
         sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
 
-    def find_prefix(self, root: bytes, tokens: Seq[int], num_blocks: int) -> list[int]:
+    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
         """The cached blocks that hold a prompt's beginning, at most so many."""
-        return self._cache.match([root], tokens, num_blocks * self.block_size)
+        return self._cache.match(list(names), tokens, num_blocks * self.block_size)
 
     def adopt_prefix(
-        self, root: bytes, tokens: Seq[int], num_blocks: int, num_reserved: int, fill: Callable[[int, list[int]], None]
+        self,
+        names: Seq[bytes],
+        tokens: Seq[int],
+        num_blocks: int,
+        num_reserved: int,
+        fill: Callable[[int, list[int]], None],
     ) -> int:
         """Have the cache hold a prompt's first blocks, as far as blocks are available beyond `num_reserved`.
 
         `fill` is given how many it has, and the blocks after them to write to. Returns how many it has then.
         """
-        chain, pool = [root], self.pool
+        chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
         for block in hits:
             pool.fork(block)

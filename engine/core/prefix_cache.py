@@ -1,7 +1,7 @@
 """Finds KV blocks that already hold the beginning of a prompt.
 
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
-salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
+owner, salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
 digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and by content
 because names must outlive the process once blocks move to slower tiers. Naming a block costs about 2 us, and hardly anybody asks
 for what follows an answer's beginning: what a sequence leaves behind is named when somebody does. Where a prompt leaves a known chain inside a
@@ -21,10 +21,28 @@ from typing import NamedTuple, Protocol
 from engine.core.block_index import BlockIndex
 
 
-def chain_root(salt: str, adapter: bytes = b"") -> bytes:
+def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
     """The digest that stands before a prompt's first block; `adapter` is the digest of one that changes all K/V."""
     text = salt.encode("utf-8", "surrogatepass")
-    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter).digest()
+    whose = blake2b(owner.encode(), digest_size=16).digest() if owner else b""
+    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=whose).digest()
+
+
+def first_names(
+    root: bytes, public_root: bytes, tokens: Sequence[int], num_public: int, block_size: int
+) -> list[bytes]:
+    """Return the beginning of a chain: its root, or the names of blocks whose tokens are public.
+
+    Public blocks are shared, but for the last one: it has a name of the root's own, and so has everything behind it. So
+    no block with tokens that are not public is ever found from a public one.
+    """
+    if not num_public:
+        return [root]
+    chain = [public_root]
+    for index in range(num_public):
+        name_block(chain, tokens, index, block_size)
+    chain[-1] = blake2b(chain[-1], digest_size=32, key=root).digest()
+    return chain
 
 
 def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -154,7 +172,9 @@ class PrefixCache(BlockIndex):
         parent, left = chain[first], list(blocks[first:stop])
         own = tokens[first * self.block_size : stop * self.block_size]
         is_held = not (self._run_of.keys().isdisjoint(left) and self._entry_of.keys().isdisjoint(left))
-        if is_held or self._listener is not None or self._is_followed_by(parent, own):
+        # What has names already keeps them: they may be others than those that would be made (see `first_names`).
+        is_named = len(chain) > first + 1
+        if is_held or is_named or self._listener is not None or self._is_followed_by(parent, own):
             self.register(chain, tokens, blocks, first, stop)
             return
         runs = self._unnamed.setdefault(parent, [])

@@ -121,12 +121,10 @@ class Recorder:
     ) -> RequestTimings:
         """A sequence ended. Latencies are of answers that were completed, not of those that were cut off."""
         stats, arrival = self._stats, seq.request.arrival_s
-        stats.finished[reason] += num_choices
+        stats.end(reason, num_choices, seq.num_prompt, num_generated)
         has_token = seq.first_token_s >= 0
         decode_s = seq.last_token_s - seq.first_token_s if has_token else 0.0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            stats.request_prompt_tokens.observe(seq.num_prompt)
-            stats.request_generation_tokens.observe(num_generated)
             self.lengths.append(seq.num_prompt + num_generated)
             if self.predictor is not None and seq.num_expected is not None and seq.params.max_tokens:
                 stats.length_error_tokens.observe(abs(num_generated - seq.num_expected))

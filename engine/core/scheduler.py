@@ -93,14 +93,14 @@ class Scheduler:
         """Queue a request. Raises a ClientError if it can never run."""
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
-        root = self._memory.chain_root(request)
+        names = self._memory.first_names(request)
         if self._predictor is None and request.deadline_s is not None:
             self._predictor = self._recorder.predictor = LengthPredictor()
         num_expected = None if self._predictor is None else self._predictor.predict(request)
         key = sort_key(self._policy, request, num_expected)
         account = self._roster.waiting.account(request)
         seq_id = self._roster.take_seq_id()
-        seq = Sequence(request, 0, seq_id, key, self.config.block_size, root, account)
+        seq = Sequence(request, 0, seq_id, key, self.config.block_size, names, account)
         seq.num_expected = num_expected
         if request.params.beam is not None:
             seq.begin_search(seq_id)
@@ -355,20 +355,20 @@ class Scheduler:
             self.tiers.finish(transfer, is_good=is_good)
         self._roster.tell()
 
-    def find_prefix(self, root: bytes, tokens: Seq[int], num_blocks: int) -> list[int]:
+    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
         """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
-        return self._memory.find_prefix(root, tokens, num_blocks)
+        return self._memory.find_prefix(names, tokens, num_blocks)
 
     def adopt_prefix(
-        self, root: bytes, tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
+        self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
     ) -> int:
         """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
         assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
-        return self._memory.adopt_prefix(root, tokens, num_blocks, len(self._roster.running), fill)
+        return self._memory.adopt_prefix(names, tokens, num_blocks, len(self._roster.running), fill)
 
-    def chain_root(self, request: Request) -> bytes:
-        """What names the beginning of a request's prompt; empty where nothing is cached."""
-        return self._memory.chain_root(request)
+    def first_names(self, request: Request) -> list[bytes]:
+        """How the names of a request's blocks begin; see Memory."""
+        return self._memory.first_names(request)
 
     def repartition(self, config: SchedulerConfig) -> None:
         """Cut an idle pool into blocks of another number and size. What was cached is forgotten, what was learned stays."""

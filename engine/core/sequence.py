@@ -147,7 +147,7 @@ class Sequence:
         seq_id: int,
         key: float,
         block_size: int,
-        root: bytes,
+        names: Seq[bytes],
         account: Account,
     ) -> None:
         self.request = request
@@ -187,11 +187,11 @@ class Sequence:
         self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
         self.is_long = False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
         self.shares_tail = False  # the last block may have other holders: copy before the first write
-        self.chain = [root]
+        self.chain = list(names)
         self.num_registered = 0  # blocks already shown to the prefix cache
         # To the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves.
-        self.is_shown = bool(root)
-        self.next_register = block_size if root else NEVER  # computed positions at which the next one is due
+        self.is_shown = bool(self.chain[0])
+        self.next_register = block_size if self.is_shown else NEVER  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         # Positions it was admitted with, and those of them that came from lower tiers.
@@ -246,6 +246,11 @@ class Sequence:
     def num_seats(self) -> int:
         """Runner rows that admission must find."""
         return 1 if self.is_forked else self.params.num_sequences
+
+    @property
+    def first_names(self) -> list[bytes]:
+        """What its chain began with; see prefix_cache.py."""
+        return self.chain[: self.request.num_public // self.page_table.block_size + 1]
 
     @property
     def num_generated(self) -> int:
@@ -306,7 +311,7 @@ class Sequence:
     def _sibling(self, choice: int, seq_id: int) -> Sequence:
         """Another answer to the same prompt, with nothing yet."""
         block_size = self.page_table.block_size
-        sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.chain[0], self.account)
+        sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.first_names, self.account)
         sibling.num_charged = self.num_charged
         sibling.num_expected = self.num_expected
         sibling.promised_total = self.promised_total
@@ -334,7 +339,7 @@ class Sequence:
         self.seq_id = seq_id
         self.tokens = list(self.request.prompt)
         self.max_total = self.num_prompt + 1
-        del self.chain[1:]
+        self.chain = self.first_names
 
     def add_beam(self, seat: int, seq_id: int) -> Sequence:
         """One more beam of the first one's search. It has nothing yet, and is to follow another."""

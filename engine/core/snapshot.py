@@ -22,6 +22,7 @@ class SequenceView(NamedTuple):
 
     seq_id: int
     request_id: str
+    tenant: str
     choice: int
     status: Status
     num_prompt: int
@@ -72,6 +73,7 @@ def take_snapshot(
             SequenceView(
                 seq_id=seq.seq_id,
                 request_id=seq.request_id,
+                tenant=seq.request.tenant,
                 choice=seq.choice,
                 status=seq.status,
                 num_prompt=seq.num_prompt,

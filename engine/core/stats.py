@@ -180,6 +180,21 @@ class Stats:
     request_generation_tokens: Histogram = field(default_factory=_counts)
     length_error_tokens: Histogram = field(default_factory=_counts)  # by how much answers were mispredicted, for sjf
 
+    def end(self, reason: FinishReason, num_sequences: int, num_prompt: int, num_generated: int) -> None:
+        """Count sequences that ended alike, whatever ended them: the one source of all that counts ends.
+
+        Their tokens were counted in `generation_tokens` as they were drawn. So when none is open that is the sum of
+        `request_generation_tokens`, and each of both histograms has counted as many as `finished`.
+        """
+        self.finished[reason] += num_sequences
+        self.request_prompt_tokens.observe(num_prompt, num_sequences)
+        self.request_generation_tokens.observe(num_generated, num_sequences)
+
+    @property
+    def num_completed(self) -> int:
+        """Sequences that came to the end of their answers."""
+        return self.finished[FinishReason.STOP] + self.finished[FinishReason.LENGTH]
+
     @property
     def preemptions(self) -> int:
         """Of both kinds."""

@@ -1,7 +1,7 @@
 """Runs one line of a batch through the very route that a client would have asked, without a socket. Event loop.
 
-The application that is asked has the endpoints and nothing around them: no keys, no limits, no log line and no count of
-HTTP requests, which are of clients that wait.
+The application that is asked has the endpoints and nothing around them: no keys, no log line and no count of HTTP requests,
+which are of clients that wait. What stands in for the key is the account of the batch's owner, whose limits hold here too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message
 from server.errors import to_api_error
 from server.ledger import Entry
 from server.middleware import ENTRY, IGNORED_FIELDS, REQUEST_ID
+from server.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,11 @@ class Dispatcher:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def ask(self, path: str, document: bytes) -> Reply:
-        """POST a JSON document; whatever happens, there is a reply."""
+    async def ask(self, path: str, document: bytes, account: Account | None) -> Reply:
+        """POST a JSON document on an account; whatever happens, there is a reply."""
         state: dict[str, Any] = {REQUEST_ID: uuid.uuid4().hex}
+        if account is not None:
+            state[TENANT] = account
         inbox: list[Message] = [{"type": "http.request", "body": document, "more_body": False}]
         status, parts = 0, list[bytes]()
 

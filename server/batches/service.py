@@ -1,6 +1,6 @@
 """Files and batches as the routes see them: create, find, list, delete, cancel. Event loop.
 
-All keys of a server are equal, so a file is everybody's who has one. Raises ApiError for whatever a client can cause.
+Each is its owner's (server/tenancy.py) and a 404 for any other. Raises ApiError for whatever a client can cause.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from server.batches.upload import Form
 from server.batches.worker import BatchWorker
 from server.errors import ApiError, shorten
 from server.protocol.batches import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
+from server.tenancy import Tenancy
 
-MAX_FILES = 10_000
+MAX_FILES = 10_000  # of an owner
 MAX_OPEN_BATCHES = 100
 
 
@@ -48,10 +49,11 @@ class BatchService:
         endpoints: Collection[str],
         stats: Stats,
         is_dead: Callable[[], bool],
+        tenancy: Tenancy,
     ) -> None:
-        """From now on batches run, for these endpoints."""
+        """From now on batches run, for these endpoints, each on its owner's account."""
         self._endpoints = endpoints
-        self._worker.start(background, foreground, stats, is_dead)
+        self._worker.start(background, foreground, stats, is_dead, tenancy)
 
     async def stop(self) -> None:
         """Lines that run are given up, for the next daemon to run; files can still be read. Idempotent."""
@@ -63,9 +65,9 @@ class BatchService:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    async def upload(self, content_type: str, stream: AsyncIterable[bytes]) -> FileObject:
+    async def upload(self, owner: str, content_type: str, stream: AsyncIterable[bytes]) -> FileObject:
         """Take in a form with a file."""
-        if await self._store(lambda store: store.num_files()) >= MAX_FILES:
+        if await self._store(lambda store: store.num_files(owner)) >= MAX_FILES:
             message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."
             raise ApiError(429, "too_many_files", message, type="rate_limit_error")
         file_id = new_file_id()
@@ -80,31 +82,31 @@ class BatchService:
         file = FileObject(
             id=file_id, bytes=new.num_bytes, created_at=int(time.time()), filename=form.filename, purpose=Purpose.BATCH
         )
-        await self._store(lambda store: store.add_file(file))
+        await self._store(lambda store: store.add_file(owner, file))
         return file
 
-    async def file(self, file_id: str) -> FileObject:
-        file = await self._store(lambda store: store.file(file_id))
+    async def file(self, owner: str, file_id: str) -> FileObject:
+        file = await self._store(lambda store: store.file(owner, file_id))
         if file is None:
             raise ApiError(404, "file_not_found", f"There is no file {shorten(file_id)!r} here.", "file_id")
         return file
 
-    async def content(self, file_id: str) -> Path:
+    async def content(self, owner: str, file_id: str) -> Path:
         """Where the content of a file is that exists."""
-        return self._folder.path_of((await self.file(file_id)).id)
+        return self._folder.path_of((await self.file(owner, file_id)).id)
 
     async def files(
-        self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
+        self, owner: str, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
     ) -> list[FileObject]:
         """Up to `limit` files, from behind `after` on."""
         if after is not None:
-            await self.file(after)
-        return await self._store(lambda store: store.files(after, limit, purpose, newest_first=newest_first))
+            await self.file(owner, after)
+        return await self._store(lambda store: store.files(owner, after, limit, purpose, newest_first=newest_first))
 
-    async def delete(self, file_id: str) -> None:
+    async def delete(self, owner: str, file_id: str) -> None:
         """Remove a file that no open batch reads."""
-        path = await self.content(file_id)
-        reader = await self._store(lambda store: store.delete_file(file_id))
+        path = await self.content(owner, file_id)
+        reader = await self._store(lambda store: store.delete_file(owner, file_id))
         if reader is not None:
             message = f"The file is the input of {reader}, which has not ended; cancel that first."
             raise ApiError(409, "file_in_use", message, "file_id")
@@ -112,17 +114,17 @@ class BatchService:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    async def create(self, body: BatchBody, model: str) -> Batch:
+    async def create(self, owner: str, body: BatchBody, model: str) -> Batch:
         """A batch over a file, to be checked and run."""
         if body.endpoint not in self._endpoints:
             known = ", ".join(sorted(self._endpoints))
             message = f"endpoint is {shorten(body.endpoint)!r}; batches are for {known}."
             raise ApiError(400, "invalid_value", message, "endpoint")
-        file = await self.file(body.input_file_id)
+        file = await self.file(owner, body.input_file_id)
         if file.purpose is not Purpose.BATCH:
             message = f"{file.id} is of purpose {file.purpose.value}; upload the input with purpose 'batch'."
             raise ApiError(400, "invalid_value", message, "input_file_id")
-        if len(await self._store(lambda store: store.open_batches())) >= MAX_OPEN_BATCHES:
+        if await self._store(lambda store: store.num_open(owner)) >= MAX_OPEN_BATCHES:
             message = f"{MAX_OPEN_BATCHES} batches wait or run already; try again when one has ended."
             raise ApiError(429, "too_many_batches", message, type="rate_limit_error")
         now = time.time()
@@ -137,31 +139,31 @@ class BatchService:
             expires_at=ceil(now) + window_seconds(body.completion_window),
             metadata=body.metadata,
         )
-        if not await self._store(lambda store: store.add_batch(batch)):
+        if not await self._store(lambda store: store.add_batch(owner, batch)):
             raise ApiError(404, "file_not_found", f"The file {file.id} has just been deleted.", "input_file_id")
         self._worker.wake()
         return batch
 
-    async def batch(self, batch_id: str) -> Batch:
-        batch = await self._store(lambda store: store.batch(batch_id))
+    async def batch(self, owner: str, batch_id: str) -> Batch:
+        batch = await self._store(lambda store: store.batch(owner, batch_id))
         if batch is None:
             raise ApiError(404, "batch_not_found", f"There is no batch {shorten(batch_id)!r} here.", "batch_id")
         return batch
 
-    async def batches(self, after: str | None, limit: int) -> list[Batch]:
+    async def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
         """Up to `limit` batches, the newest first, from behind `after` on."""
         if after is not None:
-            await self.batch(after)
-        return await self._store(lambda store: store.batches(after, limit))
+            await self.batch(owner, after)
+        return await self._store(lambda store: store.batches(owner, after, limit))
 
-    async def cancel(self, batch_id: str) -> Batch:
+    async def cancel(self, owner: str, batch_id: str) -> Batch:
         """End a batch early; what has run of it is in its files. Once it is ending, that goes its way."""
 
         def change(batch: Batch) -> None:
             if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
                 batch.move(BatchStatus.CANCELLING, time.time())
 
-        batch = await self.batch(batch_id)
+        batch = await self.batch(owner, batch_id)
         if batch.status not in OPEN:
             message = f"The batch is {batch.status.value} already; only one that has not ended can be cancelled."
             raise ApiError(409, "batch_ended", message, "batch_id")

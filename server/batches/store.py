@@ -1,5 +1,7 @@
 """What is known of files, batches and their lines: one SQLite database, so that a daemon that was killed goes on.
 
+Files and batches belong to an owner (server/tenancy.py): every query made for a client names the owner and finds only its rows.
+
 A batch's lines are its work queue: a line without an outcome is still to run, and its outcome is kept until the batch's
 files are written. Everything here blocks and belongs to one thread (service.py's); each method is one transaction.
 """
@@ -7,7 +9,8 @@ files are written. Everything here blocks and belongs to one thread (service.py'
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,12 +19,15 @@ from typing import NamedTuple
 from engine.core.errors import ConfigError
 from server.batches.lines import Line
 from server.protocol.batches import OPEN, Batch, BatchStatus, FileObject
+from server.tenant_file import DEFAULT
 
-VERSION = 1
-MAX_ENDED = 10_000  # batches remembered after their end
+VERSION = 2
+MAX_ENDED = 10_000  # batches of an owner remembered after their end
 _SCHEMA = """
-CREATE TABLE files (seq INTEGER PRIMARY KEY, id TEXT UNIQUE, purpose TEXT, document TEXT);
-CREATE TABLE batches (seq INTEGER PRIMARY KEY, id TEXT UNIQUE, input TEXT, is_open INTEGER, document TEXT);
+CREATE TABLE files (seq INTEGER PRIMARY KEY, id TEXT UNIQUE, purpose TEXT, document TEXT, owner TEXT NOT NULL);
+CREATE TABLE batches (
+    seq INTEGER PRIMARY KEY, id TEXT UNIQUE, input TEXT, is_open INTEGER, document TEXT, owner TEXT NOT NULL
+);
 CREATE INDEX open_batches ON batches (seq) WHERE is_open;
 CREATE TABLE lines (
     batch TEXT, number INTEGER, start INTEGER, size INTEGER, custom_id TEXT,
@@ -29,7 +35,13 @@ CREATE TABLE lines (
     UNIQUE (batch, custom_id)
 );
 CREATE INDEX lines_by_outcome ON lines (batch, outcome, number);
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;
+"""
+# From version 1, which knew no owners: until then every key of a server was the same account.
+_ADD_OWNERS = f"""
+ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '{DEFAULT}';
+ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '{DEFAULT}';
+PRAGMA user_version = 2;
 """
 TO_RUN, COMPLETED, FAILED = range(3)  # a line's outcome
 
@@ -37,6 +49,7 @@ TO_RUN, COMPLETED, FAILED = range(3)  # a line's outcome
 class PendingLine(NamedTuple):
     """A line to be run."""
 
+    owner: str
     batch_id: str
     endpoint: str
     file_id: str
@@ -61,10 +74,11 @@ class OpenBatch(NamedTuple):
 
     batch: Batch
     has_lines: bool
+    owner: str
 
 
 class Store:
-    """Opens or makes the database. Raises ConfigError for one of another version."""
+    """Opens or makes the database, or brings an older one up to date. Raises ConfigError for one of another version."""
 
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -73,6 +87,8 @@ class Store:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        elif version == 1:
+            self._db.executescript(f"BEGIN; {_ADD_OWNERS} COMMIT;")
         elif version != VERSION:
             self._db.close()
             raise ConfigError(f"--data-dir has a database of version {version}, not {VERSION}; give another folder.")
@@ -88,74 +104,84 @@ class Store:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def add_file(self, file: FileObject) -> None:
+    def add_file(self, owner: str, file: FileObject) -> None:
         with self._transaction() as db:
-            _insert_file(db, file)
+            _insert_file(db, owner, file)
 
-    def file(self, file_id: str) -> FileObject | None:
-        row = self._db.execute("SELECT document FROM files WHERE id = ?", (file_id,)).fetchone()
+    def file(self, owner: str, file_id: str) -> FileObject | None:
+        row = self._db.execute("SELECT document FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else FileObject.model_validate_json(row[0])
 
-    def num_files(self) -> int:
-        return int(self._db.execute("SELECT count(*) FROM files").fetchone()[0])
+    def num_files(self, owner: str) -> int:
+        return int(self._db.execute("SELECT count(*) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
 
     def file_ids(self) -> set[str]:
         return {row[0] for row in self._db.execute("SELECT id FROM files")}
 
-    def files(self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool) -> list[FileObject]:
-        """Some files in order, from behind `after` on."""
+    def files(
+        self, owner: str, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
+    ) -> list[FileObject]:
+        """Some of an owner's files in order, from behind `after` on."""
         way, order = ("<", "DESC") if newest_first else (">", "ASC")
         rows = self._db.execute(
             f"SELECT document FROM files WHERE (?1 IS NULL OR seq {way} (SELECT seq FROM files WHERE id = ?1)) "  # noqa: S608 - constants
-            f"AND (?2 IS NULL OR purpose = ?2) ORDER BY seq {order} LIMIT ?3",
-            (after, purpose, limit),
+            f"AND (?2 IS NULL OR purpose = ?2) AND owner = ?4 ORDER BY seq {order} LIMIT ?3",
+            (after, purpose, limit, owner),
         )
         return [FileObject.model_validate_json(row[0]) for row in rows]
 
-    def delete_file(self, file_id: str) -> str | None:
-        """Forget a file, unless an open batch reads it: then its id is returned."""
+    def delete_file(self, owner: str, file_id: str) -> str | None:
+        """Forget an owner's file, unless an open batch reads it: then its id is returned."""
         with self._transaction() as db:
             row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
             if row is None:
-                db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+                db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (file_id, owner))
             return None if row is None else str(row[0])
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def add_batch(self, batch: Batch) -> bool:
-        """False if its input has been deleted meanwhile. Of those that ended long ago the oldest are forgotten."""
+    def add_batch(self, owner: str, batch: Batch) -> bool:
+        """False if the owner has no such input (any more). Of its batches that ended the oldest are forgotten."""
         with self._transaction() as db:
-            if db.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,)).fetchone() is None:
+            found = db.execute("SELECT 1 FROM files WHERE id = ? AND owner = ?", (batch.input_file_id, owner))
+            if found.fetchone() is None:
                 return False
             db.execute(
-                "INSERT INTO batches (id, input, is_open, document) VALUES (?, ?, 1, ?)",
-                (batch.id, batch.input_file_id, batch.model_dump_json()),
+                "INSERT INTO batches (id, input, is_open, document, owner) VALUES (?, ?, 1, ?, ?)",
+                (batch.id, batch.input_file_id, batch.model_dump_json(), owner),
             )
             db.execute(
-                "DELETE FROM batches WHERE NOT is_open AND seq <= (SELECT max(seq) - ? FROM batches)", (MAX_ENDED,)
+                "DELETE FROM batches WHERE NOT is_open AND owner = ?1 AND "
+                "seq <= (SELECT seq FROM batches WHERE owner = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+                (owner, MAX_ENDED),
             )
             return True
 
-    def batch(self, batch_id: str) -> Batch | None:
-        row = self._db.execute("SELECT document FROM batches WHERE id = ?", (batch_id,)).fetchone()
+    def batch(self, owner: str, batch_id: str) -> Batch | None:
+        row = self._db.execute("SELECT document FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)).fetchone()
         return None if row is None else Batch.model_validate_json(row[0])
 
-    def batches(self, after: str | None, limit: int) -> list[Batch]:
-        """Some batches, the newest first, from behind `after` on."""
+    def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
+        """Some of an owner's batches, the newest first, from behind `after` on."""
         rows = self._db.execute(
-            "SELECT document FROM batches WHERE ?1 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?1) "
-            "ORDER BY seq DESC LIMIT ?2",
-            (after, limit),
+            "SELECT document FROM batches WHERE owner = ?3 AND "
+            "(?1 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?1)) ORDER BY seq DESC LIMIT ?2",
+            (after, limit, owner),
         )
         return [Batch.model_validate_json(row[0]) for row in rows]
 
+    def num_open(self, owner: str) -> int:
+        """How many of an owner's batches have not ended."""
+        row = self._db.execute("SELECT count(*) FROM batches WHERE is_open AND owner = ?", (owner,)).fetchone()
+        return int(row[0])
+
     def open_batches(self) -> list[OpenBatch]:
-        """All that have not ended, the oldest first."""
+        """All of all owners that have not ended, the oldest first."""
         rows = self._db.execute(
-            "SELECT document, EXISTS (SELECT 1 FROM lines WHERE batch = batches.id AND outcome = 0) "
+            "SELECT document, EXISTS (SELECT 1 FROM lines WHERE batch = batches.id AND outcome = 0), owner "
             "FROM batches WHERE is_open ORDER BY seq"
         )
-        return [OpenBatch(Batch.model_validate_json(document), bool(has_lines)) for document, has_lines in rows]
+        return [OpenBatch(Batch.model_validate_json(document), bool(lines), owner) for document, lines, owner in rows]
 
     def update(self, batch_id: str, change: Callable[[Batch], None]) -> Batch:
         """Change a batch that exists."""
@@ -180,21 +206,29 @@ class Store:
                 ).rowcount
             ]
 
-    def take_lines(self, running: Collection[tuple[str, int]], limit: int) -> list[PendingLine]:
-        """The next lines to run, of the oldest batch first, but for those that run; an attempt is counted."""
-        taken: list[PendingLine] = []
+    def take_lines(
+        self, running: Mapping[tuple[str, int], str], limit: int, rooms: Mapping[str, int]
+    ) -> list[PendingLine]:
+        """The next lines to run, but for those that run, whose owners are named; an attempt is counted.
+
+        Of an owner at most its room, and nothing of one that has none. Owners take turns so that they have equally many
+        running; an owner's oldest batch goes first.
+        """
+        queues: dict[str, deque[PendingLine]] = {}
         with self._transaction() as db:
-            for batch, _ in self.open_batches():
-                if batch.status is not BatchStatus.IN_PROGRESS or len(taken) == limit:
+            for batch, _, owner in self.open_batches():
+                queue, room = queues.setdefault(owner, deque()), min(limit, rooms.get(owner, 0))
+                if batch.status is not BatchStatus.IN_PROGRESS or len(queue) >= room:
                     continue
                 rows = db.execute(
                     "SELECT number, start, size, custom_id, attempts + 1 FROM lines WHERE batch = ? AND outcome = 0 "
                     "ORDER BY number LIMIT ?",
-                    (batch.id, limit + len(running)),
+                    (batch.id, room + len(running)),
                 ).fetchall()
-                lines = [PendingLine(batch.id, batch.endpoint, batch.input_file_id, *row) for row in rows]
+                lines = [PendingLine(owner, batch.id, batch.endpoint, batch.input_file_id, *row) for row in rows]
                 lines = [line for line in lines if (line.batch_id, line.number) not in running]
-                taken += lines[: limit - len(taken)]
+                queue += lines[: room - len(queue)]
+            taken = _take_turns(queues, Counter(running.values()), limit)
             _count_attempts(db, [(line.batch_id, line.number) for line in taken], 1)
         return taken
 
@@ -211,17 +245,28 @@ class Store:
                 _update(db, batch_id, partial(_count, outcomes=new))
 
     def finish(self, batch_id: str, files: Sequence[FileObject], change: Callable[[Batch], None]) -> Batch:
-        """A batch's files are written: from now on they are there, and its lines are not."""
+        """A batch's files are written: from now on its owner has them, and its lines are gone."""
         with self._transaction() as db:
+            [owner] = db.execute("SELECT owner FROM batches WHERE id = ?", (batch_id,)).fetchone()
             for file in files:
-                _insert_file(db, file)
+                _insert_file(db, owner, file)
             db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
             return _update(db, batch_id, change)
 
 
-def _insert_file(db: sqlite3.Connection, file: FileObject) -> None:
-    row = (file.id, file.purpose.value, file.model_dump_json())
-    db.execute("INSERT INTO files (id, purpose, document) VALUES (?, ?, ?)", row)
+def _insert_file(db: sqlite3.Connection, owner: str, file: FileObject) -> None:
+    row = (file.id, file.purpose.value, file.model_dump_json(), owner)
+    db.execute("INSERT INTO files (id, purpose, document, owner) VALUES (?, ?, ?, ?)", row)
+
+
+def _take_turns(queues: Mapping[str, deque[PendingLine]], num_running: Counter[str], limit: int) -> list[PendingLine]:
+    """Up to `limit` lines, each of the owner that has the fewest by then."""
+    taken: list[PendingLine] = []
+    while len(taken) < limit and (waiting := [owner for owner, queue in queues.items() if queue]):
+        owner = min(waiting, key=num_running.__getitem__)
+        num_running[owner] += 1
+        taken.append(queues[owner].popleft())
+    return taken
 
 
 def _update(db: sqlite3.Connection, batch_id: str, change: Callable[[Batch], None]) -> Batch:

@@ -7,6 +7,9 @@ killed runs again, at most MAX_ATTEMPTS times, lest one that takes the daemon wi
 Lines run in the background, in steps that nobody else needs. On a server that always has something else to do they would
 stand still: when none has ended for PATIENCE_S in which most steps were others', one at a time runs as a client's request
 does, until the background moves again.
+
+Lines run on the account of their batch's owner, within its limits, and owners share the places. A batch whose owner has
+left the file of --tenants stands still until it is back, or its window ends.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +32,7 @@ from server.batches.outputs import answered, unanswered, write_files
 from server.batches.store import OpenBatch, Outcome, PendingLine, Store
 from server.batches.thread import StoreThread
 from server.protocol.batches import Batch, BatchStatus, LineError, LineErrors
+from server.tenancy import Account, Tenancy
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +50,12 @@ class Running(NamedTuple):
     """A line that has been begun, until its outcome is recorded."""
 
     line: PendingLine
+    account: Account | None
     task: asyncio.Task[None]
+
+
+class _NotNowError(Exception):
+    """A line's tenant has no room for it: the line goes back to the queue and leaves its place to others."""
 
 
 class BatchWorker:
@@ -61,12 +71,21 @@ class BatchWorker:
         self._due_s = 0.0  # when the background has stood still for too long, if it has
         self._lead_before = 0  # when that began to be watched
         self._outcomes: list[Outcome] = []  # not recorded yet
+        self._deferred: list[Key] = []  # lines that run no more, to be taken again; not recorded yet
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def start(self, background: Dispatcher, foreground: Dispatcher, stats: Stats, is_dead: Callable[[], bool]) -> None:
+    def start(
+        self,
+        background: Dispatcher,
+        foreground: Dispatcher,
+        stats: Stats,
+        is_dead: Callable[[], bool],
+        tenancy: Tenancy,
+    ) -> None:
         """`is_dead` tells an engine that will answer nothing any more."""
+        self._tenancy = tenancy
         self._background = background
         self._foreground = foreground
         self._stats = stats
@@ -107,6 +126,7 @@ class BatchWorker:
         """Do what there is to do; returns when to look again at the latest."""
         await self._record()
         now, next_s = time.time(), MAX_REST_S
+        poll_s = RETRY_S if self._tenancy.has_file else MAX_REST_S  # nothing tells when a tenant has room again
         for current in await self._store(lambda store: store.open_batches()):
             batch = current.batch
             if batch.status is BatchStatus.VALIDATING:
@@ -114,19 +134,25 @@ class BatchWorker:
             elif (end := _end_of(current, now)) is not None:
                 await self._finish(batch, end)
             else:
-                next_s = min(next_s, batch.expires_at - now)
+                next_s = min(next_s, batch.expires_at - now, poll_s)
         room = self._max_running - len(self._running)
         if not self._running:
             self._watch(PATIENCE_S)
         if room > 0 and not self._is_dead():
-            for line in await self._take(room):
-                self._begin(line, self._background)
+            accounts = self._tenancy.owners
+            for line in await self._take(room, accounts):
+                self._begin(line, accounts[line.owner], self._background)
         return max(min(next_s, await self._hurry()), 0.01)
 
-    async def _take(self, room: int) -> list[PendingLine]:
+    async def _take(self, room: int, accounts: Mapping[str, Account | None]) -> list[PendingLine]:
         """Lines to begin. Whoever is cancelled meanwhile has none: the database's thread does what it has been asked."""
-        running = set(self._running)
-        taking = asyncio.ensure_future(self._store(lambda store: store.take_lines(running, room)))
+        running = {key: running.line.owner for key, running in self._running.items()}
+        num_running = Counter(running.values())
+        rooms = {
+            owner: room if account is None else int(min(room, account.room_for_lines(num_running[owner])))
+            for owner, account in accounts.items()
+        }
+        taking = asyncio.ensure_future(self._store(lambda store: store.take_lines(running, room, rooms)))
         try:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:
@@ -144,13 +170,13 @@ class BatchWorker:
         if self._lead() >= self._lead_before:  # lines that only take long do not stand still
             self._watch(PATIENCE_S)
             return PATIENCE_S
-        key, (line, task) = next(iter(self._running.items()))
+        key, (line, account, task) = next(iter(self._running.items()))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():  # it has not ended meanwhile
             del self._running[key]
             self._hurried = key
-            self._begin(line, self._foreground)
+            self._begin(line, account, self._foreground)
         return MAX_REST_S
 
     def _watch(self, patience_s: float) -> None:
@@ -162,16 +188,20 @@ class BatchWorker:
         """How many steps more the background has had than all others."""
         return 2 * self._stats.background_steps - self._stats.steps
 
-    def _begin(self, line: PendingLine, dispatcher: Dispatcher) -> None:
-        task = asyncio.create_task(self._run(line, dispatcher))
-        self._running[line.batch_id, line.number] = Running(line, task)
+    def _begin(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> None:
+        task = asyncio.create_task(self._run(line, account, dispatcher))
+        self._running[line.batch_id, line.number] = Running(line, account, task)
 
     # -- a line ------------------------------------------------------------------------------------------------------
 
-    async def _run(self, line: PendingLine, dispatcher: Dispatcher) -> None:
+    async def _run(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> None:
         outcome: Outcome | None = None
         try:
-            outcome = await self._ask(line, dispatcher)
+            outcome = await self._ask(line, account, dispatcher)
+        except _NotNowError:
+            self._deferred.append((line.batch_id, line.number))
+            self.wake()
+            return
         except Exception:  # it counts as an attempt
             logger.exception("line %d of batch %s could not be run", line.number, line.batch_id)
         self._watch(PATIENCE_S if dispatcher is self._background else PROBE_S)
@@ -181,8 +211,8 @@ class BatchWorker:
             self._running.pop((line.batch_id, line.number), None)
         self.wake()
 
-    async def _ask(self, line: PendingLine, dispatcher: Dispatcher) -> Outcome | None:
-        """What became of a line; None if the engine died over it, or over another."""
+    async def _ask(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> Outcome | None:
+        """What became of a line; None if the engine died over it, or over another. Raises _NotNowError."""
         if line.attempts > MAX_ATTEMPTS:
             message = f"The server ended {MAX_ATTEMPTS} times while this request ran; it is not tried again."
             return unanswered(line, "too_many_attempts", message)
@@ -191,13 +221,21 @@ class BatchWorker:
         except (OSError, ValueError) as error:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", "The input file cannot be read any more; upload it again.")
-        reply = await dispatcher.ask(line.endpoint, document)
+        reply = await dispatcher.ask(line.endpoint, document, account)
         while reply.status in NOT_NOW:
             await asyncio.sleep(RETRY_S)
-            reply = await dispatcher.ask(line.endpoint, document)
+            if account is not None:
+                raise _NotNowError
+            reply = await dispatcher.ask(line.endpoint, document, account)
         return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
 
     async def _record(self) -> None:
+        num_deferred = len(self._deferred)
+        if deferred := [key for key in self._deferred if key in self._running]:
+            await self._store(lambda store: store.give_back(deferred))
+            for key in deferred:
+                self._running.pop(key, None)
+        del self._deferred[:num_deferred]
         outcomes = list(self._outcomes)
         if outcomes:
             await self._store(lambda store: store.record(outcomes))

@@ -12,26 +12,27 @@ from starlette.responses import PlainTextResponse, Response
 from engine.core.errors import AdapterConflictError
 from server.errors import ApiError
 from server.protocol.adapters import LoadAdapterBody, UnloadAdapterBody
-from server.routes.context import Context, InContext, json_body
+from server.routes.context import Context, InContext, InOwner, check_operator, json_body
 
 router = APIRouter()
 log = logging.getLogger("quire.adapters")
 
 
-def _check_allowed(context: Context) -> None:
+def _check_allowed(context: Context, owner: str) -> None:
     if not context.config.allow_runtime_lora_updating:
         message = (
             "Adapters cannot be loaded or unloaded while this server runs; start it with --allow-runtime-lora-updating."
         )
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+    check_operator(owner, "Loading and unloading adapters")
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(
-    context: InContext, body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
+    context: InContext, owner: InOwner, body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
 ) -> Response:
     """Read an adapter from a folder of this machine's; once this has answered, requests may name it as their model."""
-    _check_allowed(context)
+    _check_allowed(context, owner)
     if body.lora_name in context.config.served_model_names:
         raise AdapterConflictError(
             f"{body.lora_name!r} is what the model itself is called; choose another name.", param="lora_name"
@@ -44,10 +45,10 @@ async def load_lora_adapter(
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(
-    context: InContext, body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))]
+    context: InContext, owner: InOwner, body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))]
 ) -> Response:
     """Forget an adapter. Requests that use it go on to their ends; its memory is given back with the last of them."""
-    _check_allowed(context)
+    _check_allowed(context, owner)
     async with context.adapter_turn:
         await asyncio.to_thread(context.engine.adapters.unload, body.lora_name)
     log.info("unloaded the adapter %r", body.lora_name)

@@ -23,10 +23,12 @@ from server.metrics import Metrics
 from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
+from server.public_prefixes import PublicPrefixes
 from server.response_store import ResponseStore
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
-from server.tenancy import Tenancy
+from server.tenancy import Tenancy, owner_of
+from server.tenant_file import DEFAULT
 from server.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Context:
     batches: BatchService | None = None  # without --data-dir there are none
     sender: Sender | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
+    public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
     is_background: bool = False  # what is asked here runs when nobody else needs the engine
 
@@ -104,6 +107,20 @@ async def _context(request: Request) -> Context:  # not plain: FastAPI runs plai
 
 
 InContext = Annotated[Context, Depends(_context)]
+
+
+async def _owner(request: Request) -> str:
+    return owner_of(request.scope["state"])
+
+
+InOwner = Annotated[str, Depends(_owner)]  # of what a route stores or finds: a name in server/tenancy.py's sense
+
+
+def check_operator(owner: str, what: str) -> None:
+    """Raise a 403 for a tenant of --tenants; `what` is for keys of --api-key."""
+    if owner != DEFAULT:
+        message = f"{what} takes a key of --api-key; a tenant's key is for answers."
+        raise ApiError(403, "not_allowed", message, type="permission_error")
 
 
 def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from server.protocol.batches import FilesQuery, page
-from server.routes.context import InContext
+from server.routes.context import InContext, InOwner
 
 router = APIRouter()
 
@@ -24,25 +24,27 @@ _FORM = {
     "/v1/files",
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
 )
-async def upload_file(http: Request, context: InContext) -> Response:
+async def upload_file(http: Request, context: InContext, owner: InOwner) -> Response:
     """Take in a file, as a multipart form."""
-    file = await context.batch_service().upload(http.headers.get("content-type", ""), http.stream())
+    file = await context.batch_service().upload(owner, http.headers.get("content-type", ""), http.stream())
     return Response(file.model_dump_json(), media_type="application/json")
 
 
 @router.get("/v1/files")
-async def list_files(http: Request, context: InContext) -> dict[str, Any]:
-    """All files, or a page of them."""
+async def list_files(http: Request, context: InContext, owner: InOwner) -> dict[str, Any]:
+    """The account's files, or a page of them."""
     asked = FilesQuery.model_validate(dict(http.query_params))
     is_descending = asked.order == "desc"
-    files = await context.batch_service().files(asked.after, asked.limit + 1, asked.purpose, newest_first=is_descending)
+    files = await context.batch_service().files(
+        owner, asked.after, asked.limit + 1, asked.purpose, newest_first=is_descending
+    )
     return page(files[: asked.limit], has_more=len(files) > asked.limit)
 
 
 @router.get("/v1/files/{file_id}")
-async def retrieve_file(context: InContext, file_id: str) -> dict[str, Any]:
+async def retrieve_file(context: InContext, owner: InOwner, file_id: str) -> dict[str, Any]:
     """What is known of a file."""
-    return (await context.batch_service().file(file_id)).model_dump(mode="json")
+    return (await context.batch_service().file(owner, file_id)).model_dump(mode="json")
 
 
 @router.get(
@@ -50,15 +52,15 @@ async def retrieve_file(context: InContext, file_id: str) -> dict[str, Any]:
     response_class=FileResponse,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
-async def retrieve_file_content(context: InContext, file_id: str) -> Response:
+async def retrieve_file_content(context: InContext, owner: InOwner, file_id: str) -> Response:
     """A file as it is."""
-    path = await context.batch_service().content(file_id)
+    path = await context.batch_service().content(owner, file_id)
     headers = {"x-content-type-options": "nosniff"}
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
 
 @router.delete("/v1/files/{file_id}")
-async def delete_file(context: InContext, file_id: str) -> dict[str, Any]:
+async def delete_file(context: InContext, owner: InOwner, file_id: str) -> dict[str, Any]:
     """Remove a file for good."""
-    await context.batch_service().delete(file_id)
+    await context.batch_service().delete(owner, file_id)
     return {"id": file_id, "object": "file", "deleted": True}

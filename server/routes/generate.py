@@ -22,6 +22,7 @@ from server.client import Answer
 from server.disconnect import unless_disconnected
 from server.errors import to_api_error
 from server.generation import Generation
+from server.handoff import Receiver
 from server.ledger import Entry
 from server.middleware import ENTRY, REQUEST_ID
 from server.protocol.form import Form
@@ -85,7 +86,7 @@ def begin(
     account: Account | None = getattr(http.state, TENANT, None)
     if account is not None:
         account.check(request_s=context.engine.stats.e2e_s.mean)
-        requests = account.sign(requests)
+        requests = _sign(context, account, requests)
     answer = context.client.submit(requests)
     if account is not None:
         account.open(requests)
@@ -106,13 +107,20 @@ def begin(
     return answer, generation
 
 
-def _check(http: HttpRequest, context: Context, requests: Sequence[Request]) -> None:
-    """Raise now what `begin` would refuse with for the request's own sake, or for its tenant's."""
+def _sign(context: Context, account: Account, requests: Sequence[Request]) -> list[Request]:
+    """Return the requests on an account, which find in the prefix cache its own blocks and those that are for all."""
+    return [context.public_prefixes.mark(request) for request in account.sign(requests)]
+
+
+async def _fetch(http: HttpRequest, context: Context, receiver: Receiver, requests: Sequence[Request]) -> None:
+    """Have prompts computed elsewhere. Raises what `begin` would refuse with for the requests' sake or their tenant's."""
     for request in requests:
         check_request(request, context.engine.config)
     account: Account | None = getattr(http.state, TENANT, None)
     if account is not None:
         account.check(request_s=context.engine.stats.e2e_s.mean)
+        requests = _sign(context, account, requests)
+    await unless_disconnected(http.receive, receiver.fetch(requests))
 
 
 async def respond(
@@ -120,8 +128,7 @@ async def respond(
 ) -> Response:
     """Submit and answer. Raises what the engine refuses with, before anything is sent."""
     if context.receiver is not None:
-        _check(http, context, requests)  # nobody computes a prompt for what will be refused
-        await unless_disconnected(http.receive, context.receiver.fetch(requests))
+        await _fetch(http, context, context.receiver, requests)
     answer, generation = begin(http, context, requests, rules, stream=body.stream)
     if body.stream:
         return EventStream(

@@ -17,25 +17,23 @@ from server.errors import ApiError
 from server.generation import Generation
 from server.handoff import Sender
 from server.protocol.handoff import PrefillBody, Prefilled
-from server.routes.context import Context, InContext, json_body
-from server.tenancy import TENANT, Account
-from server.tenant_file import DEFAULT
+from server.routes.context import Context, InContext, InOwner, check_operator, json_body
 
 router = APIRouter()
 
 
 @router.post("/v1/internal/prefill", response_model=Prefilled)
 async def prefill(
-    http: HttpRequest, context: InContext, body: Annotated[PrefillBody, Depends(json_body(PrefillBody))]
+    http: HttpRequest,
+    context: InContext,
+    owner: InOwner,
+    body: Annotated[PrefillBody, Depends(json_body(PrefillBody))],
 ) -> Prefilled:
     """Compute a prompt and pack its full blocks. A daemon that leaves ends it."""
     if context.sender is None:
         message = "This server computes no prompts for others; start it with --role prefill."
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
-    account: Account | None = getattr(http.state, TENANT, None)
-    if context.tenancy.has_file and account is not None and account.tenant.name != DEFAULT:
-        message = "Prompts are computed for daemons, which have a key of --api-key; a tenant's key is for answers."
-        raise ApiError(403, "not_allowed", message, type="permission_error")
+    check_operator(owner, "Computing prompts for other daemons")
     context.limits.check_ids(body.prompt, "prompt")
     # Names are each daemon's own, and an adapter's digest is that of the files it was read from.
     loaded = (each.adapter for each in context.engine.adapters.all())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.routes.context import InContext
+from server.routes.context import InContext, InOwner
+from server.tenant_file import DEFAULT
 
 router = APIRouter()
 
 
 @router.get("/v1/engine/live")
-async def live(context: InContext) -> Response:
-    """How the engine stands between two steps."""
-    document = await context.live.document()
+async def live(context: InContext, owner: InOwner) -> Response:
+    """How the engine stands between two steps; a tenant is shown its own sequences and the sums of all."""
+    document = await context.live.document(None if owner == DEFAULT else owner)
     return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

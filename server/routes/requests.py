@@ -8,15 +8,15 @@ from fastapi import APIRouter
 
 from server.errors import ApiError, shorten
 from server.ledger import RECENT
-from server.routes.context import InContext
+from server.routes.context import InContext, InOwner
 
 router = APIRouter()
 
 
 @router.get("/v1/requests/{name:path}")
-async def retrieve_request(context: InContext, name: str) -> dict[str, Any]:
+async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dict[str, Any]:
     """An open request, or one of the last that ended; 404 for any other."""
-    entry = context.ledger.find(name)
+    entry = context.ledger.find(owner, name)
     if entry is None:
         message = (
             f"There is no request {shorten(name)!r} among those that are open and the last {RECENT} that ended; "

@@ -18,7 +18,7 @@ from server.protocol.responses_form import ResponseForm
 from server.protocol.responses_items import Item
 from server.protocol.responses_output import OutputWriter, ResponseDocument
 from server.response_store import StoredResponse
-from server.routes.context import Context, InContext, json_body
+from server.routes.context import Context, InContext, InOwner, json_body
 from server.routes.conversation import Asked, prepare, prompt_ids
 from server.routes.generate import respond
 from server.routes.openapi import answers
@@ -38,50 +38,50 @@ class Page(BaseModel):
 
 @router.post("/v1/responses", responses=answers(ResponseDocument, streams=True))
 async def create_response(
-    http: Request, context: InContext, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
+    http: Request, context: InContext, owner: InOwner, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 ) -> Response:
     """Answer input, or go on from an earlier answer."""
     model = context.check_model(body.model)
     if body.store and not context.responses.is_open:
         raise unsupported("store", "this server stores no responses (--max-stored-responses); leave it out.")
     with body.own_names():
-        chat = body.to_chat(_earlier(context, body))
+        chat = body.to_chat(_earlier(context, owner, body))
         asked = await prepare(context, chat)
-        form = _form(context, body, asked, model)
+        form = _form(context, owner, body, asked, model)
         return await respond(http, context, chat, asked.requests, asked.rules, form)
 
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(
-    context: InContext, body: Annotated[InputBody, Depends(json_body(InputBody))]
+    context: InContext, owner: InOwner, body: Annotated[InputBody, Depends(json_body(InputBody))]
 ) -> dict[str, Any]:
     """How many tokens the prompt has."""
     context.check_model(body.model)
     with body.own_names():
-        _, ids = await prompt_ids(context, body.to_chat(_earlier(context, body)))
+        _, ids = await prompt_ids(context, body.to_chat(_earlier(context, owner, body)))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @router.get("/v1/responses/{response_id}", responses=answers(ResponseDocument))
-async def retrieve_response(http: Request, context: InContext, response_id: str) -> Response:
+async def retrieve_response(http: Request, context: InContext, owner: InOwner, response_id: str) -> Response:
     """A stored response, as it was answered."""
     if http.query_params.get("stream", "false") != "false":
         raise unsupported("stream", "a stored response is whole; leave it out.")
-    return Response(context.responses.find(response_id).document, media_type="application/json")
+    return Response(context.responses.find(owner, response_id).document, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(context: InContext, response_id: str) -> dict[str, Any]:
+async def delete_response(context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
     """Forget a stored response; what continues it cannot be gone on from any more."""
-    context.responses.delete(response_id)
+    context.responses.delete(owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.get("/v1/responses/{response_id}/input_items")
-async def list_input_items(http: Request, context: InContext, response_id: str) -> dict[str, Any]:
+async def list_input_items(http: Request, context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
     """What a stored response was asked, without what it continues."""
     page = Page.model_validate(dict(http.query_params))
-    items = json.loads(context.responses.find(response_id).input_items)
+    items = json.loads(context.responses.find(owner, response_id).input_items)
     if page.order == "desc":
         items.reverse()
     if page.after is not None:
@@ -95,17 +95,17 @@ async def list_input_items(http: Request, context: InContext, response_id: str) 
     return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(items) > page.limit}
 
 
-def _earlier(context: Context, body: InputBody) -> Sequence[Item]:
+def _earlier(context: Context, owner: str, body: InputBody) -> Sequence[Item]:
     """The items of all turns that this one continues. Raises a 404 if one of them is gone."""
     items: list[Item] = []
     if body.previous_response_id is not None:
-        for turn in context.responses.chain(body.previous_response_id):
+        for turn in context.responses.chain(owner, body.previous_response_id):
             items += _ITEMS.validate_json(turn.input_items)
             items += _ITEMS.validate_python(json.loads(turn.document)["output"])
     return items
 
 
-def _form(context: Context, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
+def _form(context: Context, owner: str, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
     envelope = asked.envelope("resp", model, context)
     length = context.limits.call_id_length
     writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
@@ -113,7 +113,7 @@ def _form(context: Context, body: ResponsesBody, asked: Asked, model: str) -> Re
     def keep(document: bytes) -> None:
         items = to_json([item.document() for item in body.input])
         name = f"{envelope.id_prefix}_{envelope.answer_id}"
-        context.responses.put(StoredResponse(name, body.previous_response_id, items, document))
+        context.responses.put(owner, StoredResponse(name, body.previous_response_id, items, document))
 
     keeps = context.responses.is_open and body.store is not False
     return ResponseForm(body, envelope, asked.params, writer, keep if keeps else None)

@@ -76,6 +76,9 @@ def test_every_row_is_exposed_with_its_model_and_help(engine: Engine) -> None:
     assert {"python_info", "process_resident_memory_bytes"} <= families.keys()
 
 
+HISTOGRAMS = ("quire_request_prompt_tokens", "quire_request_generation_tokens")
+
+
 def test_counters_are_the_engines(engine: Engine) -> None:
     families = scrape(Metrics(engine, "tiny", compat_vllm=False))
     stats = engine.stats
@@ -84,6 +87,10 @@ def test_counters_are_the_engines(engine: Engine) -> None:
     assert value(families["quire_requests_aborted"], cause="disconnect") == 1
     assert value(families["quire_prefix_cache_hit_tokens"]) == (NUM_REQUESTS - 1) * 8
     assert value(families["quire_generation_tokens"]) == stats.generation_tokens >= 1 + 2 + 3 + 4 + 5
+    samples = {sample.name: sample.value for name in HISTOGRAMS for sample in families[name].samples}
+    num_ended = sum(sample.value for sample in families["quire_requests_finished"].samples)
+    assert samples["quire_request_prompt_tokens_count"] == samples["quire_request_generation_tokens_count"] == num_ended
+    assert samples["quire_request_generation_tokens_sum"] == value(families["quire_generation_tokens"])
     assert {sample.labels["reason"] for sample in families["quire_requests_finished"].samples} == {
         reason.value for reason in FinishReason
     }

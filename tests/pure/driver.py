@@ -254,6 +254,15 @@ class Driver:
         most = num_layers + 2 + PATIENCE if num_layers > 1 else 0
         assert self.num_passed_over <= most, "the first in line was passed over"
 
+    def check_totals(self) -> None:
+        """All that counts tokens and ends agrees, to the last one, at every moment."""
+        stats, requests = self.scheduler.stats, self.scheduler._roster.requests.values()
+        living = sum(seq.num_generated for each in requests for seq in each if seq.search is None)
+        assert stats.generation_tokens == stats.request_generation_tokens.sum + living
+        num_ended = sum(stats.finished.values())
+        assert stats.request_generation_tokens.count == stats.request_prompt_tokens.count == num_ended == len(self.ends)
+        assert stats.generation_tokens == sum(map(len, self.streams.values()))
+
     def check_streams(self, aborted: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Every choice of every request ended once and said what it would have said alone."""
         for request_id, asked in self.requests.items():
@@ -266,6 +275,7 @@ class Driver:
                     assert said == expected
                     assert self.ends[request_id, choice].finish_reason == reason
         self.transfer()
+        self.check_totals()
         self.scheduler.check_integrity()
         assert self.scheduler.stats.blocks_held == self.scheduler.stats.host_blocks_held == 0
         assert self.scheduler.stats.num_running == self.scheduler.stats.num_waiting == 0

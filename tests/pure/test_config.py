@@ -180,7 +180,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
-        "--tenants", "/etc/tenants.yaml", "--pinned-prefixes", "/etc/prefixes.jsonl",
+        "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
         "--role", "decode", "--prefill-url", "http://a:1", "--prefill-timeout", "9",
         "--kv-connector-dir", "/dev/shm/x", "--kv-connector-gib", "1",
     ]  # fmt: skip
@@ -200,6 +200,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         pooling="mean",
         data_dir=Path("/var/quire"),
         tenants=Path("/etc/tenants.yaml"),
+        share_prefix_cache=True,
         pinned_prefixes=Path("/etc/prefixes.jsonl"),
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
@@ -225,7 +226,6 @@ def test_every_application_setting_reaches_the_application() -> None:
         (["--prefill-url", "http://a"], "is for --role decode"),
         (["--role", "decode", "--prefill-url", "a:1"], r"must be like http"),
         (["--role", "decode", "--prefill-url", "http://[::1"], r"must be like http"),
-        (["--tenants", "t.yaml", "--data-dir", "d"], "--tenants does not go with --data-dir"),
         (
             ["--role", "decode", "--prefill-url", "http://a", "--kv-offload-gib", "1"],
             "does not go with --kv-offload-gib",

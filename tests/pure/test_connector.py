@@ -44,7 +44,7 @@ class Daemon:
         return [self.listener.said(asked.request_id, choice) for choice in range(asked.params.n)]
 
     def prefix(self, asked: Request) -> Prefix:
-        return Prefix(self.engine.chain_root(asked), asked.prompt)
+        return Prefix(self.engine.first_names(asked), asked.prompt)
 
     def cached_tokens(self, name: str) -> int:
         found = [event.prompt for events in self.listener.batches for event in events
@@ -134,7 +134,7 @@ def test_a_copy_that_fails_leaves_nothing_to_be_found(pair: tuple[Daemon, Daemon
     def fail(first: int, blocks: list[int]) -> None:
         raise ValueError(f"{first} {blocks}")
 
-    task = decode.engine.between_steps(lambda scheduler, _: scheduler.adopt_prefix(prefix.root, PROMPT, 7, fail))
+    task = decode.engine.between_steps(lambda scheduler, _: scheduler.adopt_prefix(prefix.names, PROMPT, 7, fail))
     with pytest.raises(ValueError, match="0 "):
         task.result(5)
     assert decode.exchange.count_missing(prefix) == 7

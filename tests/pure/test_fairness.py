@@ -381,7 +381,7 @@ def waiting_line(**served: float) -> tuple[WaitingQueue, list[Sequence]]:
     queue, line = WaitingQueue(is_fair=True), list[Sequence]()
     for tenant, cost in served.items():
         asked = request(tenant, tenant=tenant)
-        line.append(Sequence(asked, 0, len(line), 0.0, 4, b"", queue.account(asked)))
+        line.append(Sequence(asked, 0, len(line), 0.0, 4, [b""], queue.account(asked)))
         line[-1].account.served = cost
         queue.add(line[-1])
     return queue, line
@@ -393,7 +393,7 @@ def test_whoever_is_passed_over_keeps_what_it_is_owed() -> None:
     assert queue.first is other
     assert queue.has_others(other.account)
     later = request("later", tenant="owed")
-    second = Sequence(later, 0, 2, 0.0, 4, b"", queue.account(later))
+    second = Sequence(later, 0, 2, 0.0, 4, [b""], queue.account(later))
     queue.add(second)
     queue.remove(other)
     queue.release()
@@ -403,7 +403,7 @@ def test_whoever_is_passed_over_keeps_what_it_is_owed() -> None:
     queue.remove(owed)
     queue.remove(second)
     asked = request("new", tenant="new")
-    new = Sequence(asked, 0, 3, 0.0, 4, b"", queue.account(asked))
+    new = Sequence(asked, 0, 3, 0.0, 4, [b""], queue.account(asked))
     queue.add(new)
     assert new.account.served == 100.0, "lifted to the last that waited"
     queue.check_integrity()
@@ -413,7 +413,7 @@ def test_a_newcomer_is_lifted_to_the_least_of_those_passed_over_too() -> None:
     queue, (owed, other) = waiting_line(owed=100.0, other=1000.0)
     queue.hold(owed)
     asked = request("new", tenant="new")
-    new = Sequence(asked, 0, 2, 0.0, 4, b"", queue.account(asked))
+    new = Sequence(asked, 0, 2, 0.0, 4, [b""], queue.account(asked))
     queue.add(new)
     assert new.account.served == 100.0
     queue.remove(owed)
@@ -450,7 +450,7 @@ def test_the_last_place_is_the_last_of_whoever_holds_most(running: list[tuple[st
     for i, (name, key) in enumerate(running):
         accounts[name].weight = 1.0 + (name == "c")
         accounts[name].num_running += 1
-        sequences.append(Sequence(request(str(i)), 0, i, key, 4, b"", accounts[name]))
+        sequences.append(Sequence(request(str(i)), 0, i, key, 4, [b""], accounts[name]))
     interleave(sequences)
     while sequences:
         last = sequences.pop()

@@ -225,6 +225,8 @@ def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -
     assert not health.alive
     assert not health.busy
     assert health.error is not None
+    stats = rig.engine.stats
+    assert stats.request_prompt_tokens.count == stats.request_generation_tokens.count == sum(stats.finished.values())
 
 
 def check_nothing_leaked(rig: Rig) -> None:
@@ -234,6 +236,8 @@ def check_nothing_leaked(rig: Rig) -> None:
     stats = rig.engine.stats
     assert (stats.blocks_held, stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0, 0)
     assert sum(stats.failed.values()) == stats.finished[FinishReason.ERROR]
+    assert stats.request_prompt_tokens.count == stats.request_generation_tokens.count == sum(stats.finished.values())
+    assert stats.request_generation_tokens.sum == stats.generation_tokens
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["run", "wait"])

@@ -7,6 +7,8 @@ import pytest
 from server.errors import ApiError
 from server.response_store import ResponseStore, StoredResponse
 
+ME = "me"
+
 
 class Clock:
     now_s = 0.0
@@ -25,7 +27,7 @@ def store(max_responses: int = 3, **bounds: int) -> ResponseStore:
 
 def is_kept(store: ResponseStore, name: str) -> bool:
     try:
-        store.chain(name)
+        store.chain(ME, name)
     except ApiError:
         return False
     return True
@@ -38,49 +40,49 @@ def kept(store: ResponseStore, names: str) -> str:
 def test_a_chain_is_told_from_its_beginning() -> None:
     responses = store()
     for name, previous in (("a", None), ("b", "a"), ("c", "b")):
-        responses.put(turn(name, previous))
-    assert [stored.response_id for stored in responses.chain("c")] == ["a", "b", "c"]
+        responses.put(ME, turn(name, previous))
+    assert [stored.response_id for stored in responses.chain(ME, "c")] == ["a", "b", "c"]
 
 
 def test_the_one_used_longest_ago_goes_first() -> None:
     responses = store()
     for name in "abc":
-        responses.put(turn(name))
-    responses.find("a")
-    responses.put(turn("d"))
+        responses.put(ME, turn(name))
+    responses.find(ME, "a")
+    responses.put(ME, turn("d"))
     assert kept(responses, "abcd") == "acd"
 
 
 def test_going_on_from_one_uses_all_that_it_continues() -> None:
     responses = store()
-    responses.put(turn("a"))
-    responses.put(turn("b", "a"))
-    responses.put(turn("x"))
-    responses.chain("b")
-    responses.put(turn("y"))
+    responses.put(ME, turn("a"))
+    responses.put(ME, turn("b", "a"))
+    responses.put(ME, turn("x"))
+    responses.chain(ME, "b")
+    responses.put(ME, turn("y"))
     assert kept(responses, "aby") == "aby"
     with pytest.raises(ApiError, match="'x'"):
-        responses.find("x")
+        responses.find(ME, "x")
 
 
 def test_bytes_are_bounded_too() -> None:
     responses = store(100, max_bytes=25)
     for name in "abc":
-        responses.put(turn(name))
+        responses.put(ME, turn(name))
     assert kept(responses, "abc") == "bc"
-    responses.put(turn("d", size=26))
+    responses.put(ME, turn("d", size=26))
     assert kept(responses, "abcd") == ""
-    responses.put(turn("e", size=25))
+    responses.put(ME, turn("e", size=25))
     assert kept(responses, "e") == "e", "what was forgotten still counts"
 
 
 def test_what_nobody_uses_for_long_is_forgotten() -> None:
     clock = Clock()
     responses = ResponseStore(10, ttl_s=100.0, clock=clock)
-    responses.put(turn("a"))
-    responses.put(turn("b"))
+    responses.put(ME, turn("a"))
+    responses.put(ME, turn("b"))
     clock.now_s = 60.0
-    responses.find("a")
+    responses.find(ME, "a")
     clock.now_s = 120.0
     assert kept(responses, "ab") == "a"
     clock.now_s = 300.0
@@ -89,14 +91,14 @@ def test_what_nobody_uses_for_long_is_forgotten() -> None:
 
 def test_a_chain_with_a_gap_says_what_is_missing() -> None:
     responses = store()
-    responses.put(turn("a"))
-    responses.put(turn("b", "a"))
-    responses.delete("a")
+    responses.put(ME, turn("a"))
+    responses.put(ME, turn("b", "a"))
+    responses.delete(ME, "a")
     with pytest.raises(ApiError, match="no response 'a' here: it was deleted") as missing:
-        responses.chain("b")
+        responses.chain(ME, "b")
     assert (missing.value.status, missing.value.code) == (404, "previous_response_not_found")
     with pytest.raises(ApiError) as error:
-        responses.delete("a")
+        responses.delete(ME, "a")
     assert (error.value.code, error.value.param) == ("response_not_found", "response_id")
 
 
@@ -104,4 +106,40 @@ def test_a_store_for_none_keeps_none() -> None:
     responses = store(0)
     assert not responses.is_open
     with pytest.raises(ApiError, match="--max-stored-responses"):
-        responses.find("a")
+        responses.find(ME, "a")
+
+
+def test_an_owner_that_stores_much_pushes_out_its_own() -> None:
+    """Neither count nor bytes of one reach another's, and no id of another's is there."""
+    responses = store(4, max_bytes=100)
+    responses.put("small", turn("a"))
+    for name in "bcdefg":
+        responses.put("large", turn(name))
+    assert responses.find("small", "a").response_id == "a"
+    assert [name for name in "bcdefg" if _has(responses, "large", name)] == ["e", "f", "g"]
+    responses.put("large", turn("h", size=90))
+    responses.put("large", turn("i", size=80))
+    assert responses.find("small", "a").response_id == "a"
+    for act in (responses.find, responses.delete, responses.chain):
+        with pytest.raises(ApiError) as refused:
+            act("large", "a")
+        with pytest.raises(ApiError) as never:
+            act("large", "never")
+        assert refused.value.message == never.value.message.replace("never", "a", 1)
+    assert responses.find("small", "a").response_id == "a"
+
+
+def _has(responses: ResponseStore, owner: str, name: str) -> bool:
+    try:
+        responses.find(owner, name)
+    except ApiError:
+        return False
+    return True
+
+
+def test_a_chain_never_leads_to_another_owners() -> None:
+    responses = store()
+    responses.put("one", turn("a"))
+    responses.put("two", turn("b", "a"))
+    with pytest.raises(ApiError):
+        responses.chain("two", "b")

@@ -79,6 +79,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_background=st.booleans(),
         tenant=st.sampled_from(["a", "a", "b", "c"]),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
+        cache_owner=st.sampled_from(["", "", "a"]),
+        num_public=st.sampled_from([0, 0, 4, 11]),
         extra_beams=st.sampled_from([None, None, 0, 1, 3]),
         length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
         early_stopping=st.sampled_from(EarlyStopping),
@@ -92,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_beams: int | None,
         length_penalty: float,
         early_stopping: EarlyStopping,
+        num_public: int,
         **params: object,
     ) -> None:
         name = str(len(self.driver.requests))
@@ -108,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_s=self.driver.now,
             n=n,
             beam=beam,
+            num_public=min(num_public, len(prompt)),
             **params,
         )
         with suppress(NeverFitsError) if beam is not None else nullcontext():
@@ -160,6 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         driver = self.driver
         driver.scheduler.check_integrity()
+        driver.check_totals()
         stats = driver.scheduler.stats
         assert stats.num_running <= driver.scheduler.config.max_num_seqs
         assert stats.num_waiting >= 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,29 @@ def test_other_terms_hold_from_then_on() -> None:
     found = tenancy.find(["k"])
     assert found is not None
     assert found.tenant.name == DEFAULT
+
+
+def test_lines_of_batches_leave_a_place_to_clients() -> None:
+    held = account(Clock(), max_concurrent_requests=3)
+    assert [held.room_for_lines(num_running) for num_running in (0, 1, 2, 5)] == [2, 1, 0, 0]
+    held.open([request()])
+    assert [held.room_for_lines(num_running) for num_running in (0, 1, 2)] == [1, 1, 0]
+    assert account(Clock(), max_concurrent_requests=1).room_for_lines(0) == 1
+    assert account(Clock()).room_for_lines(1000) == inf
+    owing = account(Clock(), tokens_per_minute=5)
+    assert owing.room_for_lines(0) == inf
+    owing.open([request(prompt=(1,) * 9)])
+    assert owing.room_for_lines(0) == 0
+
+
+def test_owners_are_the_tenants_of_the_file_and_the_operator() -> None:
+    tenancy = Tenancy(["k"], [Tenant(name="a"), Tenant(name="b")], _metrics())
+    before = tenancy.owners
+    assert set(before) == {DEFAULT, "a", "b"}
+    tenancy.replace([Tenant(name="b"), Tenant(name="c")])
+    assert set(tenancy.owners) == {DEFAULT, "b", "c"}
+    assert tenancy.owners["b"] is before["b"]
+    assert Tenancy(["k"], None, _metrics()).owners == {DEFAULT: None}
 
 
 def _metrics() -> TenantMetrics:
