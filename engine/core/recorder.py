@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.block_pool import BlockPool
-from engine.core.length_predictor import Predictor
+from engine.core.length_predictor import LengthPredictor
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
@@ -26,7 +26,7 @@ class Recorder:
     __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps", "lengths", "predictor")
 
     def __init__(
-        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: Predictor | None
+        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: LengthPredictor | None
     ) -> None:
         self.predictor = predictor
         self._targets = targets

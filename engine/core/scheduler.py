@@ -22,7 +22,7 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
-from engine.core.length_predictor import LengthPredictor, Predictor
+from engine.core.length_predictor import LengthPredictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
 from engine.core.pacing import Pacing
@@ -51,10 +51,8 @@ BACKGROUND_SHARE = 4
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
 
-    def __init__(
-        self, config: SchedulerConfig, stats: Stats | None = None, predictor: Predictor | None = None, *, depth: int = 0
-    ) -> None:
-        """With sjf, lengths are learned unless there is another `predictor`. `depth` steps are planned ahead of commits."""
+    def __init__(self, config: SchedulerConfig, stats: Stats | None = None, *, depth: int = 0) -> None:
+        """`depth` steps are planned ahead of commits."""
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self._pins = Pins(self.stats)
@@ -64,7 +62,7 @@ class Scheduler:
         self.tiers = Tiers(config, self.stats, self._pins, self._costs)
         self._memory = Memory(config, self.tiers, self._pins)
         self._swap = SwapSpace(config, self.tiers, self._costs)
-        self._predictor = predictor or (LengthPredictor() if config.policy == "sjf" else None)
+        self._predictor = LengthPredictor() if config.policy == "sjf" else None
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, config)
