@@ -20,8 +20,6 @@ goes if a tenant waits that was served no more and would hold, with the newcomer
 one does. That ratio is the hysteresis: each such exchange lowers the sum of num_running^2 / weight, so exchanges come to
 an end by themselves, and none is ever taken back at once.
 
-Steps follow a third: turns.py.
-
 Within a tenant `priority` orders, with its aging. Pure functions; the roster and its
 queue call them, engine thread.
 """

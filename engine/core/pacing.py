@@ -4,7 +4,6 @@ A prompt that a step can hold is not held back: those who run feel it once, and 
 which throughput would pay. A long one is paced, for everybody who runs feels each of its steps and only itself gains by haste:
 
     beside others    SHARE * n * n of what the step takes without them, where n long prompts are in line
-    pressing         PRESSING times that, where with the policy `fair` others are to make way for a newcomer (turns.py)
     alone            ALONE * n times what a step costs however little is in it: whoever comes waits for the one that runs
 
 One is hardly felt; where many wait, prompts are the load, and it is they who should not wait for long. With a target ITL it is that, and nothing else, which all prompts of a step share. With a target TTFT a long prompt takes what
@@ -24,7 +23,6 @@ from engine.core.targets import Targets
 SHARE = 0.45  # a step with one long prompt takes 1.45 times as long: half as much again is felt, and steps vary
 ALONE = 8  # an eighth of a lone prompt's time is the price
 AIM = 0.9  # of a target: steps vary
-PRESSING = 4.0  # a newcomer's prompt is to take a quarter longer than alone
 FLOOR = 0.1  # of what decoding takes: so much longer a step may take if it misses the target ITL without any prompt
 _MAX_URGENCY = 0.9  # of all time, for long prompts that are about to miss the target TTFT
 _DECODES_SKIPPED = 8  # of steps without prompts one in so many is learned from: they are many and alike
@@ -67,7 +65,7 @@ class Pacing:
         load = flight.load if flight.load.num_prompt_tokens else decode_load(flight.slices)
         return min(flight.spare_s, flight.room.spare_s, AIM * target_s - times.seconds(load))
 
-    def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool, is_pressing: bool) -> float:
+    def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool) -> float:
         """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""
         times, num_in_line = self.times, len(long)
         if not times.is_known or (others.num_decodes and self._targets.itl_s is not None):
@@ -75,8 +73,7 @@ class Pacing:
         if not others.num_decodes and not others.num_prompt_tokens:
             return ALONE * num_in_line * times.fixed_s
         urgency = self._urgency(long, now)
-        share = PRESSING if is_pressing else SHARE * num_in_line**2
-        share_s = max(share, urgency / (1 - urgency)) * times.seconds(others)
+        share_s = max(SHARE * num_in_line**2, urgency / (1 - urgency)) * times.seconds(others)
         if others.num_prompt_tokens or by_layers:
             return share_s
         return max(share_s - times.chunked_s, times.chunked_s)

@@ -13,8 +13,6 @@ whole context, so a step computes a large chunk in some of the model's layers, t
 and what a step adds is as little as with few tokens. One chunk is under way at a time, whoever's turn it is. Now and then
 a step goes without, for what a step takes without prompts is what all others are measured by.
 
-With the policy `fair`, long ones that others make way for come before all other long ones, whole, and have most of the tokens.
-
 Owned by the scheduler, engine thread.
 """
 
@@ -25,7 +23,7 @@ from math import inf
 
 from engine.core.flight import Flight
 from engine.core.memory import Memory
-from engine.core.pacing import PRESSING, Pacing
+from engine.core.pacing import Pacing
 from engine.core.plan import LayerRange, Sample
 from engine.core.roster import Roster
 from engine.core.sequence import Chunk, Sequence, Status
@@ -69,9 +67,7 @@ class PromptPlanner:
             flight.spare_s = min(flight.room.spare_s, self._pacing.prompts_s(flight.load))
         long = [seq for seq in catching_up if seq.is_long and shares]
         reserve, reserve_s = 0, 0.0
-        if pressing := self._roster.pressing(long):
-            reserve = min(int(budget * PRESSING / (1 + PRESSING)), sum(map(_num_to_plan, pressing)))
-        elif long and long[0] is catching_up[0]:
+        if long and long[0] is catching_up[0]:
             reserve = -(-budget // RESERVE)
         if reserve and flight.spare_s < inf:
             reserve_s = flight.spare_s * reserve / budget
@@ -118,10 +114,9 @@ class PromptPlanner:
 
     def _plan_long(self, long: list[Sequence], budget: int, now: float, flight: Flight) -> int:
         """The part of the long ones: half is for the first, half for the one that is soonest through; returns how many."""
-        times, pressing = self._pacing.times, self._roster.pressing(long)
-        long = pressing or long  # those that make way wait
-        by_layers = self._num_layers > 1 and not pressing and bool(flight.slices) and not any(map(_needs_states, long))
-        paced_s = self._pacing.long_s(flight.load, long, now, by_layers=by_layers, is_pressing=bool(pressing))
+        times = self._pacing.times
+        by_layers = self._num_layers > 1 and bool(flight.slices) and not any(map(_needs_states, long))
+        paced_s = self._pacing.long_s(flight.load, long, now, by_layers=by_layers)
         spare_s = flight.spare_s
         if by_layers and not flight.load.num_prompt_tokens:
             spare_s = min(self._pacing.prompts_s(flight.load, by_layers=True), flight.room.spare_s)

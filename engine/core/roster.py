@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from math import inf
 from operator import attrgetter
 
@@ -16,8 +16,6 @@ from engine.core.fairness import INPUT_COST, PROMISED, charge_generated, interle
 from engine.core.flight import Flight
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
-from engine.core.step_time import StepTime
-from engine.core.turns import EVERYBODY, Turn, Turns, holder_of_most, sitting_out
 from engine.core.waiting import WaitingQueue
 
 _place = attrgetter("place")
@@ -27,7 +25,7 @@ _is_background = attrgetter("is_background")
 class Roster:
     """Sequences come, wait, run, and are struck off."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "_turns", "is_fair", "requests", "running", "waiting")
+    __slots__ = ("_next_seq_id", "_recorder", "is_fair", "requests", "running", "waiting")
 
     def __init__(self, recorder: Recorder, config: SchedulerConfig) -> None:
         self.is_fair = config.policy == "fair"  # tenants are told apart
@@ -35,7 +33,6 @@ class Roster:
         self.running: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
-        self._turns = Turns(config.max_num_batched_tokens)
         self._next_seq_id = 0
 
     def take_seq_id(self) -> int:
@@ -58,8 +55,6 @@ class Roster:
         account = seq.account
         account.num_running += 1
         if not seq.num_charged:
-            if self.is_fair:
-                self._turns.come(seq, self.running)
             seq.num_charged = seq.num_prompt
             account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
         if self.is_fair or seq.promised_total:
@@ -106,24 +101,6 @@ class Roster:
         if self.is_fair:
             charge_generated(flight.sequences)
 
-    def turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
-        """With `fair`: who has a part in the next step. It may be cut if nobody planned can have to give way."""
-        turn = self._turn(limit, now, times, cuts=cuts)
-        return turn._replace(out=set(turn.out) - set(self.promised)) if turn.out and self.has_promised else turn
-
-    def _turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
-        due = self.due(limit)
-        if accounts := sitting_out(due, limit):
-            return Turn({seq for seq in due if seq.account in accounts}, admits=False)
-        most = holder_of_most(due) if cuts and self._turns.expects(now) else None
-        if most is None or self.waiting.has_others(most):
-            return EVERYBODY
-        return self._turns.cut(due, most, times)
-
-    def pressing(self, long: Iterable[Sequence]) -> list[Sequence]:
-        """Of long prompts, those that others make way for."""
-        return self._turns.pressing(long, self.running) if self.is_fair else []
-
     def takeable(self, seq: Sequence) -> list[Sequence]:
         """Who may be preempted, if need be all of them, so that a waiting sequence can run; first to go first.
 
@@ -164,15 +141,12 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int, out: Collection[Sequence] = (), *, is_alone: bool = False) -> list[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned. Without those who sit `out`.
-
-        If `is_alone`, only what is promised.
-        """
+    def due(self, limit: int, *, is_alone: bool = False) -> list[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned. If `is_alone`, only what is promised."""
         due = self.promised if is_alone else self.running[: self.num_due]
-        if len(due) <= limit and not out:
+        if len(due) <= limit:
             return due
-        return [seq for seq in due if not seq.is_waiting and seq not in out][:limit]
+        return [seq for seq in due if not seq.is_waiting][:limit]
 
     def tell(self) -> None:
         """Bring the gauges up to date."""

@@ -41,7 +41,6 @@ from engine.core.step_time import decode_load
 from engine.core.swap_belief import SwapBelief
 from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
-from engine.core.turns import EVERYBODY
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
 # A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
@@ -139,19 +138,17 @@ class Scheduler:
         self._pins.expire(now)
         room = self._promises.room(now)
         flight = Flight(planned_s=now, room=room)
-        if is_short := self._memory.pool.num_available < len(self._roster.running):
+        if self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
-        turn = EVERYBODY
         if self._roster.is_fair and not room.is_alone:
             self._admit_first(now, flight)
-            turn = self._roster.turn(limit, now, self._pacing.times, cuts=not is_short)
-        due = self._roster.due(limit, turn.out, is_alone=room.is_alone)
+        due = self._roster.due(limit, is_alone=room.is_alone)
         catching_up = self._plan_decodes(flight, due)
         num_decodes = flight.num_decodes
-        budget = min(limit - num_decodes, turn.max_prompt_tokens) if room.holds_prompts else 0
+        budget = limit - num_decodes if room.holds_prompts else 0
         limit = num_decodes + budget
-        admits = turn.admits and (self._memory.has_seat or self._roster.has_takeable)
+        admits = self._memory.has_seat or self._roster.has_takeable
         if budget and (catching_up or (admits and self._roster.waiting.first is not None)):
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens

@@ -130,10 +130,6 @@ class WaitingQueue:
     def has_foreground(self) -> bool:
         return bool(self._lanes[0])
 
-    def has_others(self, account: Account) -> bool:
-        """True if anybody waits whose account is another, but for the background."""
-        return any(other is not account for waiting in (self._lanes[0], self._aside[0]) for other in waiting)
-
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, as they would be admitted if nobody else came and answers cost nothing; first who is held."""
         yield from self._held
