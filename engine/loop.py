@@ -333,9 +333,7 @@ class Engine:
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
         if seconds > 0:
-            # A chunk by layers counts in the step that brings it through the last one.
-            num_tokens = plan.num_tokens - plan.num_partial
-            rate, memory = num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
+            rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate
         self.stats.last_step_s = self._progress_s = now
         return self._scheduler.commit(plan, result, now)

@@ -39,12 +39,8 @@ class Machine(NamedTuple):
     prompt_context_s: float
     chunk_context_s: float
     max_step_tokens: int
-    num_layers: int
 
     def seconds(self, plan: StepPlan) -> float:
-        return plan.cost(self._seconds)
-
-    def _seconds(self, plan: StepPlan) -> float:
         total = self.fixed_s
         for piece in plan.slices:
             if piece.start >= piece.num_prompt:
@@ -57,8 +53,8 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "two cores": Machine(4.5e-3, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6, 0.6e-6, 512, 30),
-    "fifty times that": Machine(4e-3, 0.02e-3, 0.02e-6, 0.02e-3, 0.6e-9, 0, 8192, 1),
+    "two cores": Machine(4.5e-3, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6, 0.6e-6, 512),
+    "fifty times that": Machine(4e-3, 0.02e-3, 0.02e-6, 0.02e-3, 0.6e-9, 0, 8192),
 }
 
 
@@ -72,7 +68,6 @@ class _Clocked:
             max_model_len=100_000,
             max_num_seqs=128,
             max_num_batched_tokens=machine.max_step_tokens,
-            num_layers=machine.num_layers,
             enable_prefix_caching=False,
             target_itl_s=None if target_itl_ms is None else target_itl_ms / 1e3,
         )

@@ -171,7 +171,6 @@ _LEAST = {
     "min_copied_tokens": 1,
     "num_host_blocks": 0,
     "num_disk_blocks": 0,
-    "num_layers": 1,
     "num_speculative_tokens": 0,
 }
 
@@ -196,9 +195,6 @@ class SchedulerConfig:
     swap_costs: SwapCosts = FREE_SWAPS  # as they were measured at the start
     host_caching: bool = False  # cached blocks that the pool gives up go there too
     num_disk_blocks: int = 0  # behind the host's, for cached blocks
-    num_layers: int = (
-        1  # that a runner can go through at different steps with a prompt's chunk; 1: it takes them all at once
-    )
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
 
@@ -220,7 +216,6 @@ class SchedulerConfig:
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
-        assert self.num_layers == 1 or not self.num_speculative_tokens, "a drafter reads whole slices"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "

@@ -20,7 +20,7 @@ from engine.core.sequence import Sequence
 from engine.core.step_time import Load, StepTime, decode_load
 from engine.core.targets import Targets
 
-SHARE = 0.45  # a step with one long prompt takes 1.45 times as long: half as much again is felt, and steps vary
+SHARE = 0.35  # a step with one long prompt takes 1.35 times as long, plus what reading its context adds
 ALONE = 8  # an eighth of a lone prompt's time is the price
 AIM = 0.9  # of a target: steps vary
 FLOOR = 0.1  # of what decoding takes: so much longer a step may take if it misses the target ITL without any prompt
@@ -46,15 +46,12 @@ class Pacing:
         self._num_skipped = 0
         return True
 
-    def prompts_s(self, decodes: Load, *, by_layers: bool = False) -> float:
-        """Seconds that prompts may add to a step with such decodes, all together.
-
-        Unless they go `by_layers` that is beyond what the presence of prompts costs.
-        """
+    def prompts_s(self, decodes: Load) -> float:
+        """Seconds that prompts may add to a step with such decodes, all together, beyond what their presence costs."""
         target_s, times = self._targets.itl_s, self.times
         if target_s is None or not decodes.num_decodes or not times.is_known:
             return inf
-        base_s = times.seconds(decodes) + times.chunked_s * (not by_layers)
+        base_s = times.seconds(decodes) + times.chunked_s
         return max(AIM * target_s - base_s, FLOOR * base_s)
 
     def drafts_s(self, flight: Flight) -> float:
@@ -65,7 +62,7 @@ class Pacing:
         load = flight.load if flight.load.num_prompt_tokens else decode_load(flight.slices)
         return min(flight.spare_s, flight.room.spare_s, AIM * target_s - times.seconds(load))
 
-    def long_s(self, others: Load, long: Seq[Sequence], now: float, *, by_layers: bool) -> float:
+    def long_s(self, others: Load, long: Seq[Sequence], now: float) -> float:
         """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""
         times, num_in_line = self.times, len(long)
         if not times.is_known or (others.num_decodes and self._targets.itl_s is not None):
@@ -74,7 +71,7 @@ class Pacing:
             return ALONE * num_in_line * times.fixed_s
         urgency = self._urgency(long, now)
         share_s = max(SHARE * num_in_line**2, urgency / (1 - urgency)) * times.seconds(others)
-        if others.num_prompt_tokens or by_layers:
+        if others.num_prompt_tokens:
             return share_s
         return max(share_s - times.chunked_s, times.chunked_s)
 

@@ -8,11 +8,6 @@ first one's, half the one's that is soonest through. Whoever is first in line ge
 
     a step holds at least 1 token of the first in line, and if that is long, 1 / RESERVE of the tokens are not for short ones
 
-Beside others, long ones go by layers, where the runner can: a few tokens cost nearly as much as many, for they read the
-whole context, so a step computes a large chunk in some of the model's layers, the next one goes on with the next layers,
-and what a step adds is as little as with few tokens. One chunk is under way at a time, whoever's turn it is. Now and then
-a step goes without, for what a step takes without prompts is what all others are measured by.
-
 Owned by the scheduler, engine thread.
 """
 
@@ -24,26 +19,21 @@ from math import inf
 from engine.core.flight import Flight
 from engine.core.memory import Memory
 from engine.core.pacing import Pacing
-from engine.core.plan import LayerRange, Sample
+from engine.core.plan import Sample
 from engine.core.roster import Roster
-from engine.core.sequence import Chunk, Sequence, Status
+from engine.core.sequence import Sequence, Status
 from engine.core.step_time import decode_load
 
 RESERVE = 8
-REFERENCE_EVERY = 32  # steps
-LAYERS_A_STEP = 3  # of a chunk's: with more, the seconds of a step are better filled, but chunks are smaller
-PATIENCE = 4  # steps with too little room that a chunk sits out, before it is cut anew and its layers are lost
 
 
 class PromptPlanner:
     """Writes chunks into the plan that is being made."""
 
-    __slots__ = ("_last", "_memory", "_num_layered", "_num_layers", "_pacing", "_roster")
+    __slots__ = ("_memory", "_pacing", "_roster")
 
-    def __init__(self, memory: Memory, roster: Roster, pacing: Pacing, num_layers: int) -> None:
-        self._memory, self._roster, self._pacing, self._num_layers = memory, roster, pacing, num_layers
-        self._last: Sequence | None = None  # whose turn it was to go by layers
-        self._num_layered = 0  # steps that had long ones which go by layers
+    def __init__(self, memory: Memory, roster: Roster, pacing: Pacing) -> None:
+        self._memory, self._roster, self._pacing = memory, roster, pacing
 
     def plan(
         self,
@@ -115,19 +105,8 @@ class PromptPlanner:
     def _plan_long(self, long: list[Sequence], budget: int, now: float, flight: Flight) -> int:
         """The part of the long ones: half is for the first, half for the one that is soonest through; returns how many."""
         times = self._pacing.times
-        by_layers = self._num_layers > 1 and bool(flight.slices) and not any(map(_needs_states, long))
-        paced_s = self._pacing.long_s(flight.load, long, now, by_layers=by_layers)
-        spare_s = flight.spare_s
-        if by_layers and not flight.load.num_prompt_tokens:
-            spare_s = min(self._pacing.prompts_s(flight.load, by_layers=True), flight.room.spare_s)
-        seconds = min(paced_s, spare_s)
+        seconds = min(self._pacing.long_s(flight.load, long, now), flight.spare_s)
         first, soonest = long[0], min(long, key=_num_to_plan)
-        if by_layers and seconds < inf:
-            self._num_layered += 1
-            flight.is_reference = self._num_layered % REFERENCE_EVERY == 0
-            if flight.is_reference or not budget:
-                return 0
-            return self._plan_layers(self._take_turn(long, first, soonest), budget, seconds, flight)
         flight.spare_s = seconds if first is soonest else seconds / 2
         count = self._plan_chunk(first, budget, flight, least=1)
         if soonest is not first:
@@ -135,48 +114,9 @@ class PromptPlanner:
             count += self._plan_chunk(soonest, budget - count, flight)
         return count
 
-    def _take_turn(self, long: list[Sequence], first: Sequence, soonest: Sequence) -> Sequence:
-        """Whose chunk goes through the next layers: whoever's is under way, else the first one's and the soonest's in turns."""
-        last = self._last
-        if last is None or last.chunk is None or last not in long:
-            if last is not None:
-                last.chunk = None
-            self._last = last = soonest if last is first else first
-        return last
-
-    def _plan_layers(self, seq: Sequence, budget: int, seconds: float, flight: Flight) -> int:
-        """Plan some layers of the sequence's next chunk: as many as fit the seconds, at least one; returns its positions."""
-        start, times, num_layers = seq.num_planned, self._pacing.times, self._num_layers
-        chunk = seq.chunk
-        if chunk is not None and chunk.num_tokens > budget:
-            if chunk.num_layers and flight.slices and chunk.num_passed < PATIENCE:
-                seq.chunk = chunk._replace(num_passed=chunk.num_passed + 1)
-                return 0  # what its layers came to would be lost
-            chunk = None
-        if chunk is None:
-            seconds_a_chunk = seconds * num_layers / LAYERS_A_STEP - times.chunked_s
-            room = int(min(times.tokens_within(seconds_a_chunk, start), budget)) or 1
-            num_chunks = -(-_num_to_plan(seq) // room)  # of about one size, for a small one costs nearly as much
-            chunk = Chunk(-(-_num_to_plan(seq) // num_chunks), 0)
-        count, begin = chunk.num_tokens, chunk.num_layers
-        layer_s = (times.chunked_s + times.chunk_s(start, count)) / num_layers
-        num_fit = min(seconds / layer_s, num_layers) if layer_s > 0 else num_layers
-        if flight.room.spare_s < inf and num_fit < 1:
-            return 0  # promises leave no time for it
-        num = int(num_fit) if flight.room.spare_s < inf else round(num_fit)
-        layers = LayerRange(begin, min(begin + max(num, 1), num_layers), num_layers)
-        samples: tuple[Sample, ...] = ()
-        seq.chunk = chunk._replace(num_layers=layers.end)
-        if layers.is_last:
-            samples = self._finish_chunk(seq, start + count, flight)
-        flight.layers = layers if layers.share < 1 else None
-        flight.add_chunk(seq, start, count, samples)
-        flight.load = flight.load.with_chunk(start, count, layers.share)
-        return count
-
     def _finish_chunk(self, seq: Sequence, stop: int, flight: Flight) -> tuple[Sample, ...]:
-        """All layers of the positions before `stop` are planned: what is drawn from the last of them."""
-        seq.num_planned, seq.chunk = stop, None
+        """The positions before `stop` are planned: what is drawn from the last of them."""
+        seq.num_planned = stop
         if stop < len(seq.tokens):
             return ()
         seq.move(Status.RUNNING)
@@ -215,11 +155,6 @@ class PromptPlanner:
                 self._roster.start(child)
             drawing += children
         return tuple(sample for sequence in drawing for sample in sequence.samples)
-
-
-def _needs_states(seq: Sequence) -> bool:
-    """Whether hidden states of its prompt are asked for, and not only of the last layer's rows that draw."""
-    return seq.needs_every_position or seq.params.pooling is not None
 
 
 def _num_to_plan(seq: Sequence) -> int:

@@ -110,7 +110,7 @@ class Recorder:
         self.gaps.clear()
         stats.steps += 1
         stats.background_steps += is_background
-        stats.step_tokens.observe(plan.num_tokens - plan.num_partial)
+        stats.step_tokens.observe(plan.num_tokens)
         stats.step_sequences.observe(len(plan.slices))
         if plan.swap_out or plan.swap_in:
             stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)

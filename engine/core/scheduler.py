@@ -66,7 +66,7 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, config)
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
-        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
+        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
         self._flights: deque[Flight] = deque()
         known = self._memory, self._roster, self._pacing.times
         self._promises = Promises(config, *known, self._flights, overlaps=depth > 0)
@@ -167,7 +167,7 @@ class Scheduler:
         self._roster.tell()
         num_tokens = limit - budget
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
-        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts, flight.layers)
+        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
 
     def _plan_decodes(self, flight: Flight, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence that is `due` its next position; returns the prompts that still have to catch up.
@@ -296,7 +296,7 @@ class Scheduler:
     def _learn(self, flight: Flight, now: float, moves: Moves) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = flight.load.num_prompt_tokens > 0
-        if flight.slices and self._pacing.is_due(has_prompts or flight.is_reference):
+        if flight.slices and self._pacing.is_due(has_prompts):
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))

@@ -31,7 +31,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from enum import Enum
-from typing import NamedTuple
 
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
@@ -69,14 +68,6 @@ def choice_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-class Chunk(NamedTuple):
-    """Positions from num_planned on that steps compute some layers at a time: `num_layers` are planned already."""
-
-    num_tokens: int
-    num_layers: int
-    num_passed: int = 0  # steps that had too little room for it
-
-
 class Sequence:
     """Mutable, slotted, and touched by the scheduler alone."""
 
@@ -86,7 +77,6 @@ class Sequence:
         "beams",
         "chain",
         "choice",
-        "chunk",
         "draft_chance",
         "ending_ids",
         "first_scheduled_s",
@@ -168,7 +158,6 @@ class Sequence:
         self.max_total = self.num_prompt + request.params.max_tokens
         self.ending_ids = request.params.eos_token_ids | request.params.stop_token_ids
         self.num_computed = self.num_planned = 0
-        self.chunk: Chunk | None = None  # of its prompt, on its way through the layers
         self.num_in_flight = 0  # launched steps that name this sequence
         # See `rest`: a position below the first needs nothing but a place in the plan; its token, below the second, to be noted.
         self.quiet_until = self.quietly_taken_until = 0
@@ -355,7 +344,6 @@ class Sequence:
         block_size = self.page_table.block_size
         self.page_table = PageTable(block_size)
         self.num_computed = self.num_planned = 0
-        self.chunk = None
         self.num_registered = 0
         self.next_register = block_size if self.is_shown else NEVER
         self.shares_tail = False

@@ -1,6 +1,6 @@
 """How long a step takes, learned from the steps that were: a linear model, fitted anew with each of them.
 
-    seconds = fixed + chunked * (share of layers with prompts) + a * decodes + b * decode context + c * prompt tokens + d * prompt context
+    seconds = fixed + chunked * (1 with prompts, else 0) + a * decodes + b * decode context + c * prompt tokens + d * prompt context
 
 A Kalman filter over coefficients that drift slowly, in relative errors: a step of 100 ms that is 5 ms off weighs as one of
 10 ms that is 0.5 ms off. An outlier moves little: a step that took far too long enters with the small weight of a long step,
@@ -27,32 +27,26 @@ _MIN_CHUNKS = 4  # steps with prompts before anything is said about them
 
 
 class Load(NamedTuple):
-    """What a step computes. A context is a sum over tokens: of the positions each of them attends to.
-
-    Of a prompt's token that goes through some of the layers only, that share counts.
-    """
+    """What a step computes. A context is a sum over tokens: of the positions each of them attends to."""
 
     num_decodes: int = 0
     decode_context: int = 0
-    num_prompt_tokens: float = 0
+    num_prompt_tokens: int = 0
     prompt_context: float = 0.0
-    prompt_layers: float = 0.0  # the share of layers that have prompts at all
 
-    def with_chunk(self, start: int, count: int, share: float = 1) -> Load:
-        """And `count` positions of a prompt from `start`, in a share of the layers."""
-        tokens, context = count * share, count * share * (start + count / 2)
-        tokens, context = self.num_prompt_tokens + tokens, self.prompt_context + context
-        layers = max(self.prompt_layers, share)
-        return self._replace(num_prompt_tokens=tokens, prompt_context=context, prompt_layers=layers)
+    def with_chunk(self, start: int, count: int) -> Load:
+        """And `count` positions of a prompt from `start`."""
+        tokens, context = self.num_prompt_tokens + count, self.prompt_context + count * (start + count / 2)
+        return self._replace(num_prompt_tokens=tokens, prompt_context=context)
 
     @property
     def features(self) -> tuple[float, ...]:
         return (
             1.0,
-            self.prompt_layers,
+            float(self.num_prompt_tokens > 0),
             float(self.num_decodes),
             float(self.decode_context),
-            self.num_prompt_tokens,
+            float(self.num_prompt_tokens),
             self.prompt_context,
         )
 

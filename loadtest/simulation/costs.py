@@ -94,9 +94,6 @@ class StepCosts:
 
     def step(self, plan: StepPlan) -> float:
         """Any step."""
-        return plan.cost(self._step)
-
-    def _step(self, plan: StepPlan) -> float:
         context, pairs = 0, 0.0
         for piece in plan.slices:
             if piece.num_tokens == 1:

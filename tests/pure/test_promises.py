@@ -136,7 +136,6 @@ ASKS = st.builds(
     num_blocks=st.sampled_from((200, 260, 400, 2000)),
     num_seats=st.sampled_from((3, 8, 30)),
     target_itl_s=st.sampled_from((None, None, 0.01, 0.05)),
-    num_layers=st.sampled_from((1, 1, 6)),
     depth=st.sampled_from((0, 0, 1)),
 )
 def test_whoever_is_started_with_a_deadline_keeps_it(
@@ -145,10 +144,9 @@ def test_whoever_is_started_with_a_deadline_keeps_it(
     num_blocks: int,
     num_seats: int,
     target_itl_s: float | None,
-    num_layers: int,
     depth: int,
 ) -> None:
-    sizes = {"num_blocks": num_blocks, "max_num_seqs": num_seats, "num_layers": num_layers}
+    sizes = {"num_blocks": num_blocks, "max_num_seqs": num_seats}
     world = Exact(depth, **sizes, policy=policy, target_itl_s=target_itl_s)
     for index, ask in enumerate(asks):
         changes: dict[str, object] = {"n": ask.n, "tenant": ask.tenant, "priority": ask.priority}
