@@ -137,7 +137,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
     depth = 0 if speculation else _depth(config.async_scheduling, device)
-    scheduler = Scheduler(settings, depth=depth)
+    scheduler = Scheduler(settings)
     if store is not None:
         scheduler.tiers.restore(store.kept)
     return Engine(

@@ -2,7 +2,7 @@
 
 The runner drafts the tokens and computes them in the same step, so that a plan has counts and no values here either.
 Drafts take what all others leave: of the token budget, of the draws that memory is measured for, of the seconds that a target
-ITL or promised deadlines allow, and of the blocks, for which nobody is preempted. How often a sequence's drafts are right is
+ITL allows, and of the blocks, for which nobody is preempted. How often a sequence's drafts are right is
 remembered; a new one begins with what is usual, and one that drafts nothing grows hopeful, so that it tries again. Owned by the scheduler, engine thread.
 """
 

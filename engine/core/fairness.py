@@ -27,7 +27,6 @@ queue call them, engine thread.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 
 from engine.core.account import Account
 from engine.core.sequence import Sequence
@@ -35,7 +34,6 @@ from engine.core.sequence import Sequence
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
 YIELD_RATIO = 2.0
-PROMISED = -inf  # a place before all others
 
 
 def charge_generated(sequences: Iterable[Sequence]) -> None:
@@ -59,12 +57,7 @@ def interleave(running: list[Sequence]) -> None:
 
 
 def place_of(seq: Sequence, rank: int) -> tuple[float, ...]:
-    """The place of its tenant's rank-th sequence, from 1; the background stands behind all others, as everywhere.
-
-    Promised work stands before them, under every policy.
-    """
-    if seq.promised_total:
-        return (PROMISED, *seq.order)
+    """The place of its tenant's rank-th sequence, from 1; the background stands behind all others, as everywhere."""
     return (seq.is_background, rank / seq.account.weight, *seq.order)
 
 
@@ -81,7 +74,7 @@ def takeable(running: list[Sequence], seq: Sequence) -> list[Sequence]:
         interleave(running)
         for victim in reversed(running):
             other = victim.account
-            if other in num_left and not victim.promised_total and num_left[other] / other.weight >= least:
+            if other in num_left and num_left[other] / other.weight >= least:
                 num_left[other] -= 1
                 found.append(victim)
     return found

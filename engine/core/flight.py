@@ -7,27 +7,12 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
-from typing import NamedTuple
 
 from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
 from engine.core.step_time import Load
 
 _NO_LOAD = Load()
-
-
-class Room(NamedTuple):
-    """What promised deadlines leave of a step: seconds for prompts and drafts; or nothing, and what is promised runs alone."""
-
-    spare_s: float = inf
-    is_alone: bool = False
-
-    @property
-    def holds_prompts(self) -> bool:
-        return self.is_alone or self.spare_s > 0.0
-
-
-FREE = Room()
 
 
 @dataclass(slots=True)
@@ -48,7 +33,6 @@ class Flight:
     step_id: int = -1
     planned_s: float = 0.0
     spare_s: float = inf  # that prompts and drafts may still add to it
-    room: Room = FREE
     load: Load = _NO_LOAD  # told of steps with prompts only
 
     @property

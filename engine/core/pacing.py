@@ -58,9 +58,9 @@ class Pacing:
         """Seconds that drafts may add to a step that is otherwise complete."""
         target_s, times = self._targets.itl_s, self.times
         if target_s is None or not times.is_known:
-            return min(flight.spare_s, flight.room.spare_s)
+            return flight.spare_s
         load = flight.load if flight.load.num_prompt_tokens else decode_load(flight.slices)
-        return min(flight.spare_s, flight.room.spare_s, AIM * target_s - times.seconds(load))
+        return min(flight.spare_s, AIM * target_s - times.seconds(load))
 
     def long_s(self, others: Load, long: Seq[Sequence], now: float) -> float:
         """The long ones' part of that, beside `others`: decodes, and prompts that are not long."""

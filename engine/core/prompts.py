@@ -51,10 +51,7 @@ class PromptPlanner:
         next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
         flight.load = decode_load(flight.slices)
-        if flight.room.is_alone:
-            shares = False
-        else:
-            flight.spare_s = min(flight.room.spare_s, self._pacing.prompts_s(flight.load))
+        flight.spare_s = self._pacing.prompts_s(flight.load)
         long = [seq for seq in catching_up if seq.is_long and shares]
         reserve, reserve_s = 0, 0.0
         if long and long[0] is catching_up[0]:
@@ -94,7 +91,7 @@ class PromptPlanner:
             if len(flight.swap_in) > num_moves:
                 num_moves = len(flight.swap_in)
                 late.append(seq)
-            elif seq.is_long and long is not None and not flight.room.is_alone:
+            elif seq.is_long and long is not None:
                 long.append(seq)
             else:
                 left -= self._plan_chunk(seq, left, flight)

@@ -8,11 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from math import inf
 from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
-from engine.core.fairness import INPUT_COST, PROMISED, charge_generated, interleave, place_of, takeable
+from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
 from engine.core.flight import Flight
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
@@ -57,7 +56,7 @@ class Roster:
         if not seq.num_charged:
             seq.num_charged = seq.num_prompt
             account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
-        if self.is_fair or seq.promised_total:
+        if self.is_fair:
             seq.place = place_of(seq, account.num_running)
         insort(self.running, seq, key=_place)
 
@@ -67,29 +66,6 @@ class Roster:
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
-        self.waiting.release()
-
-    def dismiss(self, seq: Sequence) -> None:
-        """One that runs is promised nothing any more, and stands among the others; a beam with all of its search.
-
-        Some beams alone could not go on: a step of promised work only would wait for the others for ever.
-        """
-        for each in seq.beams or (seq,):
-            if each.promised_total:
-                self.stop(each)
-                each.promised_total = 0
-                each.place = each.order
-                self.start(each)
-
-    @property
-    def has_promised(self) -> bool:
-        """True if anybody runs who was promised a deadline."""
-        return bool(self.running) and self.running[0].promised_total > 0
-
-    @property
-    def promised(self) -> list[Sequence]:
-        """Those that run and were promised their deadlines: the beginning of that queue."""
-        return self.running[: bisect_left(self.running, (PROMISED, inf), key=_place)]
 
     def interleave(self) -> None:
         """Have the last place be that of whoever is to give way first; before anybody may have to."""
@@ -141,9 +117,9 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int, *, is_alone: bool = False) -> list[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned. If `is_alone`, only what is promised."""
-        due = self.promised if is_alone else self.running[: self.num_due]
+    def due(self, limit: int) -> list[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned."""
+        due = self.running[: self.num_due]
         if len(due) <= limit:
             return due
         return [seq for seq in due if not seq.is_waiting][:limit]

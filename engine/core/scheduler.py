@@ -30,7 +30,6 @@ from engine.core.pins import Pins
 from engine.core.plan import Moves, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
-from engine.core.promises import Promises
 from engine.core.prompts import PromptPlanner
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
@@ -50,8 +49,7 @@ BACKGROUND_SHARE = 4
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats | None = None, *, depth: int = 0) -> None:
-        """`depth` steps are planned ahead of commits."""
+    def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self._pins = Pins(self.stats)
@@ -68,8 +66,6 @@ class Scheduler:
         self._deadlines = Deadlines(self._memory, self._pacing.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
         self._flights: deque[Flight] = deque()
-        known = self._memory, self._roster, self._pacing.times
-        self._promises = Promises(config, *known, self._flights, overlaps=depth > 0)
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         beams = Beams(self._memory, self._departures, self._roster, self._recorder)
         has_drafts = config.num_speculative_tokens > 0
@@ -91,8 +87,6 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
-        if self._predictor is None and request.deadline_s is not None:
-            self._predictor = self._recorder.predictor = LengthPredictor()
         num_expected = None if self._predictor is None else self._predictor.predict(request)
         key = sort_key(self._policy, request, num_expected)
         account = self._roster.waiting.account(request)
@@ -103,7 +97,6 @@ class Scheduler:
             seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]
         self._memory.prefetch(seq, request.arrival_s)
-        self._promises.expect(seq)
         self._roster.enqueue(seq)
         self._deadlines.watch(seq)
 
@@ -136,29 +129,26 @@ class Scheduler:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         assert len(self._flights) < 2, "two plans may be out: a decoding sequence has slices for no more"
         self._pins.expire(now)
-        room = self._promises.room(now)
-        flight = Flight(planned_s=now, room=room)
+        flight = Flight(planned_s=now)
         if self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
         limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
-        if self._roster.is_fair and not room.is_alone:
+        if self._roster.is_fair:
             self._admit_first(now, flight)
-        due = self._roster.due(limit, is_alone=room.is_alone)
+        due = self._roster.due(limit)
         catching_up = self._plan_decodes(flight, due)
         num_decodes = flight.num_decodes
-        budget = limit - num_decodes if room.holds_prompts else 0
-        limit = num_decodes + budget
+        budget = limit - num_decodes
         admits = self._memory.has_seat or self._roster.has_takeable
         if budget and (catching_up or (admits and self._roster.waiting.first is not None)):
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             shares = self._step_limit == self.config.max_num_batched_tokens
             admitted = self._admit(now, flight) if admits else ()
             budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
-        self._promises.planned(catching_up, room)
         if not (flight.slices or flight.arrivals):
             self._swap.settle(flight)  # of whoever was started and has given way again
             return None
-        if self._drafts is not None and not flight.room.is_alone:
+        if self._drafts is not None:
             self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
         flight.swap_out = self.tiers.take_due()
         flight.step_id = self._next_step_id
@@ -218,7 +208,7 @@ class Scheduler:
 
     def _admit_first(self, now: float, flight: Flight) -> None:
         """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
-        seq = self._promises.next(now, flight)
+        seq = self._roster.waiting.first
         if (
             seq is not None
             and seq.status is not Status.SWAPPED
@@ -232,7 +222,7 @@ class Scheduler:
 
         One block stays back for each running sequence, which may be about to grow.
         """
-        while (seq := self._promises.next(now, flight)) is not None:
+        while (seq := self._roster.waiting.first) is not None:
             if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, now, flight):
                 return
             self._start(seq, now, flight)
@@ -240,7 +230,6 @@ class Scheduler:
 
     def _start(self, seq: Sequence, now: float, flight: Flight) -> None:
         """A waiting sequence has got its blocks: it runs."""
-        self._promises.start(seq, flight)
         self._recorder.admitted(seq, now)
         self._roster.dequeue(seq)
         if seq.status is Status.SWAPPED:

@@ -112,7 +112,6 @@ class Sequence:
         "params",
         "place",
         "pooled",
-        "promised_total",
         "prompt_logprobs",
         "quiet_until",
         "quietly_taken_until",
@@ -150,7 +149,6 @@ class Sequence:
         self.place: tuple[float, ...] = self.order  # among those that run; `fair` has another one for it
         self.account = account
         self.num_expected: float | None = None  # tokens of the answer, where somebody predicts them
-        self.promised_total = 0  # tokens, the prompt's included, that its deadline is promised for; see promises.py
         self.num_charged = 0  # of `tokens`, those that the account was charged for; a prompt is charged as a whole
         self.status = Status.WAITING
         self.tokens = list(request.prompt)
@@ -298,7 +296,6 @@ class Sequence:
         sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.chain[0], self.account)
         sibling.num_charged = self.num_charged
         sibling.num_expected = self.num_expected
-        sibling.promised_total = self.promised_total
         return sibling
 
     def fork(self, choice: int, seq_id: int) -> Sequence:

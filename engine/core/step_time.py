@@ -22,7 +22,6 @@ _SCALES = (1.0, 0.05, 0.1, 1e-4, 0.05, 3e-5)
 _SURE = 10.0  # so many times its scale a coefficient may be at first
 _DRIFT = 0.002  # of its scale a coefficient may wander in a step: 50 steps make up for a change
 _NOISE = 0.1  # of a step's seconds are chance
-_ERROR_WINDOW = 32  # steps
 _MIN_CHUNKS = 4  # steps with prompts before anything is said about them
 
 
@@ -74,7 +73,7 @@ def decode_load(slices: Sequence[SequenceSlice]) -> Load:
 class StepTime:
     """learn from what steps took; then ask what one will take, or how much of a prompt fits so many seconds."""
 
-    __slots__ = ("_costs", "_covariance", "_limits", "_num_chunks", "error", "weights")
+    __slots__ = ("_costs", "_covariance", "_limits", "_num_chunks", "weights")
 
     def __init__(self) -> None:
         self.weights = [0.0] * len(_SCALES)
@@ -82,7 +81,6 @@ class StepTime:
         self._limits: list[float] = []  # of its diagonal
         self._num_chunks = 0
         self._costs: Costs | None = None  # by these weights, if anybody has asked
-        self.error = 1.0  # how far off it was of late, of a step's seconds
 
     @property
     def is_known(self) -> bool:
@@ -104,7 +102,6 @@ class StepTime:
         spread = [_dot(line, row) for line in self._covariance]
         total = _NOISE**2 + _dot(row, spread)
         error = (seconds - expected) / unit
-        self.error += (abs(error) - self.error) / _ERROR_WINDOW
         self.weights = [weight + s * error / total for weight, s in zip(self.weights, spread, strict=True)]
         self._settle(spread, total)
         self._costs = None

@@ -79,7 +79,7 @@ class Replica:
         self.busy_s = 0.0
         self.now = 0.0
         self.num_expected = 0  # requests that will come here, once their prompts are computed elsewhere
-        self._scheduler = Scheduler(config, self.stats, depth=depth)
+        self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
         self._limits, self._max_num_seqs = limits, config.max_num_seqs
         self._drafting = Drafting(acceptance or 0.0)

@@ -98,7 +98,7 @@ class Driver:
     def __init__(
         self, settings: SchedulerConfig, depth: int = 0, cost: Callable[[StepPlan], float] | None = None
     ) -> None:
-        self.scheduler = Scheduler(settings, depth=depth)
+        self.scheduler = Scheduler(settings)
         self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
         self.depth = depth
         self.cost = cost
@@ -241,8 +241,6 @@ class Driver:
         roster = self.scheduler._roster
         if first is None or first.is_background or self.scheduler._step_limit < limit or roster.is_fair:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
-        if roster.has_promised:
-            return  # somebody may need the step for a deadline
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
         assert num_tokens or plan.num_tokens == limit or first.is_resuming, "the first in line was passed over"
 

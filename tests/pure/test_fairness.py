@@ -13,7 +13,7 @@ from engine.core.fairness import INPUT_COST, OUTPUT_COST, YIELD_RATIO, interleav
 from engine.core.plan import StepPlan
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, TokenEvent
-from engine.core.waiting import MAX_IDLE_ACCOUNTS, WaitingQueue
+from engine.core.waiting import MAX_IDLE_ACCOUNTS
 from tests.pure.driver import Driver, config, request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -346,61 +346,6 @@ def test_the_queue_is_shown_as_it_will_be_served() -> None:
     assert queue == ["a", "b", "a", "a", "b", "b"]
     assert driver.scheduler._roster.waiting.first is not None
     assert driver.scheduler._roster.waiting.first.request_id[0] == "a"
-
-
-def waiting_line(**served: float) -> tuple[WaitingQueue, list[Sequence]]:
-    """One sequence waits for each tenant that was served so much."""
-    queue, line = WaitingQueue(is_fair=True), list[Sequence]()
-    for tenant, cost in served.items():
-        asked = request(tenant, tenant=tenant)
-        line.append(Sequence(asked, 0, len(line), 0.0, 4, b"", queue.account(asked)))
-        line[-1].account.served = cost
-        queue.add(line[-1])
-    return queue, line
-
-
-def test_whoever_is_passed_over_keeps_what_it_is_owed() -> None:
-    queue, (owed, other) = waiting_line(owed=100.0, other=1000.0)
-    queue.hold(owed)
-    assert queue.first is other
-    later = request("later", tenant="owed")
-    second = Sequence(later, 0, 2, 0.0, 4, b"", queue.account(later))
-    queue.add(second)
-    queue.remove(other)
-    queue.release()
-    queue.recall(8)
-    queue.check_integrity()
-    assert (queue.first, owed.account.served) == (owed, 100.0)
-    queue.remove(owed)
-    queue.remove(second)
-    asked = request("new", tenant="new")
-    new = Sequence(asked, 0, 3, 0.0, 4, b"", queue.account(asked))
-    queue.add(new)
-    assert new.account.served == 100.0, "lifted to the last that waited"
-    queue.check_integrity()
-
-
-def test_a_newcomer_is_lifted_to_the_least_of_those_passed_over_too() -> None:
-    queue, (owed, other) = waiting_line(owed=100.0, other=1000.0)
-    queue.hold(owed)
-    asked = request("new", tenant="new")
-    new = Sequence(asked, 0, 2, 0.0, 4, b"", queue.account(asked))
-    queue.add(new)
-    assert new.account.served == 100.0
-    queue.remove(owed)
-    queue.remove(other)
-    queue.release()
-    queue.recall(8)
-    queue.check_integrity()
-    assert list(queue) == [new]
-
-
-def test_a_tenant_whose_only_request_is_passed_over_is_not_forgotten() -> None:
-    queue, (owed,) = waiting_line(owed=100.0)
-    queue.hold(owed)
-    for i in range(MAX_IDLE_ACCOUNTS + 1):
-        queue.account(request(f"r{i}", tenant=f"t{i}"))
-    assert queue.account(owed.request) is owed.account
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:

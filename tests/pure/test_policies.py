@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.policies import MAX_WORK_S, POLICIES, PRIORITY_STEP_S, TOKEN_STEP_S, sjf, sort_key
+from engine.core.policies import DEADLINE_S, MAX_WORK_S, POLICIES, PRIORITY_STEP_S, TOKEN_STEP_S, sjf, sort_key
 from tests.pure.driver import Driver, config, request
 
 
@@ -48,3 +48,12 @@ def test_sjf_has_nobody_overtaken_for_longer_than_its_bound(
         request(arrival_s=arrival + MAX_WORK_S, max_tokens=1),
     )
     assert sort_key(sjf, old, num_expected) <= sort_key(sjf, newcomer, 0.0)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_deadline_moves_a_request_forward_within_a_bound(policy: str) -> None:
+    key = POLICIES[policy]
+    plain, late = (sort_key(key, request(arrival_s=100.0, deadline_s=limit)) for limit in (None, 3600.0))
+    soon, sooner = (sort_key(key, request(arrival_s=100.0, deadline_s=limit)) for limit in (5.0, 0.5))
+    assert sooner < soon < plain == late
+    assert plain - sooner <= DEADLINE_S
