@@ -1,6 +1,6 @@
 """The phases of `loadtest latency` on a virtual clock: the scheduler that serves, and steps that cost what is said.
 
-Costs are linear, with noise: about what SmolLM2-135M takes on two cores (see loadtest/results/latency), its context stretched
+Costs are linear, with noise: about what SmolLM2-135M takes on two cores, its context stretched
 to any length, and a made-up machine of 50 times the arithmetic, where one step of 8192 tokens is the default. Knows no clock.
 """
 
