@@ -55,7 +55,7 @@ class EngineConfig:
     device: str = "auto"
     seed: int = 0
     max_model_len: int | None = None  # --max-model-len auto: the model's own, or what the pool holds of it
-    block_size: int | None = 16  # --block-size auto: chosen from the lengths of real sequences
+    block_size: int | None = 16  # --block-size auto: chosen at the start
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -134,11 +134,6 @@ class EngineConfig:
             size is None or (1 <= size <= 1024 and size & (size - 1) == 0),
             f"--block-size is {size}; it must be a power of two from 1 to 1024, or auto.",
         )
-        for name in ("swap_space", "kv_offload_gib", "speculative_config"):
-            _require(
-                size is not None or not getattr(self, name),
-                f"--block-size auto does not go with {_flag(name)}, whose costs are known for one size; name a size.",
-            )
         _require(
             0.0 < self.gpu_memory_utilization <= 1.0,
             f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].",

@@ -173,12 +173,6 @@ class FakeRunner:
         for block, row in zip(blocks, rows, strict=True):
             self._pages[block] = list(array("i", row.tobytes()))
 
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Start anew with blocks of another size."""
-        self._block_size = config.block_size
-        if self._pages is not None:
-            self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)]
-
     def use_idle_moment(self) -> bool:
         """Nothing to do."""
         return False

@@ -32,10 +32,6 @@ class Memory:
         pins.shelves.append(self)
         self._listener = tiers if config.host_caching else None
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
-        self.partition(config)
-
-    def partition(self, config: SchedulerConfig) -> None:
-        """Have blocks of that number and size, all free. Nobody may hold any."""
         self.block_size = config.block_size
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins.clear(max_pinned)

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
 from engine.core.types import Pooling, SamplingParams, TokenLogprob
 
@@ -189,10 +188,6 @@ class Runner(Protocol):
 
     def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
         """Copy whole blocks in, before the next step reads them."""
-        ...
-
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Cut the pool into blocks of another size; no step is under way, and nothing of what was there is kept."""
         ...
 
     def use_idle_moment(self) -> bool:

@@ -37,11 +37,6 @@ class Recorder:
         self.lengths: deque[int] = deque(maxlen=_NUM_LENGTHS)  # in tokens, of the sequences that were completed last
         self.gauges(0, 0)
 
-    def follow(self, pool: BlockPool) -> None:
-        """The pool is another one now."""
-        self._pool = pool
-        self.gauges(0, 0)
-
     def queued(self, seq: Sequence, change: int) -> None:
         """A sequence joins (1) or leaves (-1) the waiting queue."""
         stats = self._stats

@@ -354,14 +354,6 @@ class Scheduler:
         """What names the beginning of a request's prompt; empty where nothing is cached."""
         return self._memory.chain_root(request)
 
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Cut an idle pool into blocks of another number and size. What was cached is forgotten, what was learned stays."""
-        assert not self.has_work
-        assert not config.num_host_blocks
-        self.config = config
-        self._memory.partition(config)
-        self._recorder.follow(self._memory.pool)
-
     @property
     def recent_lengths(self) -> Seq[int]:
         """Tokens, prompts included, of the sequences that were completed last."""

@@ -163,12 +163,10 @@ class ModelRunner:
         self._kv_cache.write_blocks(blocks, rows)
 
     def repartition(self, config: SchedulerConfig, *, is_trial: bool = False) -> None:
-        """Cut the pool into blocks of another size, and lose what was there. A trial does without CUDA graphs."""
+        """Allocate the pool again with blocks of another size, before anything is served. A trial captures no CUDA graphs."""
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
         self._config = config
-        if self._drafter is not None:
-            self._drafter.repartition(config)
         self._graphs = None  # they name the old pool
         if self._captures and not is_trial:
             self.capture(lambda _: None)
