@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
         self.stats = stats if stats is not None else Stats()
-        self._pins = Pins(self.stats)
+        self._pins = Pins(self.stats, int(config.num_blocks * config.pinned_share))
         targets = Targets(config.target_ttft_s, config.target_itl_s)
         self._pacing = Pacing(targets)
         self._costs = SwapBelief(config.swap_costs, config.block_size, self._pacing.times, self.stats)
