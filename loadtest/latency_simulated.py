@@ -14,9 +14,9 @@ from math import inf
 from typing import NamedTuple
 from unittest import mock
 
+from engine.core.budget import StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
-from engine.core.pacing import Pacing
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
@@ -104,7 +104,7 @@ def simulate(num_streams: int, long: int, target_itl_ms: float | None) -> Iterat
 
 @contextmanager
 def _unpaced() -> Iterator[None]:
-    with mock.patch.object(Pacing, "long_s", return_value=inf):
+    with mock.patch.object(StepBudget, "long_s", return_value=inf):
         yield
 
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from math import inf
 
 from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
@@ -32,8 +31,7 @@ class Flight:
     num_samples: int = 0
     step_id: int = -1
     planned_s: float = 0.0
-    spare_s: float = inf  # that prompts and drafts may still add to it
-    load: Load = _NO_LOAD  # told of steps with prompts only
+    load: Load = _NO_LOAD  # of steps with prompts only
 
     @property
     def num_tokens(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
 from engine.core.beams import Beams
+from engine.core.budget import StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.deadlines import Deadlines
 from engine.core.departures import Departures
@@ -25,7 +26,6 @@ from engine.core.flight import Flight, take_back
 from engine.core.length_predictor import LengthPredictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
-from engine.core.pacing import Pacing
 from engine.core.pins import Pins
 from engine.core.plan import Moves, StepPlan, StepResult
 from engine.core.policies import POLICIES, sort_key
@@ -42,9 +42,6 @@ from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
-# A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
-BACKGROUND_SHARE = 4
-
 
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
@@ -54,8 +51,8 @@ class Scheduler:
         self.stats = stats if stats is not None else Stats()
         self._pins = Pins(self.stats, int(config.num_blocks * config.pinned_share))
         targets = Targets(config.target_ttft_s, config.target_itl_s)
-        self._pacing = Pacing(targets)
-        self._costs = SwapBelief(config.swap_costs, config.block_size, self._pacing.times, self.stats)
+        self._budget = StepBudget(config, targets)
+        self._costs = SwapBelief(config.swap_costs, config.block_size, self._budget.times, self.stats)
         self.tiers = Tiers(config, self.stats, self._pins, self._costs)
         self._memory = Memory(config, self.tiers, self._pins)
         self._swap = SwapSpace(config, self.tiers, self._costs)
@@ -63,15 +60,14 @@ class Scheduler:
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
         self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, config)
-        self._deadlines = Deadlines(self._memory, self._pacing.times, config)
-        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing)
+        self._deadlines = Deadlines(self._memory, self._budget.times, config)
+        self._prompts = PromptPlanner(self._memory, self._roster)
         self._flights: deque[Flight] = deque()
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         beams = Beams(self._memory, self._departures, self._roster, self._recorder)
         has_drafts = config.num_speculative_tokens > 0
-        self._drafts = DraftPlanner(config, self._memory, self._pacing, self.stats) if has_drafts else None
+        self._drafts = DraftPlanner(config, self._memory, self.stats) if has_drafts else None
         self._outcomes = Outcomes(self._memory, self._departures, beams, self._recorder, self.stats, self._drafts)
-        self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._next_step_id = 0
         self._committed_s = 0.0
 
@@ -132,30 +128,29 @@ class Scheduler:
         flight = Flight(planned_s=now)
         if self._memory.pool.num_available < len(self._roster.running):
             self._roster.interleave()  # somebody may have to give way
-        limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
+        limit = self._budget.limit(has_foreground=self._roster.has_foreground)
         if self._roster.is_fair:
             self._admit_first(now, flight)
         due = self._roster.due(limit)
         catching_up = self._plan_decodes(flight, due)
-        num_decodes = flight.num_decodes
-        budget = limit - num_decodes
+        allowance = self._budget.allowance(flight.slices, limit - flight.num_decodes)
         admits = self._memory.has_seat or self._roster.has_takeable
-        if budget and (catching_up or (admits and self._roster.waiting.first is not None)):
-            # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
-            shares = self._step_limit == self.config.max_num_batched_tokens
+        if allowance.num_tokens and (catching_up or (admits and self._roster.waiting.first is not None)):
             admitted = self._admit(now, flight) if admits else ()
-            budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
+            # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
+            self._prompts.plan(catching_up, admitted, allowance, now, flight, shares=not self._budget.is_reduced)
+            flight.load = allowance.load
+        num_tokens = limit - allowance.num_tokens
         if not (flight.slices or flight.arrivals):
             self._swap.settle(flight)  # of whoever was started and has given way again
             return None
         if self._drafts is not None:
-            self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
+            self._drafts.plan(flight, num_tokens, allowance, len(self._roster.running))
         flight.swap_out = self.tiers.take_due()
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
         self._roster.tell()
-        num_tokens = limit - budget
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
         return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
 
@@ -277,7 +272,7 @@ class Scheduler:
             self._departures.settle(seq)
         events = self._outcomes.take_in(flight, result, now)
         self._roster.charge(flight)
-        self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
+        self._budget.committed()
         self._recorder.stepped(plan, now, is_background=next(flight.sequences).is_background)
         self._roster.tell()
         return events
@@ -285,11 +280,11 @@ class Scheduler:
     def _learn(self, flight: Flight, now: float, moves: Moves) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = flight.load.num_prompt_tokens > 0
-        if flight.slices and self._pacing.is_due(has_prompts):
+        if flight.slices and self._budget.is_due(has_prompts=has_prompts):
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
-            self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
+            self._budget.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
         if moves.num_blocks:
             self._costs.learn(moves)
         self._committed_s = now
@@ -316,7 +311,7 @@ class Scheduler:
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
                 seq.is_long = False  # what it has to compute anew is what the step held
-        self._step_limit = max(oldest.num_tokens // 2, 1)
+        self._budget.out_of_memory(oldest.num_tokens)
         events: list[TokenEvent] = []
         if failure is not None:
             for seq in list(self._roster.requests.get(oldest.largest(self._roster.requests) or "", ())):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.budget import BACKGROUND_SHARE
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
 from engine.core.policies import POLICIES, sort_key
 from engine.core.queue_limits import QueueLimits
-from engine.core.scheduler import BACKGROUND_SHARE, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.loop import Engine
 from tests.pure.driver import VOCAB, Driver, config, request
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.pacing import AIM, ALONE, FLOOR, SHARE
-from engine.core.prompts import RESERVE
+from engine.core.budget import AIM, ALONE, FLOOR, RESERVE, SHARE
 from engine.core.stats import Target
 from tests.pure.driver import Driver, config, request
 from tests.pure.world import CONTEXT_S, FIXED_S, STREAMS, TOKEN_S, World, decode_s, seconds
