@@ -26,7 +26,7 @@ from engine.core.config import (
     LoraModule,
 )
 from engine.core.eviction import EVICTION_POLICIES
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from server.app_config import AppConfig
 from server.lora_modules import read_modules
 

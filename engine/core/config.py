@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
 from engine.core.eviction import EVICTION_POLICIES
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from engine.core.speculative_config import SpeculativeConfig
 from engine.core.swap_costs import FREE_SWAPS, SwapCosts
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.block_pool import BlockPool
-from engine.core.length_predictor import LengthPredictor
 from engine.core.plan import StepPlan
+from engine.core.queues.lengths import LengthPredictor
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.targets import Targets

@@ -1,6 +1,6 @@
-"""Who lives: all sequences by their request, and the two queues that they stand in.
+"""The living sequences by their request, those that wait in two queues, and those that run.
 
-Those that run are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
+What runs is sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
-from engine.core.fairness import INPUT_COST, charge_generated, interleave, place_of, takeable
 from engine.core.flight import Flight
+from engine.core.queues import POLICIES, Queue
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
-from engine.core.waiting import WaitingQueue
 
 _place = attrgetter("place")
 _is_background = attrgetter("is_background")
@@ -24,11 +23,11 @@ _is_background = attrgetter("is_background")
 class Roster:
     """Sequences come, wait, run, and are struck off."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "is_fair", "requests", "running", "waiting")
+    __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "requests", "running")
 
     def __init__(self, recorder: Recorder, config: SchedulerConfig) -> None:
-        self.is_fair = config.policy == "fair"  # tenants are told apart
-        self.waiting = WaitingQueue(is_fair=self.is_fair)
+        policy = POLICIES[config.policy]
+        self.foreground, self.background = policy(), policy()
         self.running: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
@@ -39,59 +38,70 @@ class Roster:
         self._next_seq_id += 1
         return self._next_seq_id
 
+    def queue_of(self, *, is_background: bool) -> Queue:
+        """The queue in which such requests wait."""
+        return self.background if is_background else self.foreground
+
+    @property
+    def first_waiting(self) -> Sequence | None:
+        """The next sequence to be admitted: background work when no other waits."""
+        return self.foreground.peek() or self.background.peek()
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """All that wait, in the order of their admission."""
+        return [*self.foreground, *self.background]
+
     def enqueue(self, seq: Sequence) -> None:
         """It waits, in its place."""
-        self.waiting.add(seq)
+        self.queue_of(is_background=seq.is_background).push(seq)
         self._recorder.queued(seq, 1)
 
     def dequeue(self, seq: Sequence) -> None:
         """It does not wait any more."""
-        self.waiting.remove(seq)
+        self.queue_of(is_background=seq.is_background).remove(seq)
         self._recorder.queued(seq, -1)
 
     def start(self, seq: Sequence) -> None:
-        """It runs. Its prompt is charged when it does so for the first time."""
-        account = seq.account
-        account.num_running += 1
-        if not seq.num_charged:
-            seq.num_charged = seq.num_prompt
-            account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
-        if self.is_fair:
-            seq.place = place_of(seq, account.num_running)
+        """It runs."""
+        self.queue_of(is_background=seq.is_background).started(seq)
         insort(self.running, seq, key=_place)
 
     def stop(self, seq: Sequence) -> None:
         """It does not run any more."""
-        seq.account.num_running -= 1
+        self.queue_of(is_background=seq.is_background).stopped(seq)
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
 
-    def interleave(self) -> None:
-        """Have the last place be that of whoever is to give way first; before anybody may have to."""
-        if self.is_fair:
-            interleave(self.running)
+    def arrange(self) -> None:
+        """Have the last place be that of the first to be preempted; before any sequence may have to be."""
+        self.foreground.arrange(self.running)
 
     def charge(self, flight: Flight) -> None:
         """After a commit: tenants are charged for what it has drawn."""
-        if self.is_fair:
-            charge_generated(flight.sequences)
+        self.foreground.charge(flight.sequences)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
-        """Who may be preempted, if need be all of them, so that a waiting sequence can run; first to go first.
+        """What may be preempted, if need be all of it, so that a waiting sequence can run; first to go first.
 
-        The background; or, with `fair`, some of a tenant's that holds too much.
+        Background work; else what the policy says.
         """
         if seq.is_background or not self.running:
             return []
-        if (num_background := self.num_background) or not self.is_fair:
+        if num_background := self.num_background:
             return self.running[len(self.running) - num_background :][::-1]
-        return takeable(self.running, seq)
+        return self.foreground.victims(self.running, seq)
+
+    @property
+    def may_yield(self) -> bool:
+        """True if the policy may name victims for a sequence that waits."""
+        return self.foreground.may_yield
 
     @property
     def has_takeable(self) -> bool:
-        """True if `takeable` may find anybody."""
-        return self.is_fair or self.num_background > 0
+        """True if `takeable` may find any sequence."""
+        return self.may_yield or self.num_background > 0
 
     def strike(self, seq: Sequence) -> None:
         """It has ended; and with the last of a request's sequences, so has the request."""
@@ -102,8 +112,8 @@ class Roster:
 
     @property
     def has_foreground(self) -> bool:
-        """True if anybody runs or waits who is not of the background; they come first in both queues."""
-        return self.waiting.has_foreground or bool(self.running and not self.running[0].is_background)
+        """True if any other than background work runs or waits."""
+        return bool(self.foreground) or bool(self.running and not self.running[0].is_background)
 
     @property
     def num_background(self) -> int:
@@ -141,6 +151,8 @@ class Roster:
     def check_integrity(self) -> None:
         """Raise AssertionError if anybody stands in the wrong place."""
         assert self.running == sorted(self.running, key=_place), "those that run are out of order"
-        self.waiting.check_integrity()
-        held = Counter([seq.account for seq in self.running])
-        assert all(account.num_running == num for account, num in held.items()), "a tenant's holding is miscounted"
+        self.foreground.check_integrity()
+        self.background.check_integrity()
+        if self.may_yield:
+            held = Counter([seq.account for seq in self.running])
+            assert all(account.num_running == num for account, num in held.items()), "a tenant's holding is miscounted"

@@ -23,14 +23,13 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
-from engine.core.length_predictor import LengthPredictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
 from engine.core.pins import Pins
 from engine.core.plan import Moves, StepPlan, StepResult
-from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
 from engine.core.prompts import PromptPlanner
+from engine.core.queues.lengths import LengthPredictor
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
@@ -58,7 +57,6 @@ class Scheduler:
         self._swap = SwapSpace(config, self.tiers, self._costs)
         self._predictor = LengthPredictor() if config.policy == "sjf" else None
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
-        self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, config)
         self._deadlines = Deadlines(self._memory, self._budget.times, config)
         self._prompts = PromptPlanner(self._memory, self._roster)
@@ -84,10 +82,11 @@ class Scheduler:
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         root = self._memory.chain_root(request)
         num_expected = None if self._predictor is None else self._predictor.predict(request)
-        key = sort_key(self._policy, request, num_expected)
-        account = self._roster.waiting.account(request)
+        queue = self._roster.queue_of(is_background=request.is_background)
         seq_id = self._roster.take_seq_id()
-        seq = Sequence(request, 0, seq_id, key, self.config.block_size, root, account)
+        seq = Sequence(
+            request, 0, seq_id, queue.key(request, num_expected), self.config.block_size, root, queue.account(request)
+        )
         seq.num_expected = num_expected
         if request.params.beam is not None:
             seq.begin_search(seq_id)
@@ -127,15 +126,15 @@ class Scheduler:
         self._pins.expire(now)
         flight = Flight(planned_s=now)
         if self._memory.pool.num_available < len(self._roster.running):
-            self._roster.interleave()  # somebody may have to give way
+            self._roster.arrange()  # some may be preempted
         limit = self._budget.limit(has_foreground=self._roster.has_foreground)
-        if self._roster.is_fair:
+        if self._roster.may_yield:
             self._admit_first(now, flight)
         due = self._roster.due(limit)
         catching_up = self._plan_decodes(flight, due)
         allowance = self._budget.allowance(flight.slices, limit - flight.num_decodes)
         admits = self._memory.has_seat or self._roster.has_takeable
-        if allowance.num_tokens and (catching_up or (admits and self._roster.waiting.first is not None)):
+        if allowance.num_tokens and (catching_up or (admits and self._roster.first_waiting is not None)):
             admitted = self._admit(now, flight) if admits else ()
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
             self._prompts.plan(catching_up, admitted, allowance, now, flight, shares=not self._budget.is_reduced)
@@ -203,7 +202,7 @@ class Scheduler:
 
     def _admit_first(self, now: float, flight: Flight) -> None:
         """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
-        seq = self._roster.waiting.first
+        seq = self._roster.first_waiting
         if (
             seq is not None
             and seq.status is not Status.SWAPPED
@@ -217,7 +216,7 @@ class Scheduler:
 
         One block stays back for each running sequence, which may be about to grow.
         """
-        while (seq := self._roster.waiting.first) is not None:
+        while (seq := self._roster.first_waiting) is not None:
             if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, now, flight):
                 return
             self._start(seq, now, flight)

@@ -146,7 +146,7 @@ class Sequence:
         self.seq_id = seq_id
         # The place among those that wait: policy first, then first come; beams stand right behind their first.
         self.order: tuple[float, ...] = (key, seq_id)
-        self.place: tuple[float, ...] = self.order  # among those that run; `fair` has another one for it
+        self.place: tuple[float, ...] = (self.is_background, *self.order)  # among those that run; `fair` has another
         self.account = account
         self.num_expected: float | None = None  # tokens of the answer, where somebody predicts them
         self.num_charged = 0  # of `tokens`, those that the account was charged for; a prompt is charged as a whole
@@ -326,7 +326,8 @@ class Sequence:
         """One more beam of the first one's search. It has nothing yet, and is to follow another."""
         beam = self._sibling(self.choice, seq_id)
         beam.params, beam.search, beam.beams = self.params, self.search, self.beams
-        beam.order = beam.place = (*self.order, len(self.beams))
+        beam.order = (*self.order, len(self.beams))
+        beam.place = (self.is_background, *beam.order)
         beam.status = Status.RUNNING
         beam.is_forked = True
         beam.num_cached = self.num_cached

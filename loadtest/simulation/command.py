@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from loadtest.arguments import open_console, positive_int, share
 from loadtest.plots import require_matplotlib
 from loadtest.simulation import asked, paging

@@ -239,7 +239,7 @@ class Driver:
         """No starvation: the first in line computes a token in every step that decoding leaves room in."""
         limit = self.scheduler.config.max_num_batched_tokens
         roster = self.scheduler._roster
-        if first is None or first.is_background or self.scheduler._budget.is_reduced or roster.is_fair:
+        if first is None or first.is_background or self.scheduler._budget.is_reduced or roster.may_yield:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
         assert num_tokens or plan.num_tokens == limit or first.is_resuming, "the first in line was passed over"

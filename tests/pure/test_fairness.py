@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.account import Account
-from engine.core.fairness import INPUT_COST, OUTPUT_COST, YIELD_RATIO, interleave
 from engine.core.plan import StepPlan
+from engine.core.queues.fair import INPUT_COST, MAX_IDLE_ACCOUNTS, OUTPUT_COST, YIELD_RATIO, FairQueue
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, TokenEvent
-from engine.core.waiting import MAX_IDLE_ACCOUNTS
 from tests.pure.driver import Driver, config, request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -47,7 +46,7 @@ class Metered(Driver):
         return any(asked.tenant == tenant and name not in self.started for name, asked in self.requests.items())
 
     def lanes(self) -> list[Account]:
-        return list(self.scheduler._roster.waiting._lanes[False])
+        return list(self.scheduler._roster.foreground._lanes)
 
 
 def bound(driver: Driver) -> float:
@@ -344,8 +343,8 @@ def test_the_queue_is_shown_as_it_will_be_served() -> None:
     add_jobs(driver, "b", [(8, 1)], 3)
     queue = [asked[0] for asked in driver.scheduler.snapshot(driver.now).queue]
     assert queue == ["a", "b", "a", "a", "b", "b"]
-    assert driver.scheduler._roster.waiting.first is not None
-    assert driver.scheduler._roster.waiting.first.request_id[0] == "a"
+    assert driver.scheduler._roster.first_waiting is not None
+    assert driver.scheduler._roster.first_waiting.request_id[0] == "a"
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
@@ -355,7 +354,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
         if i % 2:
             driver.scheduler.abort(f"r{i}", AbortCause.DISCONNECT, driver.now)
         driver.step()
-    assert len(driver.scheduler._roster.waiting._accounts) <= MAX_IDLE_ACCOUNTS
+    assert len(driver.scheduler._roster.foreground._accounts) <= MAX_IDLE_ACCOUNTS
     driver.drain()
 
 
@@ -367,7 +366,7 @@ def test_the_last_place_is_the_last_of_whoever_holds_most(running: list[tuple[st
         accounts[name].weight = 1.0 + (name == "c")
         accounts[name].num_running += 1
         sequences.append(Sequence(request(str(i)), 0, i, key, 4, b"", accounts[name]))
-    interleave(sequences)
+    FairQueue().arrange(sequences)
     while sequences:
         last = sequences.pop()
         assert last.account.share == max(account.share for account in accounts.values())
