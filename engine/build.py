@@ -6,7 +6,7 @@ user left open is decided here, from the model and from measured memory, and tol
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ import torch
 
 from engine.adapters import Adapters
 from engine.connector.base import Layout
-from engine.core.block_size import CANDIDATES, BlockSizeChooser, with_block_size
+from engine.core.block_size import CANDIDATES, choose, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
+from engine.lengths import LengthsFile
 from engine.loop import Engine
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
@@ -37,6 +38,7 @@ from engine.runtime.cuda.budget import (
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.swap import STAGING_BYTES
+from engine.runtime.disk_store import has_blocks
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.host_tiers import open_tiers
@@ -132,34 +134,32 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cuda(runner, config, settings, model.vocab_size, device, report, captures)
     else:
         _warm_up_cpu(runner, settings)
-    chooser, settings = _choose_block_size(runner, config, settings, report)
+    lengths = LengthsFile(config.model) if config.block_size is None else None
+    config, settings = _choose_block_size(runner, config, settings, model.dtype, lengths, report)
     settings, store = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
-    depth = 0 if speculation else _depth(config.async_scheduling, device)
-    scheduler = Scheduler(replace(settings, num_layers=1 if speculation else runner.num_layers), depth=depth)
+    scheduler = Scheduler(settings)
     if store is not None:
         scheduler.tiers.restore(store.kept)
     return Engine(
         scheduler,
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
-        depth=depth,
+        depth=0 if speculation else _depth(config.async_scheduling, device),
         limits=QueueLimits(
             config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
             config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * block_size,
         ),
-        block_sizes=chooser,
         adapters=adapters,
+        keep_lengths=None if lengths is None else lengths.save,
         store=store,
         layout=_layout(config, settings, runner, model.dtype),
     )
 
 
-def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout | None:
+def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout:
     """What another engine has to have in common with this one for their K/V to be exchanged."""
-    if config.block_size is None:
-        return None
     num_bytes = sum(view[0].nbytes for view in runner.blocks)
     return Layout(fingerprint(config, str(dtype), runner.blocks), settings.block_size, num_bytes)
 
@@ -263,19 +263,38 @@ def _in_any_blocks(size: PoolSize, block_size: int) -> PoolSize:
 
 
 def _choose_block_size(
-    runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, report: Report
-) -> tuple[BlockSizeChooser | None, SchedulerConfig]:
-    """With --block-size auto, begin with the fastest blocks, and remember how fast the others are."""
-    if config.block_size is not None:
-        return None, settings
+    runner: ModelRunner,
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    dtype: torch.dtype,
+    lengths: LengthsFile | None,
+    report: Report,
+) -> tuple[EngineConfig, SchedulerConfig]:
+    """With --block-size auto: the size of the blocks in the K/V folder, else what speeds and lengths say."""
+    if lengths is None:
+        return config, settings
     speeds = measure_speeds(runner, settings)
-    chooser = BlockSizeChooser(speeds)
-    settings = with_block_size(settings, chooser.first)
+    size = _kept_block_size(runner, config, settings, dtype, speeds) or choose(speeds, lengths.load())
+    settings = with_block_size(settings, size)
     runner.repartition(settings)
     best = max(speeds.values())
-    told = ", ".join(f"{size}: {speed / best:.0%}" for size, speed in speeds.items())
-    report(Progress("block_size", f"{settings.block_size}; speed of decoding by size: {told}"))
-    return chooser, settings
+    rates = ", ".join(f"{each}: {speed / best:.0%}" for each, speed in speeds.items())
+    report(Progress("block_size", f"{settings.block_size}; speed of decoding by size: {rates}"))
+    return replace(config, block_size=size), settings
+
+
+def _kept_block_size(
+    runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, dtype: torch.dtype, sizes: Iterable[int]
+) -> int | None:
+    """The size of the blocks that --kv-offload-dir holds of this model, if it holds any."""
+    if config.kv_offload_dir is None:
+        return None
+    folder = Path(config.kv_offload_dir).expanduser()
+    for size in sizes:
+        runner.repartition(with_block_size(settings, size), is_trial=True)
+        if has_blocks(folder, fingerprint(replace(config, block_size=size), str(dtype), runner.blocks)):
+            return size
+    return None
 
 
 def _depth(asked: bool | None, device: torch.device) -> int:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -21,14 +21,12 @@ from typing import NamedTuple, TypeVar
 from engine.adapters import Adapters
 from engine.connector.base import Layout
 from engine.core.admission import check_request
-from engine.core.block_size import BlockSizeChooser, waste, with_block_size
+from engine.core.block_size import waste
 from engine.core.errors import (
-    ClientError,
     CopyError,
     DeviceLostError,
     DeviceMemoryError,
     EngineDeadError,
-    MemoryBudgetError,
     OverloadedError,
     QuireError,
     ShuttingDownError,
@@ -74,7 +72,7 @@ class Engine:
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
         adapters: Adapters | None = None,
-        block_sizes: BlockSizeChooser | None = None,
+        keep_lengths: Callable[[Sequence[int]], None] | None = None,
         layout: Layout | None = None,
         store: BlockStore | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -89,7 +87,7 @@ class Engine:
         self._offload = Offload(scheduler, runner, store)
         self._depth = depth
         self._limits = limits
-        self._block_sizes = block_sizes
+        self._keep_lengths = keep_lengths
         self.layout = layout
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
@@ -187,6 +185,8 @@ class Engine:
                 self._turn()
             self._check_integrity()
             self._offload.flush(self.clock)
+            if self._keep_lengths is not None:
+                self._keep_lengths(self._scheduler.recent_lengths)
         except Exception as error:
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)
@@ -250,41 +250,12 @@ class Engine:
         messages = self._inbox.take(wait_s=_QUIET_S)
         if not messages:
             self._check_integrity()
-            self._fit_blocks()
+            self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
             while not (messages := self._inbox.take(wait_s=0)) and self._use_idle_moment():
                 pass
             messages = messages or self._inbox.take(wait_s=None)
         self._progress_s = self.clock()
         return messages
-
-    def _fit_blocks(self) -> None:
-        """With --block-size auto, cut the pool anew where that serves sequences like the recent ones better."""
-        scheduler, stats, current = self._scheduler, self.stats, self.config.block_size
-        lengths = scheduler.recent_lengths
-        stats.blocks_waste = waste(lengths, current)
-        if self._block_sizes is None:
-            return
-        better = self._block_sizes.better_than(current, lengths, stats.num_completed)
-        if better is None:
-            return
-        config = with_block_size(self.config, better)
-        try:
-            self._runner.repartition(config)
-        except (MemoryBudgetError, DeviceMemoryError) as error:  # the old pool is gone, but it fitted
-            log.warning("The pool cannot be cut anew (%s); blocks stay as they are.", error)
-            self._block_sizes = None
-            config = self.config
-            self._runner.repartition(config)
-        scheduler.repartition(config)
-        if self._block_sizes is None:
-            return
-        self.config = config
-        stats.repartitions += 1
-        before, stats.blocks_waste = stats.blocks_waste, waste(lengths, better)
-        log.info(
-            "Blocks of %d tokens instead of %d: the last %d sequences would leave %.1f %% of their K/V memory empty, not %.1f %%",
-            better, current, len(lengths), 100 * stats.blocks_waste, 100 * before,
-        )  # fmt: skip
 
     def _use_idle_moment(self) -> bool:
         return self._offload.spill() or self._runner.use_idle_moment()
@@ -300,7 +271,7 @@ class Engine:
         events: list[TokenEvent] = []
         for message in messages:
             if isinstance(message, Request):
-                events += self._add(message)
+                self._scheduler.add(message)
             elif isinstance(message, Abort):
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
             elif isinstance(message, Errand):
@@ -313,18 +284,6 @@ class Engine:
             events += self._scheduler.abort_all(AbortCause.SHUTDOWN, self.clock())
         return events
 
-    def _add(self, request: Request) -> list[TokenEvent]:
-        """Queue a request; what was let in at the door may not fit any more once the pool has been cut anew."""
-        try:
-            self._scheduler.add(request)
-        except ClientError as error:
-            self.stats.end(FinishReason.ERROR, request.params.n, len(request.prompt), 0)
-            return [
-                TokenEvent(request.request_id, choice, (), finish_reason=FinishReason.ERROR, error=error)
-                for choice in range(request.params.n)
-            ]
-        return []
-
     def _commit_oldest(self) -> StepEvents:
         plan, pending, begun_s = self._launched.popleft()
         result = pending.wait()
@@ -334,9 +293,7 @@ class Engine:
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
         if seconds > 0:
-            # A chunk by layers counts in the step that brings it through the last one.
-            num_tokens = plan.num_tokens - plan.num_partial
-            rate, memory = num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
+            rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate
         self.stats.last_step_s = self._progress_s = now
         return self._scheduler.commit(plan, result, now)

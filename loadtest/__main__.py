@@ -12,9 +12,7 @@ from pathlib import Path
 from engine.core.errors import QuireError
 from loadtest import (
     compare,
-    deadlines,
     eviction,
-    fairness,
     front,
     handoff,
     house,
@@ -218,8 +216,6 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "house": ("measure the code itself", house.add_options, house.run),
     "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
-    "deadlines": ("see what deadlines are worth in the simulator", deadlines.add_options, deadlines.run),
-    "fairness": ("measure what one tenant does to another", fairness.add_options, fairness.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
     "tiers": ("measure what host memory and a disk behind the KV pool bring", tiers.add_options, tiers.run),

@@ -1,6 +1,6 @@
 """The phases of `loadtest latency` on a virtual clock: the scheduler that serves, and steps that cost what is said.
 
-Costs are linear, with noise: about what SmolLM2-135M takes on two cores (see loadtest/results/latency), its context stretched
+Costs are linear, with noise: about what SmolLM2-135M takes on two cores, its context stretched
 to any length, and a made-up machine of 50 times the arithmetic, where one step of 8192 tokens is the default. Knows no clock.
 """
 
@@ -14,9 +14,9 @@ from math import inf
 from typing import NamedTuple
 from unittest import mock
 
+from engine.core.budget import StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
-from engine.core.pacing import Pacing
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
@@ -39,12 +39,8 @@ class Machine(NamedTuple):
     prompt_context_s: float
     chunk_context_s: float
     max_step_tokens: int
-    num_layers: int
 
     def seconds(self, plan: StepPlan) -> float:
-        return plan.cost(self._seconds)
-
-    def _seconds(self, plan: StepPlan) -> float:
         total = self.fixed_s
         for piece in plan.slices:
             if piece.start >= piece.num_prompt:
@@ -57,8 +53,8 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "two cores": Machine(4.5e-3, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6, 0.6e-6, 512, 30),
-    "fifty times that": Machine(4e-3, 0.02e-3, 0.02e-6, 0.02e-3, 0.6e-9, 0, 8192, 1),
+    "two cores": Machine(4.5e-3, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6, 0.6e-6, 512),
+    "fifty times that": Machine(4e-3, 0.02e-3, 0.02e-6, 0.02e-3, 0.6e-9, 0, 8192),
 }
 
 
@@ -72,7 +68,6 @@ class _Clocked:
             max_model_len=100_000,
             max_num_seqs=128,
             max_num_batched_tokens=machine.max_step_tokens,
-            num_layers=machine.num_layers,
             enable_prefix_caching=False,
             target_itl_s=None if target_itl_ms is None else target_itl_ms / 1e3,
         )
@@ -109,7 +104,7 @@ def simulate(num_streams: int, long: int, target_itl_ms: float | None) -> Iterat
 
 @contextmanager
 def _unpaced() -> Iterator[None]:
-    with mock.patch.object(Pacing, "long_s", return_value=inf):
+    with mock.patch.object(StepBudget, "long_s", return_value=inf):
         yield
 
 

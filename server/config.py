@@ -102,7 +102,6 @@ class Settings(
         without = {
             "--pinned-prefix-share 0, which leaves no place for them": not self.pinned_prefix_share,
             "--no-enable-prefix-caching": not self.enable_prefix_caching,
-            "--block-size auto, which forgets what was cached when it chooses another": self.block_size is None,
         }
         for setting, is_so in without.items():
             if is_so:

@@ -216,11 +216,6 @@ METRICS = (
         lambda s: s.blocks_waste,
     ),
     _counter(
-        "quire_kv_repartitions_total",
-        "Times that --block-size auto cut the idle pool into blocks of another size.",
-        lambda s: s.repartitions,
-    ),
-    _counter(
         "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
     ),
     _counter(

@@ -26,7 +26,7 @@ from engine.core.config import (
     LoraModule,
 )
 from engine.core.eviction import EVICTION_POLICIES
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from server.app_config import AppConfig
 from server.lora_modules import read_modules
 
@@ -161,7 +161,7 @@ class DeviceSettings(BaseModel):
     block_size: Length = _setting(
         _ENGINE.block_size,
         "TOKENS",
-        "tokens a KV block holds, a power of two; auto weighs speed against waste for the requests that come",
+        "tokens a KV block holds, a power of two; auto weighs speed against waste, for requests like those of the last run",
     )
     swap_space: float = _setting(
         _ENGINE.swap_space, "GIB", "host memory for the K/V of preempted sequences; 0 computes them anew"

@@ -1,10 +1,7 @@
-"""Which block size suits the requests that really come (--block-size auto).
+"""Which block size suits a machine and its requests: `--block-size auto`, chosen once at the start.
 
-A sequence's last block is seldom full, and what it lacks is memory that nobody can use: internal fragmentation. Small
-blocks waste less of it, but attention may read them more slowly. Both are known, the lengths from the sequences that
-ended, the speeds from steps that were timed at the start, so the sizes are weighed by what they come to together. An
-idle engine then cuts its pool anew; with it goes what the prefix cache held, so a small gain is not worth it. Owned by
-the engine thread.
+The last block of a sequence is seldom full, and memory in it is wasted. Small blocks waste less, but attention may read
+them more slowly. Speeds are timed at the start and lengths are those of the last run, so both are weighed together. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from engine.core.page_table import blocks_for
 
 CANDIDATES = (8, 16, 32, 64, 128)
 _FEWEST = 64  # sequences before anything is concluded
-_LEAST_GAIN = 0.02
 _NEARLY = 0.05  # speeds that differ by no more may be the same
 
 
@@ -36,29 +32,12 @@ def with_block_size(config: SchedulerConfig, block_size: int) -> SchedulerConfig
     return replace(config, block_size=block_size, num_blocks=num_blocks)
 
 
-class BlockSizeChooser:
-    """Says when another block size would have served the recent sequences better."""
+def choose(speeds: Mapping[int, float], lengths: Collection[int]) -> int:
+    """Return the block size to serve with: of `speeds`, tokens a second by size, for sequences of these lengths.
 
-    def __init__(self, speeds: Mapping[int, float]) -> None:
-        """`speeds`: tokens a second of decoding, or anything proportional to them, by block size."""
-        self._speeds = dict(speeds)
-        self._num_ended = 0  # sequences, at the last change
-
-    @property
-    def first(self) -> int:
-        """Where to begin, while no lengths are known: the smallest that is nearly as fast as the fastest."""
-        return min(size for size, speed in self._speeds.items() if speed >= (1 - _NEARLY) * max(self._speeds.values()))
-
-    def better_than(self, current: int, lengths: Collection[int], num_ended: int) -> int | None:
-        """A block size that is worth a change, or None.
-
-        `lengths` are of the last of `num_ended` sequences. After a change as many have to come before the next.
-        """
-        if num_ended - self._num_ended < _FEWEST:
-            return None
-        worth = {size: speed * (1 - waste(lengths, size)) for size, speed in self._speeds.items()}
-        best = max(worth, key=lambda size: (worth[size], -size))
-        if worth[best] < (1 + _LEAST_GAIN) * worth[current]:
-            return None
-        self._num_ended = num_ended
-        return best
+    With few lengths known it is the smallest size that is nearly as fast as the fastest.
+    """
+    if len(lengths) < _FEWEST:
+        return min(size for size, speed in speeds.items() if speed >= (1 - _NEARLY) * max(speeds.values()))
+    worth = {size: speed * (1 - waste(lengths, size)) for size, speed in speeds.items()}
+    return max(worth, key=lambda size: (worth[size], -size))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
 from engine.core.eviction import EVICTION_POLICIES
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from engine.core.speculative_config import SpeculativeConfig
 from engine.core.swap_costs import FREE_SWAPS, SwapCosts
 
@@ -55,7 +55,7 @@ class EngineConfig:
     device: str = "auto"
     seed: int = 0
     max_model_len: int | None = None  # --max-model-len auto: the model's own, or what the pool holds of it
-    block_size: int | None = 16  # --block-size auto: chosen from the lengths of real sequences
+    block_size: int | None = 16  # --block-size auto: chosen at the start
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -134,11 +134,6 @@ class EngineConfig:
             size is None or (1 <= size <= 1024 and size & (size - 1) == 0),
             f"--block-size is {size}; it must be a power of two from 1 to 1024, or auto.",
         )
-        for name in ("swap_space", "kv_offload_gib", "speculative_config"):
-            _require(
-                size is not None or not getattr(self, name),
-                f"--block-size auto does not go with {_flag(name)}, whose costs are known for one size; name a size.",
-            )
         _require(
             0.0 < self.gpu_memory_utilization <= 1.0,
             f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be in (0, 1].",
@@ -171,7 +166,6 @@ _LEAST = {
     "min_copied_tokens": 1,
     "num_host_blocks": 0,
     "num_disk_blocks": 0,
-    "num_layers": 1,
     "num_speculative_tokens": 0,
 }
 
@@ -196,9 +190,6 @@ class SchedulerConfig:
     swap_costs: SwapCosts = FREE_SWAPS  # as they were measured at the start
     host_caching: bool = False  # cached blocks that the pool gives up go there too
     num_disk_blocks: int = 0  # behind the host's, for cached blocks
-    num_layers: int = (
-        1  # that a runner can go through at different steps with a prompt's chunk; 1: it takes them all at once
-    )
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
 
@@ -220,7 +211,6 @@ class SchedulerConfig:
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
-        assert self.num_layers == 1 or not self.num_speculative_tokens, "a drafter reads whole slices"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "

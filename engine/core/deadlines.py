@@ -1,9 +1,10 @@
 """Requests that say by when they are of use, and leave the queue when they cannot be any more: `deadline_ms`, `max_queue_ms`.
 
-A request is dropped at the moment from which it could not be in time even if it were started at once and had the engine to
-itself, by what steps are known to take. That is the least it needs, so nothing is dropped that might have been in time. When
-it may start beside others, so that it will be, is for promises.py to say. Once started it is never dropped. Only requests
-with such fields cost anything: a heap of the moments at which they are to be looked at. Owned by the scheduler, engine thread.
+A request is dropped from the moment at which it would be late even if it started immediately and had the engine to itself,
+by what steps are known to take. That is the least it needs, so nothing is dropped that might have been in time. A request
+that has started is never dropped. A deadline also moves a request forward in the queue, within a bound (policies.py). Only
+requests with such fields cost anything: a heap of the moments at which they are looked at. Owned by the scheduler, engine
+thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from math import inf
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeadlineError
-from engine.core.forecast import seconds_left, work_of
 from engine.core.memory import Memory
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
@@ -70,10 +70,13 @@ class Deadlines:
         """What it takes alone: the prompt in steps as large as can be, then as many tokens as it must have at least."""
         if not self._times.is_known:
             return 0.0
-        costs = self._times.costs
-        num_decodes = -(-max(seq.request.params.min_tokens - 1, 0) // self._tokens_a_step)
-        work = work_of(seq, costs, num_cached)._replace(num_decodes=num_decodes)
-        return seconds_left([work], costs, self._max_step_tokens)[0][0]
+        costs, params = self._times.costs, seq.request.params
+        num_decodes = -(-max(params.min_tokens - 1, 0) // self._tokens_a_step)
+        num_known = len(seq.tokens) - num_cached
+        num_chunks = -(-num_known // self._max_step_tokens)
+        prompt_s = num_chunks * (costs.fixed_s + costs.chunked_s) + costs.chunk_s(num_cached, num_known)
+        context = num_decodes * len(seq.tokens) + num_decodes * (num_decodes - 1) // 2
+        return prompt_s + num_decodes * (costs.fixed_s + costs.decode_s) + costs.context_s * context
 
     def _deadline_sentence(self, seq: Sequence, now: float) -> str:
         request, waited_s = seq.request, now - seq.request.arrival_s

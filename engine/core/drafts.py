@@ -2,17 +2,17 @@
 
 The runner drafts the tokens and computes them in the same step, so that a plan has counts and no values here either.
 Drafts take what all others leave: of the token budget, of the draws that memory is measured for, of the seconds that a target
-ITL or promised deadlines allow, and of the blocks, for which nobody is preempted. How often a sequence's drafts are right is
+ITL allows, and of the blocks, for which nobody is preempted. How often a sequence's drafts are right is
 remembered; a new one begins with what is usual, and one that drafts nothing grows hopeful, so that it tries again. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
+from engine.core.budget import Allowance
 from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import choose_lengths
 from engine.core.flight import Flight
 from engine.core.memory import Memory
-from engine.core.pacing import Pacing
 from engine.core.plan import Drafted
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
@@ -26,26 +26,26 @@ _LONG_MEMORY = 0.95  # weight of what was usual, at each draft of anybody
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
 
-    __slots__ = ("_costs", "_max_drafts", "_max_rows", "_memory", "_pacing", "_stats", "_usual")
+    __slots__ = ("_costs", "_max_drafts", "_max_rows", "_memory", "_stats", "_usual")
 
-    def __init__(self, config: SchedulerConfig, memory: Memory, pacing: Pacing, stats: Stats) -> None:
-        self._memory, self._pacing, self._stats = memory, pacing, stats
+    def __init__(self, config: SchedulerConfig, memory: Memory, stats: Stats) -> None:
+        self._memory, self._stats = memory, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
         self._max_rows = config.max_num_rows
         self._usual = HOPE
         stats.spec_accepted_at = [0] * self._max_drafts
 
-    def plan(self, flight: Flight, num_decodes: int, num_tokens: int, budget: int, num_reserved: int) -> None:
-        """Room for drafts in the first `num_decodes` slices of a step of `num_tokens`, of `budget` in all.
+    def plan(self, flight: Flight, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
+        """Room for drafts in the decodes of a step of `num_tokens`, within what the allowance has left.
 
         `num_reserved` blocks stay available for sequences that are about to grow.
         """
-        owners = flight.owners[:num_decodes]
-        budget = min(budget, self._max_rows - flight.num_samples)
+        owners = flight.owners[: flight.num_decodes]
+        budget = min(allowance.num_tokens, self._max_rows - flight.num_samples)
         most = min(self._max_drafts, budget)
         rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in owners]
         chances = [seq.draft_chance if seq.draft_chance >= 0 else self._usual for seq in owners]
-        lengths = choose_lengths(chances, rooms, num_tokens, self._costs, self._pacing.drafts_s(flight))
+        lengths = choose_lengths(chances, rooms, num_tokens, self._costs, allowance.drafts_s())
         for index, (seq, chance, length) in enumerate(zip(owners, chances, lengths, strict=True)):
             num_drafts = self._make_room(seq, min(length, budget), flight, num_reserved) if length else 0
             if num_drafts:

@@ -57,9 +57,6 @@ class CostModel:
 
     def seconds(self, plan: StepPlan) -> float:
         """The simulated duration of a step."""
-        return plan.cost(self._seconds)
-
-    def _seconds(self, plan: StepPlan) -> float:
         context = sum(piece.start + piece.num_tokens for piece in plan.slices) if self.context_s else 0
         num_tokens = plan.num_tokens + sum(plan.num_drafts.values())
         return self.step_s + self.token_s * num_tokens + self.context_s * context
@@ -117,9 +114,6 @@ class FakeRunner:
         self._sleep = sleep
         self._fail = fail
         self._acceptance = acceptance
-        self._under_way: tuple[int, int, int, int] | None = (
-            None  # seq_id, start, tokens and layers of a slice by layers
-        )
 
     def run(self, plan: StepPlan) -> FakeStep:
         """Compute a step; nothing of the plan is kept."""
@@ -132,11 +126,7 @@ class FakeRunner:
         drafted: dict[int, Drafted] = {}
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
-        partial = self._go_by_layers(plan)
         for index, piece in enumerate(plan.slices):
-            if piece is partial:
-                assert not piece.samples, "no layer but the last draws"
-                continue
             history = self._write(piece)
             message = self._fail(piece) if self._fail is not None else None
             if message is not None:
@@ -183,12 +173,6 @@ class FakeRunner:
         for block, row in zip(blocks, rows, strict=True):
             self._pages[block] = list(array("i", row.tobytes()))
 
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Start anew with blocks of another size."""
-        self._block_size = config.block_size
-        if self._pages is not None:
-            self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)]
-
     def use_idle_moment(self) -> bool:
         """Nothing to do."""
         return False
@@ -202,16 +186,6 @@ class FakeRunner:
             return None
         seconds = cost.seconds(plan)
         return lambda: sleep(seconds)
-
-    def _go_by_layers(self, plan: StepPlan) -> SequenceSlice | None:
-        """The plan's slice that is not through all layers with it, if there is one."""
-        if plan.layers is None:
-            return None
-        piece, (begin, end, _) = plan.slices[-1], plan.layers
-        key = (piece.seq_id, piece.start, piece.num_tokens)
-        assert begin == 0 or self._under_way == (*key, begin), "nothing is kept of the layers before"
-        self._under_way = (*key, end)
-        return None if plan.layers.is_last else piece
 
     def _move_blocks(self, plan: StepPlan, pages: list[list[int]]) -> None:
         """As early as may be out of the pool, and as late as may be into it."""

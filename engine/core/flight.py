@@ -6,28 +6,12 @@ from collections import deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from math import inf
-from typing import NamedTuple
 
-from engine.core.plan import LayerRange, Sample, SequenceSlice
+from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
 from engine.core.step_time import Load
 
 _NO_LOAD = Load()
-
-
-class Room(NamedTuple):
-    """What promised deadlines leave of a step: seconds for prompts and drafts; or nothing, and what is promised runs alone."""
-
-    spare_s: float = inf
-    is_alone: bool = False
-
-    @property
-    def holds_prompts(self) -> bool:
-        return self.is_alone or self.spare_s > 0.0
-
-
-FREE = Room()
 
 
 @dataclass(slots=True)
@@ -47,11 +31,7 @@ class Flight:
     num_samples: int = 0
     step_id: int = -1
     planned_s: float = 0.0
-    spare_s: float = inf  # that prompts and drafts may still add to it
-    room: Room = FREE
-    load: Load = _NO_LOAD  # told of steps with prompts only
-    layers: LayerRange | None = None  # of the last slice
-    is_reference: bool = False  # long prompts have no part in it, so that it shows what a step takes without them
+    load: Load = _NO_LOAD  # of steps with prompts only
 
     @property
     def num_tokens(self) -> int:
@@ -67,11 +47,6 @@ class Flight:
     def sequences(self) -> Iterator[Sequence]:
         """Whoever it names."""
         return chain(self.owners, self.arrivals, *self.children.values())
-
-    @property
-    def partial(self) -> int | None:
-        """The index of the slice that is not through the last layer with it, if there is one."""
-        return None if self.layers is None or self.layers.is_last else len(self.slices) - 1
 
     def bring(self, seq: Sequence, num_found: int) -> None:
         """Note that it fills blocks of a sequence which has `num_found` positions without that."""
@@ -108,7 +83,6 @@ class Flight:
             stand[seq] = filled.isdisjoint(seq.page_table.blocks)
             stand.update(dict.fromkeys(children, False))
             seq.num_planned = piece.start
-            seq.chunk = None
             if not stand[seq]:
                 _forget_from(seq, filled)
             for child in children:  # of what it was born with only what the cache was shown is surely computed

@@ -29,16 +29,11 @@ class Memory:
         self._min_copied = config.min_copied_tokens
         self._tiers = tiers
         self._pins = pins
-        pins.shelves.append(self)
+        pins.targets.append(self)
         self._listener = tiers if config.host_caching else None
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
-        self.partition(config)
-
-    def partition(self, config: SchedulerConfig) -> None:
-        """Have blocks of that number and size, all free. Nobody may hold any."""
         self.block_size = config.block_size
         max_pinned = int(config.num_blocks * config.pinned_share)
-        self._pins.clear(max_pinned)
         self._cache = PrefixCache(
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
         )
@@ -239,7 +234,7 @@ class Memory:
         for index in range(first, min(stop, max(pin.num_tokens for pin in request.pins) // size)):
             seconds = max([pin.seconds for pin in request.pins if (index + 1) * size <= pin.num_tokens])
             until = request.arrival_s + seconds
-            if not self._pins.keep(seq.chain, index, until, request.tenant, request.weight):
+            if not self._pins.keep(seq.chain, index, until):
                 return
             seq.num_pinned = max(seq.num_pinned, (index + 1) * size)
 

@@ -89,9 +89,6 @@ class Outcomes:
         """A slice's outcome, whatever it is; the first of its draws is number `cursor` of all."""
         piece, seq = flight.slices[index], flight.owners[index]
         seq.num_in_flight -= 1
-        if index == flight.partial:
-            self._departures.settle(seq)
-            return
         seq.num_computed = piece.start + piece.num_tokens
         if is_special:
             self._commit_special(index, flight, result, cursor, now, events)

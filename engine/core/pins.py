@@ -1,17 +1,15 @@
-"""Pinned prefixes: which contents are to be given up last, until when, and on whose account.
+"""Pinned prefixes: contents that are evicted last, until their time is over.
 
-Blocks are named by digest, so a pin is on what a block holds and not on a place: it finds the block in the pool, in host
-memory and on the disk, outlasts its eviction, and takes hold again wherever the content comes up anew (in an answer, once
-somebody asks for it: until then that has no name). Five rules:
+Blocks are named by digest, so a pin is on a content and not on a place: it finds the block in the pool, in host memory and
+on the disk, outlasts its eviction, and takes hold again when the content is computed again (in an answer, once a request
+asks for it: until then it has no name). Three rules:
 
-    bound      at most so many contents at once, a share of the pool, and of each one end and one holder: many may pin the same
-    order      whoever pins a block has pinned the one before it, for at least as long: prefixes stay whole
-    own        beyond the bound a pin takes the place of the owner's own that ends soonest, and sooner than itself
-    fair       or of one of whoever has most for its weight, if that is more than this owner would have
-    common     what a second owner pins too is on nobody's account from then on, until the last end that was asked for
+    bound    at most so many contents, a share of the pool
+    order    a block is pinned only behind one that is pinned for at least as long: prefixes stay whole
+    place    beyond the bound a pin takes the place of the one that ends soonest, if that ends sooner than itself
 
-The operator's end never, are common too, and nobody takes the place of what is. A pin is a wish about eviction only: whoever
-runs and needs a block gets it. Owned by the scheduler, engine thread; knows no clock, only the times it is told.
+The operator's pins never end, so no other takes their place. A pin is a wish about eviction only: a sequence that needs a
+block gets it. Owned by the scheduler, engine thread; knows no clock, only the times it is given.
 """
 
 from __future__ import annotations
@@ -23,160 +21,90 @@ from typing import Protocol
 
 from engine.core.stats import Stats
 
+_MIN_PRUNED = 64  # entries of the heap, above which those that are out of date may be cleared
 
-class Shelf(Protocol):
+
+class PinTarget(Protocol):
     """Blocks that are findable by content. It asks of each that appears whether it is pinned."""
 
     def pin(self, digest: bytes) -> None:
-        """If this is here, it goes last."""
+        """Evict this content last, if it is here."""
         ...
 
     def unpin(self, digest: bytes) -> None:
-        """It does not any more."""
+        """Treat this content as any other."""
         ...
 
 
-class _Ends:
-    """Until when what is pinned; the first to end is at hand, and of those that end together the furthest from its root."""
+class Pins:
+    """The pinned contents, each with its end. `digest in pins` is what targets ask."""
 
-    __slots__ = ("_heap", "_num_kept", "until")
+    __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "_until", "targets")
 
-    def __init__(self) -> None:
-        self.until: dict[bytes, float] = {}
-        self._heap: list[tuple[float, int, bytes]] = []  # with some that were prolonged or left since
+    def __init__(self, stats: Stats, max_pinned: int) -> None:
+        self._stats = stats
+        self._max_pinned = max_pinned
+        self.targets: list[PinTarget] = []
+        self._until: dict[bytes, float] = {}
+        # The first to end comes first; of those that end together, the furthest from its root. Some are out of date.
+        self._heap: list[tuple[float, int, bytes]] = []
         self._num_kept = 0
 
-    @property
-    def first(self) -> tuple[float, bytes]:
-        """When the next one ends, and which; of one at least."""
-        while self.until.get(self._heap[0][2]) != self._heap[0][0]:
-            heappop(self._heap)
-        return self._heap[0][0], self._heap[0][2]
-
-    def keep(self, digest: bytes, until: float) -> None:
-        self.until[digest] = until
-        self._num_kept += 1
-        heappush(self._heap, (until, -self._num_kept, digest))
-        if len(self._heap) > 2 * len(self.until) + 64:
-            self._heap = [entry for entry in self._heap if self.until.get(entry[2]) == entry[0]]
-            heapify(self._heap)
-
-
-class _Owner(_Ends):
-    """What is on one's account."""
-
-    __slots__ = ("name", "weight")
-
-    def __init__(self, name: str = "") -> None:
-        super().__init__()
-        self.name = name
-        self.weight = 1.0
-
-    @property
-    def load(self) -> float:
-        return len(self.until) / self.weight
-
-
-class Pins:
-    """The book of them. `digest in pins` is what shelves ask."""
-
-    __slots__ = ("_common", "_ends", "_holder_of", "_max_pinned", "_next_end_s", "_owners", "_stats", "shelves")
-
-    def __init__(self, stats: Stats, max_pinned: int = 0) -> None:
-        self._stats = stats
-        self.shelves: list[Shelf] = []
-        self.clear(max_pinned)
-
-    def clear(self, max_pinned: int) -> None:
-        """Nothing is pinned, and so much may be: contents have other names now."""
-        self._max_pinned = max_pinned
-        self._owners: dict[str, _Owner] = {}  # of one at least each
-        self._common = _Owner()
-        self._holder_of: dict[bytes, _Owner] = {}
-        self._ends = _Ends()  # of all, whoever holds them
-        self._next_end_s = inf  # or sooner
-
     def __contains__(self, digest: object) -> bool:
-        return digest in self._holder_of
+        return digest in self._until
 
     def __len__(self) -> int:
-        return len(self._holder_of)
+        return len(self._until)
 
-    def keep(self, chain: Seq[bytes], index: int, until: float, name: str = "", weight: float = 1.0) -> bool:
-        """Pin a chain's block `index` until then, or for as long as it is already; False if there is no place for it.
-
-        An `until` without end is the operator's.
-        """
+    def keep(self, chain: Seq[bytes], index: int, until: float) -> bool:
+        """Pin a chain's block `index` until then, or for as long as it is already; False if there is no place for it."""
         digest = chain[index + 1]
-        owner = self._common if until == inf else self._owners.get(name) or _Owner(name)
-        owner.weight = weight
-        holder = self._holder_of.get(digest)
-        has_parent = not index or self._has(owner, chain[index], until)
-        if not (has_parent and (holder is not None or self._make_place(owner, until))):
+        has_parent = not index or self._until.get(chain[index], -inf) >= until
+        if not (has_parent and (digest in self._until or self._make_place(until))):
             self._stats.pins_refused += 1
             return False
-        self._hold(digest, owner if holder is None or holder is owner else self._common, until)
+        if digest not in self._until:
+            for target in self.targets:
+                target.pin(digest)
+        if until > self._until.get(digest, -inf):
+            self._until[digest] = until
+            self._num_kept += 1
+            heappush(self._heap, (until, -self._num_kept, digest))
+            self._prune()
         return True
 
     def expire(self, now: float) -> None:
-        """Let go of what has ended; to be called often, for it costs a comparison, and what has ended."""
-        if now < self._next_end_s:
-            return
-        while self._ends.until and self._ends.first[0] <= now:
-            self._drop(self._ends.first[1])
-        self._next_end_s = self._ends.first[0] if self._ends.until else inf
+        """Unpin contents whose time is over. Called before every step: it costs a comparison."""
+        while self._heap and self._heap[0][0] <= now:
+            until, _, digest = heappop(self._heap)
+            if self._until.get(digest) == until:
+                self._drop(digest)
 
-    def _has(self, owner: _Owner, digest: bytes, until: float) -> bool:
-        """Is it pinned at least so long, by this owner or by several?"""
-        return self._holder_of.get(digest) in (owner, self._common) and self._ends.until[digest] >= until
-
-    def _make_place(self, owner: _Owner, until: float) -> bool:
-        """For one more of an owner's; taken from others' only as far as they have more than it will have."""
-        if len(self._holder_of) < self._max_pinned:
+    def _make_place(self, until: float) -> bool:
+        if len(self._until) < self._max_pinned:
             return True
-        giver = max(self._owners.values(), key=lambda other: other.load, default=owner)
-        if owner is self._common or giver.load <= (len(owner.until) + 1) / owner.weight:
-            giver = owner
-        # Nothing common is taken: others' prefixes may go on from it.
-        if giver is self._common or not giver.until or (giver is owner and giver.first[0] >= until):
+        if not self._until:
             return False
-        self._drop(giver.first[1])
+        while self._until.get(self._heap[0][2]) != self._heap[0][0]:
+            heappop(self._heap)
+        first_until, _, digest = self._heap[0]
+        if first_until >= until:
+            return False
+        self._drop(digest)
         return True
 
-    def _hold(self, digest: bytes, holder: _Owner, until: float) -> None:
-        """Put it on that account, for as long as either was asked."""
-        before, end = self._holder_of.get(digest), self._ends.until.get(digest, -inf)
-        if before is holder and until <= end:
-            return
-        if before is None:
-            for shelf in self.shelves:
-                shelf.pin(digest)
-        elif before is not holder:
-            self._take(digest, before)
-        if until > end:
-            self._ends.keep(digest, until)
-            self._next_end_s = min(self._next_end_s, until)
-        holder.keep(digest, max(until, end))
-        self._holder_of[digest] = holder
-        if holder is not self._common:
-            self._owners[holder.name] = holder
-
-    def _take(self, digest: bytes, holder: _Owner) -> None:
-        del holder.until[digest]
-        if not holder.until and holder is not self._common:
-            del self._owners[holder.name]
-
     def _drop(self, digest: bytes) -> None:
-        self._take(digest, self._holder_of.pop(digest))
-        del self._ends.until[digest]
-        for shelf in self.shelves:
-            shelf.unpin(digest)
+        del self._until[digest]
+        for target in self.targets:
+            target.unpin(digest)
+
+    def _prune(self) -> None:
+        if len(self._heap) > 2 * len(self._until) + _MIN_PRUNED:
+            self._heap = [entry for entry in self._heap if self._until.get(entry[2]) == entry[0]]
+            heapify(self._heap)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the counts add up and the bound holds."""
-        holders = (*self._owners.values(), self._common)
-        assert len(self._holder_of) <= self._max_pinned, "more is pinned than may be"
-        assert self._holder_of == {digest: holder for holder in holders for digest in holder.until}
-        assert self._ends.until == {digest: until for holder in holders for digest, until in holder.until.items()}
-        assert sum(len(holder.until) for holder in holders) == len(self._holder_of), "one content is held twice"
-        assert all(name == owner.name and owner.until for name, owner in self._owners.items())
+        """Raise AssertionError unless the bound holds and every pin has its end in the heap."""
+        assert len(self._until) <= self._max_pinned, "more is pinned than may be"
+        ends = {digest: until for until, _, digest in self._heap if self._until.get(digest) == until}
+        assert ends == self._until, "a pin has no end"

@@ -8,11 +8,10 @@ sequence's slices are written anew when the step has been committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
 from engine.core.types import Pooling, SamplingParams, TokenLogprob
 
@@ -79,23 +78,6 @@ class SequenceSlice:
         return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
 
 
-class LayerRange(NamedTuple):
-    """The layers begin .. end - 1 of `num_layers`."""
-
-    begin: int
-    end: int
-    num_layers: int
-
-    @property
-    def share(self) -> float:
-        """Of all layers."""
-        return (self.end - self.begin) / self.num_layers
-
-    @property
-    def is_last(self) -> bool:
-        return self.end == self.num_layers
-
-
 class StepPlan(NamedTuple):
     """One forward pass: blocks to move, then every slice as one flat batch; or blocks alone.
 
@@ -104,10 +86,6 @@ class StepPlan(NamedTuple):
 
     `num_drafts`, by slice index, is how many positions behind the slice the runner may draft and compute as well: its
     block table covers them. Whatever is written there and not confirmed by a draw is written again by a later step.
-
-    `layers`, if not None, are those that the last slice goes through, and no others: the runner keeps what it comes to until
-    a later plan has the same slice again, to go on from there. One such slice is under way at a time: another that begins at
-    layer 0, or the same one anew, takes its place. Before the last layer it counts for nothing and draws nothing.
     """
 
     step_id: int
@@ -118,21 +96,6 @@ class StepPlan(NamedTuple):
     swap_out: Sequence[tuple[int, int]] = ()  # (physical block, host block)
     swap_in: Sequence[tuple[int, int]] = ()  # (host block, physical block)
     num_drafts: Mapping[int, int] = {}
-    layers: LayerRange | None = None
-
-    @property
-    def num_partial(self) -> int:
-        """Of its tokens, those that are not through the last layer with it."""
-        return 0 if self.layers is None or self.layers.is_last else self.slices[-1].num_tokens
-
-    def cost(self, whole: Callable[[StepPlan], float]) -> float:
-        """What it takes, where `whole` tells that of plans whose slices all go through all layers."""
-        if self.layers is None:
-            return whole(self)
-        *others, last = self.slices
-        num_tokens, num_samples = self.num_tokens - last.num_tokens, self.num_samples - len(last.samples)
-        without = whole(self._replace(slices=others, num_tokens=num_tokens, num_samples=num_samples, layers=None))
-        return without + self.layers.share * (whole(self._replace(layers=None)) - without)
 
 
 class Fault(NamedTuple):
@@ -225,10 +188,6 @@ class Runner(Protocol):
 
     def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
         """Copy whole blocks in, before the next step reads them."""
-        ...
-
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Cut the pool into blocks of another size; no step is under way, and nothing of what was there is kept."""
         ...
 
     def use_idle_moment(self) -> bool:

@@ -8,13 +8,6 @@ first one's, half the one's that is soonest through. Whoever is first in line ge
 
     a step holds at least 1 token of the first in line, and if that is long, 1 / RESERVE of the tokens are not for short ones
 
-Beside others, long ones go by layers, where the runner can: a few tokens cost nearly as much as many, for they read the
-whole context, so a step computes a large chunk in some of the model's layers, the next one goes on with the next layers,
-and what a step adds is as little as with few tokens. One chunk is under way at a time, whoever's turn it is. Now and then
-a step goes without, for what a step takes without prompts is what all others are measured by.
-
-With the policy `fair`, long ones that others make way for come before all other long ones, whole, and have most of the tokens.
-
 Owned by the scheduler, engine thread.
 """
 
@@ -23,187 +16,100 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
+from engine.core.budget import Allowance
 from engine.core.flight import Flight
 from engine.core.memory import Memory
-from engine.core.pacing import PRESSING, Pacing
-from engine.core.plan import LayerRange, Sample
+from engine.core.plan import Sample
 from engine.core.roster import Roster
-from engine.core.sequence import Chunk, Sequence, Status
-from engine.core.step_time import decode_load
-
-RESERVE = 8
-REFERENCE_EVERY = 32  # steps
-LAYERS_A_STEP = 3  # of a chunk's: with more, the seconds of a step are better filled, but chunks are smaller
-PATIENCE = 4  # steps with too little room that a chunk sits out, before it is cut anew and its layers are lost
+from engine.core.sequence import Sequence, Status
 
 
 class PromptPlanner:
     """Writes chunks into the plan that is being made."""
 
-    __slots__ = ("_last", "_memory", "_num_layered", "_num_layers", "_pacing", "_roster")
+    __slots__ = ("_memory", "_roster")
 
-    def __init__(self, memory: Memory, roster: Roster, pacing: Pacing, num_layers: int) -> None:
-        self._memory, self._roster, self._pacing, self._num_layers = memory, roster, pacing, num_layers
-        self._last: Sequence | None = None  # whose turn it was to go by layers
-        self._num_layered = 0  # steps that had long ones which go by layers
+    def __init__(self, memory: Memory, roster: Roster) -> None:
+        self._memory, self._roster = memory, roster
 
     def plan(
         self,
         catching_up: list[Sequence],
         admitted: Iterable[Sequence],
-        budget: int,
+        allowance: Allowance,
         now: float,
         flight: Flight,
         *,
         shares: bool,
-    ) -> int:
-        """Plan chunks of at most `budget` positions in all; returns what is left. Without `shares` all go in order.
+    ) -> None:
+        """Plan chunks within the allowance. Without `shares` all go in order.
 
         `admitted` is asked for one more sequence at a time, while there is room for it. What is swapped in computes in the
         next step, so that this one need not wait for its blocks, unless it would have nothing else to do.
         """
-        flight.load = decode_load(flight.slices)
-        if flight.room.is_alone:
-            shares = False
-        else:
-            flight.spare_s = min(flight.room.spare_s, self._pacing.prompts_s(flight.load))
         long = [seq for seq in catching_up if seq.is_long and shares]
-        reserve, reserve_s = 0, 0.0
-        if pressing := self._roster.pressing(long):
-            reserve = min(int(budget * PRESSING / (1 + PRESSING)), sum(map(_num_to_plan, pressing)))
-        elif long and long[0] is catching_up[0]:
-            reserve = -(-budget // RESERVE)
-        if reserve and flight.spare_s < inf:
-            reserve_s = flight.spare_s * reserve / budget
-        left = budget - reserve
-        flight.spare_s -= reserve_s
-        is_full = not left
+        allowance.begin_prompts(holds_back=bool(long) and long[0] is catching_up[0])
+        is_full = not allowance.num_tokens
         for seq in catching_up:
             if not (seq.is_long and shares):
-                left -= self._plan_chunk(seq, left, flight)
+                self._plan_chunk(seq, allowance, flight)
                 is_full = is_full or seq.status is Status.PREFILL
         late: list[Sequence] = []
-        if left and not is_full:
-            left = self._plan_admitted(admitted, left, flight, long if shares else None, late)
-        left += reserve
-        flight.spare_s += reserve_s
-        # Some may have given way to others that were admitted.
+        if allowance.num_tokens and not is_full:
+            self._plan_admitted(admitted, allowance, flight, long if shares else None, late)
+        allowance.release()
+        # Some may have been preempted for others that were admitted.
         if long := [seq for seq in long if seq.status is Status.PREFILL]:
-            left -= self._plan_long(long, left, now, flight)
+            self._plan_long(long, allowance, now, flight)
         elif not flight.slices and (late := [seq for seq in late if seq.status is Status.PREFILL]):
-            left -= self._plan_chunk(late[0], left, flight)
-        return left
+            self._plan_chunk(late[0], allowance, flight)
 
     def _plan_admitted(
         self,
         admitted: Iterable[Sequence],
-        left: int,
+        allowance: Allowance,
         flight: Flight,
         long: list[Sequence] | None,
         late: list[Sequence],
-    ) -> int:
-        """Those that are short; the others join the `long` ones, if there are such, or the `late`. Returns what is left."""
+    ) -> None:
+        """Plan those that are short; the others join the `long` ones, if there are such, or the `late`."""
         num_moves = len(flight.swap_in)
         for seq in admitted:
             if len(flight.swap_in) > num_moves:
                 num_moves = len(flight.swap_in)
                 late.append(seq)
-            elif seq.is_long and long is not None and not flight.room.is_alone:
+            elif seq.is_long and long is not None:
                 long.append(seq)
             else:
-                left -= self._plan_chunk(seq, left, flight)
-                if seq.status is Status.PREFILL or not left:
+                self._plan_chunk(seq, allowance, flight)
+                if seq.status is Status.PREFILL or not allowance.num_tokens:
                     break
-        return left
 
-    def _plan_long(self, long: list[Sequence], budget: int, now: float, flight: Flight) -> int:
-        """The part of the long ones: half is for the first, half for the one that is soonest through; returns how many."""
-        times, pressing = self._pacing.times, self._roster.pressing(long)
-        long = pressing or long  # those that make way wait
-        by_layers = self._num_layers > 1 and not pressing and bool(flight.slices) and not any(map(_needs_states, long))
-        paced_s = self._pacing.long_s(flight.load, long, now, by_layers=by_layers, is_pressing=bool(pressing))
-        spare_s = flight.spare_s
-        if by_layers and not flight.load.num_prompt_tokens:
-            spare_s = min(self._pacing.prompts_s(flight.load, by_layers=True), flight.room.spare_s)
-        seconds = min(paced_s, spare_s)
+    def _plan_long(self, long: list[Sequence], allowance: Allowance, now: float, flight: Flight) -> None:
+        """Plan the part of the long ones: half is for the first, half for the one that is soonest through."""
+        seconds = allowance.share_long(long, now)
         first, soonest = long[0], min(long, key=_num_to_plan)
-        if by_layers and seconds < inf:
-            self._num_layered += 1
-            flight.is_reference = self._num_layered % REFERENCE_EVERY == 0
-            if flight.is_reference or not budget:
-                return 0
-            return self._plan_layers(self._take_turn(long, first, soonest), budget, seconds, flight)
-        flight.spare_s = seconds if first is soonest else seconds / 2
-        count = self._plan_chunk(first, budget, flight, least=1)
-        if soonest is not first:
-            flight.spare_s = seconds - times.chunk_s(first.num_planned - count, count)
-            count += self._plan_chunk(soonest, budget - count, flight)
-        return count
+        if soonest is first:
+            allowance.spare_s = seconds
+            self._plan_chunk(first, allowance, flight, least=1)
+            return
+        allowance.spare_s = seconds / 2
+        self._plan_chunk(first, allowance, flight, least=1)
+        allowance.spare_s += seconds / 2 if seconds < inf else 0.0
+        self._plan_chunk(soonest, allowance, flight)
 
-    def _take_turn(self, long: list[Sequence], first: Sequence, soonest: Sequence) -> Sequence:
-        """Whose chunk goes through the next layers: whoever's is under way, else the first one's and the soonest's in turns."""
-        last = self._last
-        if last is None or last.chunk is None or last not in long:
-            if last is not None:
-                last.chunk = None
-            self._last = last = soonest if last is first else first
-        return last
-
-    def _plan_layers(self, seq: Sequence, budget: int, seconds: float, flight: Flight) -> int:
-        """Plan some layers of the sequence's next chunk: as many as fit the seconds, at least one; returns its positions."""
-        start, times, num_layers = seq.num_planned, self._pacing.times, self._num_layers
-        chunk = seq.chunk
-        if chunk is not None and chunk.num_tokens > budget:
-            if chunk.num_layers and flight.slices and chunk.num_passed < PATIENCE:
-                seq.chunk = chunk._replace(num_passed=chunk.num_passed + 1)
-                return 0  # what its layers came to would be lost
-            chunk = None
-        if chunk is None:
-            seconds_a_chunk = seconds * num_layers / LAYERS_A_STEP - times.chunked_s
-            room = int(min(times.tokens_within(seconds_a_chunk, start), budget)) or 1
-            num_chunks = -(-_num_to_plan(seq) // room)  # of about one size, for a small one costs nearly as much
-            chunk = Chunk(-(-_num_to_plan(seq) // num_chunks), 0)
-        count, begin = chunk.num_tokens, chunk.num_layers
-        layer_s = (times.chunked_s + times.chunk_s(start, count)) / num_layers
-        num_fit = min(seconds / layer_s, num_layers) if layer_s > 0 else num_layers
-        if flight.room.spare_s < inf and num_fit < 1:
-            return 0  # promises leave no time for it
-        num = int(num_fit) if flight.room.spare_s < inf else round(num_fit)
-        layers = LayerRange(begin, min(begin + max(num, 1), num_layers), num_layers)
-        samples: tuple[Sample, ...] = ()
-        seq.chunk = chunk._replace(num_layers=layers.end)
-        if layers.is_last:
-            samples = self._finish_chunk(seq, start + count, flight)
-        flight.layers = layers if layers.share < 1 else None
-        flight.add_chunk(seq, start, count, samples)
-        flight.load = flight.load.with_chunk(start, count, layers.share)
-        return count
-
-    def _finish_chunk(self, seq: Sequence, stop: int, flight: Flight) -> tuple[Sample, ...]:
-        """All layers of the positions before `stop` are planned: what is drawn from the last of them."""
-        seq.num_planned, seq.chunk = stop, None
-        if stop < len(seq.tokens):
-            return ()
-        seq.move(Status.RUNNING)
-        return self._first_samples(seq, flight)
-
-    def _plan_chunk(self, seq: Sequence, budget: int, flight: Flight, least: int = 0) -> int:
-        """Plan the next chunk of a sequence that is catching up, of at most `budget` positions; returns how many.
-
-        It is as long as the seconds that the step has left for prompts, but never shorter than `least`, nor is a step's first.
-        """
-        start, times = seq.num_planned, self._pacing.times
-        if flight.spare_s < inf:
-            least = least or not flight.load.num_prompt_tokens
-            budget = min(budget, max(int(min(times.tokens_within(flight.spare_s, start), budget)), least))
-        count = min(len(seq.tokens) - start, budget)
+    def _plan_chunk(self, seq: Sequence, allowance: Allowance, flight: Flight, least: int = 0) -> None:
+        """Plan the next chunk of a sequence that is catching up, of at least `least` positions."""
+        start = seq.num_planned
+        count = allowance.prompt(start, len(seq.tokens) - start, least)
         if not count:
-            return 0
-        flight.spare_s -= times.chunk_s(start, count)
-        samples = self._finish_chunk(seq, start + count, flight)
+            return
+        stop = seq.num_planned = start + count
+        samples: tuple[Sample, ...] = ()
+        if stop == len(seq.tokens):
+            seq.move(Status.RUNNING)
+            samples = self._first_samples(seq, flight)
         flight.add_chunk(seq, start, count, samples)
-        flight.load = flight.load.with_chunk(start, count)
-        return count
 
     def _first_samples(self, seq: Sequence, flight: Flight) -> tuple[Sample, ...]:
         """The draws at the end of a prompt, one a choice. Here n > 1 forks: all choices share all blocks."""
@@ -220,11 +126,6 @@ class PromptPlanner:
                 self._roster.start(child)
             drawing += children
         return tuple(sample for sequence in drawing for sample in sequence.samples)
-
-
-def _needs_states(seq: Sequence) -> bool:
-    """Whether hidden states of its prompt are asked for, and not only of the last layer's rows that draw."""
-    return seq.needs_every_position or seq.params.pooling is not None
 
 
 def _num_to_plan(seq: Sequence) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.block_pool import BlockPool
-from engine.core.length_predictor import Predictor
 from engine.core.plan import StepPlan
+from engine.core.queues.lengths import LengthPredictor
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.targets import Targets
@@ -26,7 +26,7 @@ class Recorder:
     __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps", "lengths", "predictor")
 
     def __init__(
-        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: Predictor | None
+        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: LengthPredictor | None
     ) -> None:
         self.predictor = predictor
         self._targets = targets
@@ -35,11 +35,6 @@ class Recorder:
         self._host_pool, self._disk_pool = tiers.host.pool, tiers.disk.pool
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.lengths: deque[int] = deque(maxlen=_NUM_LENGTHS)  # in tokens, of the sequences that were completed last
-        self.gauges(0, 0)
-
-    def follow(self, pool: BlockPool) -> None:
-        """The pool is another one now."""
-        self._pool = pool
         self.gauges(0, 0)
 
     def queued(self, seq: Sequence, change: int) -> None:
@@ -110,7 +105,7 @@ class Recorder:
         self.gaps.clear()
         stats.steps += 1
         stats.background_steps += is_background
-        stats.step_tokens.observe(plan.num_tokens - plan.num_partial)
+        stats.step_tokens.observe(plan.num_tokens)
         stats.step_sequences.observe(len(plan.slices))
         if plan.swap_out or plan.swap_in:
             stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)

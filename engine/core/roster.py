@@ -1,24 +1,20 @@
-"""Who lives: all sequences by their request, and the two queues that they stand in.
+"""The living sequences by their request, those that wait in two queues, and those that run.
 
-Those that run are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
+What runs is sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable
-from math import inf
+from collections.abc import Iterable
 from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
-from engine.core.fairness import INPUT_COST, PROMISED, charge_generated, interleave, place_of, takeable
 from engine.core.flight import Flight
+from engine.core.queues import POLICIES, Queue
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
-from engine.core.step_time import StepTime
-from engine.core.turns import EVERYBODY, Turn, Turns, holder_of_most, sitting_out
-from engine.core.waiting import WaitingQueue
 
 _place = attrgetter("place")
 _is_background = attrgetter("is_background")
@@ -27,15 +23,14 @@ _is_background = attrgetter("is_background")
 class Roster:
     """Sequences come, wait, run, and are struck off."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "_turns", "is_fair", "requests", "running", "waiting")
+    __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "requests", "running")
 
     def __init__(self, recorder: Recorder, config: SchedulerConfig) -> None:
-        self.is_fair = config.policy == "fair"  # tenants are told apart
-        self.waiting = WaitingQueue(is_fair=self.is_fair)
+        policy = POLICIES[config.policy]
+        self.foreground, self.background = policy(), policy()
         self.running: list[Sequence] = []
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
-        self._turns = Turns(config.max_num_batched_tokens)
         self._next_seq_id = 0
 
     def take_seq_id(self) -> int:
@@ -43,102 +38,70 @@ class Roster:
         self._next_seq_id += 1
         return self._next_seq_id
 
+    def queue_of(self, *, is_background: bool) -> Queue:
+        """The queue in which such requests wait."""
+        return self.background if is_background else self.foreground
+
+    @property
+    def first_waiting(self) -> Sequence | None:
+        """The next sequence to be admitted: background work when no other waits."""
+        return self.foreground.peek() or self.background.peek()
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """All that wait, in the order of their admission."""
+        return [*self.foreground, *self.background]
+
     def enqueue(self, seq: Sequence) -> None:
         """It waits, in its place."""
-        self.waiting.add(seq)
+        self.queue_of(is_background=seq.is_background).push(seq)
         self._recorder.queued(seq, 1)
 
     def dequeue(self, seq: Sequence) -> None:
         """It does not wait any more."""
-        self.waiting.remove(seq)
+        self.queue_of(is_background=seq.is_background).remove(seq)
         self._recorder.queued(seq, -1)
 
     def start(self, seq: Sequence) -> None:
-        """It runs. Its prompt is charged when it does so for the first time."""
-        account = seq.account
-        account.num_running += 1
-        if not seq.num_charged:
-            if self.is_fair:
-                self._turns.come(seq, self.running)
-            seq.num_charged = seq.num_prompt
-            account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
-        if self.is_fair or seq.promised_total:
-            seq.place = place_of(seq, account.num_running)
+        """It runs."""
+        self.queue_of(is_background=seq.is_background).started(seq)
         insort(self.running, seq, key=_place)
 
     def stop(self, seq: Sequence) -> None:
         """It does not run any more."""
-        seq.account.num_running -= 1
+        self.queue_of(is_background=seq.is_background).stopped(seq)
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
-        self.waiting.release()
 
-    def dismiss(self, seq: Sequence) -> None:
-        """One that runs is promised nothing any more, and stands among the others; a beam with all of its search.
-
-        Some beams alone could not go on: a step of promised work only would wait for the others for ever.
-        """
-        for each in seq.beams or (seq,):
-            if each.promised_total:
-                self.stop(each)
-                each.promised_total = 0
-                each.place = each.order
-                self.start(each)
-
-    @property
-    def has_promised(self) -> bool:
-        """True if anybody runs who was promised a deadline."""
-        return bool(self.running) and self.running[0].promised_total > 0
-
-    @property
-    def promised(self) -> list[Sequence]:
-        """Those that run and were promised their deadlines: the beginning of that queue."""
-        return self.running[: bisect_left(self.running, (PROMISED, inf), key=_place)]
-
-    def interleave(self) -> None:
-        """Have the last place be that of whoever is to give way first; before anybody may have to."""
-        if self.is_fair:
-            interleave(self.running)
+    def arrange(self) -> None:
+        """Have the last place be that of the first to be preempted; before any sequence may have to be."""
+        self.foreground.arrange(self.running)
 
     def charge(self, flight: Flight) -> None:
         """After a commit: tenants are charged for what it has drawn."""
-        if self.is_fair:
-            charge_generated(flight.sequences)
-
-    def turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
-        """With `fair`: who has a part in the next step. It may be cut if nobody planned can have to give way."""
-        turn = self._turn(limit, now, times, cuts=cuts)
-        return turn._replace(out=set(turn.out) - set(self.promised)) if turn.out and self.has_promised else turn
-
-    def _turn(self, limit: int, now: float, times: StepTime, *, cuts: bool) -> Turn:
-        due = self.due(limit)
-        if accounts := sitting_out(due, limit):
-            return Turn({seq for seq in due if seq.account in accounts}, admits=False)
-        most = holder_of_most(due) if cuts and self._turns.expects(now) else None
-        if most is None or self.waiting.has_others(most):
-            return EVERYBODY
-        return self._turns.cut(due, most, times)
-
-    def pressing(self, long: Iterable[Sequence]) -> list[Sequence]:
-        """Of long prompts, those that others make way for."""
-        return self._turns.pressing(long, self.running) if self.is_fair else []
+        self.foreground.charge(flight.sequences)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
-        """Who may be preempted, if need be all of them, so that a waiting sequence can run; first to go first.
+        """What may be preempted, if need be all of it, so that a waiting sequence can run; first to go first.
 
-        The background; or, with `fair`, some of a tenant's that holds too much.
+        Background work; else what the policy says.
         """
         if seq.is_background or not self.running:
             return []
-        if (num_background := self.num_background) or not self.is_fair:
+        if num_background := self.num_background:
             return self.running[len(self.running) - num_background :][::-1]
-        return takeable(self.running, seq)
+        return self.foreground.victims(self.running, seq)
+
+    @property
+    def may_yield(self) -> bool:
+        """True if the policy may name victims for a sequence that waits."""
+        return self.foreground.may_yield
 
     @property
     def has_takeable(self) -> bool:
-        """True if `takeable` may find anybody."""
-        return self.is_fair or self.num_background > 0
+        """True if `takeable` may find any sequence."""
+        return self.may_yield or self.num_background > 0
 
     def strike(self, seq: Sequence) -> None:
         """It has ended; and with the last of a request's sequences, so has the request."""
@@ -149,8 +112,8 @@ class Roster:
 
     @property
     def has_foreground(self) -> bool:
-        """True if anybody runs or waits who is not of the background; they come first in both queues."""
-        return self.waiting.has_foreground or bool(self.running and not self.running[0].is_background)
+        """True if any other than background work runs or waits."""
+        return bool(self.foreground) or bool(self.running and not self.running[0].is_background)
 
     @property
     def num_background(self) -> int:
@@ -164,15 +127,12 @@ class Roster:
         """How many of those that run are to be planned: while there is anybody else, the background pauses."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
-    def due(self, limit: int, out: Collection[Sequence] = (), *, is_alone: bool = False) -> list[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned. Without those who sit `out`.
-
-        If `is_alone`, only what is promised.
-        """
-        due = self.promised if is_alone else self.running[: self.num_due]
-        if len(due) <= limit and not out:
+    def due(self, limit: int) -> list[Sequence]:
+        """The best of those that run, no more than `limit` that can be planned."""
+        due = self.running[: self.num_due]
+        if len(due) <= limit:
             return due
-        return [seq for seq in due if not seq.is_waiting and seq not in out][:limit]
+        return [seq for seq in due if not seq.is_waiting][:limit]
 
     def tell(self) -> None:
         """Bring the gauges up to date."""
@@ -191,6 +151,8 @@ class Roster:
     def check_integrity(self) -> None:
         """Raise AssertionError if anybody stands in the wrong place."""
         assert self.running == sorted(self.running, key=_place), "those that run are out of order"
-        self.waiting.check_integrity()
-        held = Counter([seq.account for seq in self.running])
-        assert all(account.num_running == num for account, num in held.items()), "a tenant's holding is miscounted"
+        self.foreground.check_integrity()
+        self.background.check_integrity()
+        if self.may_yield:
+            held = Counter([seq.account for seq in self.running])
+            assert all(account.num_running == num for account, num in held.items()), "a tenant's holding is miscounted"

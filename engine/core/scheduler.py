@@ -16,22 +16,20 @@ from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
 from engine.core.beams import Beams
+from engine.core.budget import StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.deadlines import Deadlines
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
-from engine.core.length_predictor import LengthPredictor, Predictor
 from engine.core.memory import Memory
 from engine.core.outcomes import Outcomes
-from engine.core.pacing import Pacing
 from engine.core.pins import Pins
 from engine.core.plan import Moves, StepPlan, StepResult
-from engine.core.policies import POLICIES, sort_key
 from engine.core.preemption import SwapSpace, never_saved
-from engine.core.promises import Promises
 from engine.core.prompts import PromptPlanner
+from engine.core.queues.lengths import LengthPredictor
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
@@ -41,44 +39,33 @@ from engine.core.step_time import decode_load
 from engine.core.swap_belief import SwapBelief
 from engine.core.targets import Targets
 from engine.core.tiers import Tiers, Transfer
-from engine.core.turns import EVERYBODY
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-
-# A step of the background is this much smaller than others may be: whoever comes has to wait for the one that runs.
-BACKGROUND_SHARE = 4
 
 
 class Scheduler:
     """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
 
-    def __init__(
-        self, config: SchedulerConfig, stats: Stats | None = None, predictor: Predictor | None = None, *, depth: int = 0
-    ) -> None:
-        """With sjf, lengths are learned unless there is another `predictor`. `depth` steps are planned ahead of commits."""
+    def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
         self.stats = stats if stats is not None else Stats()
-        self._pins = Pins(self.stats)
+        self._pins = Pins(self.stats, int(config.num_blocks * config.pinned_share))
         targets = Targets(config.target_ttft_s, config.target_itl_s)
-        self._pacing = Pacing(targets)
-        self._costs = SwapBelief(config.swap_costs, config.block_size, self._pacing.times, self.stats)
+        self._budget = StepBudget(config, targets)
+        self._costs = SwapBelief(config.swap_costs, config.block_size, self._budget.times, self.stats)
         self.tiers = Tiers(config, self.stats, self._pins, self._costs)
         self._memory = Memory(config, self.tiers, self._pins)
         self._swap = SwapSpace(config, self.tiers, self._costs)
-        self._predictor = predictor or (LengthPredictor() if config.policy == "sjf" else None)
+        self._predictor = LengthPredictor() if config.policy == "sjf" else None
         self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
-        self._policy = POLICIES[config.policy]
         self._roster = Roster(self._recorder, config)
-        self._deadlines = Deadlines(self._memory, self._pacing.times, config)
-        self._prompts = PromptPlanner(self._memory, self._roster, self._pacing, config.num_layers)
+        self._deadlines = Deadlines(self._memory, self._budget.times, config)
+        self._prompts = PromptPlanner(self._memory, self._roster)
         self._flights: deque[Flight] = deque()
-        known = self._memory, self._roster, self._pacing.times
-        self._promises = Promises(config, *known, self._flights, overlaps=depth > 0)
         self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
         beams = Beams(self._memory, self._departures, self._roster, self._recorder)
         has_drafts = config.num_speculative_tokens > 0
-        self._drafts = DraftPlanner(config, self._memory, self._pacing, self.stats) if has_drafts else None
+        self._drafts = DraftPlanner(config, self._memory, self.stats) if has_drafts else None
         self._outcomes = Outcomes(self._memory, self._departures, beams, self._recorder, self.stats, self._drafts)
-        self._step_limit = config.max_num_batched_tokens  # tokens; lower for a while after a step was taken back
         self._next_step_id = 0
         self._committed_s = 0.0
 
@@ -94,19 +81,16 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
         names = self._memory.first_names(request)
-        if self._predictor is None and request.deadline_s is not None:
-            self._predictor = self._recorder.predictor = LengthPredictor()
         num_expected = None if self._predictor is None else self._predictor.predict(request)
-        key = sort_key(self._policy, request, num_expected)
-        account = self._roster.waiting.account(request)
+        queue = self._roster.queue_of(is_background=request.is_background)
         seq_id = self._roster.take_seq_id()
+        key, account = queue.key(request, num_expected), queue.account(request)
         seq = Sequence(request, 0, seq_id, key, self.config.block_size, names, account)
         seq.num_expected = num_expected
         if request.params.beam is not None:
             seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]
         self._memory.prefetch(seq, request.arrival_s)
-        self._promises.expect(seq)
         self._roster.enqueue(seq)
         self._deadlines.watch(seq)
 
@@ -139,40 +123,34 @@ class Scheduler:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         assert len(self._flights) < 2, "two plans may be out: a decoding sequence has slices for no more"
         self._pins.expire(now)
-        room = self._promises.room(now)
-        flight = Flight(planned_s=now, room=room)
-        if is_short := self._memory.pool.num_available < len(self._roster.running):
-            self._roster.interleave()  # somebody may have to give way
-        limit = self._step_limit if self._roster.has_foreground else -(-self._step_limit // BACKGROUND_SHARE)
-        turn = EVERYBODY
-        if self._roster.is_fair and not room.is_alone:
+        flight = Flight(planned_s=now)
+        if self._memory.pool.num_available < len(self._roster.running):
+            self._roster.arrange()  # some may be preempted
+        limit = self._budget.limit(has_foreground=self._roster.has_foreground)
+        if self._roster.may_yield:
             self._admit_first(now, flight)
-            turn = self._roster.turn(limit, now, self._pacing.times, cuts=not is_short)
-        due = self._roster.due(limit, turn.out, is_alone=room.is_alone)
+        due = self._roster.due(limit)
         catching_up = self._plan_decodes(flight, due)
-        num_decodes = flight.num_decodes
-        budget = min(limit - num_decodes, turn.max_prompt_tokens) if room.holds_prompts else 0
-        limit = num_decodes + budget
-        admits = turn.admits and (self._memory.has_seat or self._roster.has_takeable)
-        if budget and (catching_up or (admits and self._roster.waiting.first is not None)):
-            # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
-            shares = self._step_limit == self.config.max_num_batched_tokens
+        allowance = self._budget.allowance(flight.slices, limit - flight.num_decodes)
+        admits = self._memory.has_seat or self._roster.has_takeable
+        if allowance.num_tokens and (catching_up or (admits and self._roster.first_waiting is not None)):
             admitted = self._admit(now, flight) if admits else ()
-            budget = self._prompts.plan(catching_up, admitted, budget, now, flight, shares=shares)
-        self._promises.planned(catching_up, room)
+            # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
+            self._prompts.plan(catching_up, admitted, allowance, now, flight, shares=not self._budget.is_reduced)
+            flight.load = allowance.load
+        num_tokens = limit - allowance.num_tokens
         if not (flight.slices or flight.arrivals):
             self._swap.settle(flight)  # of whoever was started and has given way again
             return None
-        if self._drafts is not None and not flight.room.is_alone:
-            self._drafts.plan(flight, num_decodes, limit - budget, budget, len(self._roster.running))
+        if self._drafts is not None:
+            self._drafts.plan(flight, num_tokens, allowance, len(self._roster.running))
         flight.swap_out = self.tiers.take_due()
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
         self._roster.tell()
-        num_tokens = limit - budget
         moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
-        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts, flight.layers)
+        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
 
     def _plan_decodes(self, flight: Flight, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence that is `due` its next position; returns the prompts that still have to catch up.
@@ -223,7 +201,7 @@ class Scheduler:
 
     def _admit_first(self, now: float, flight: Flight) -> None:
         """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
-        seq = self._promises.next(now, flight)
+        seq = self._roster.first_waiting
         if (
             seq is not None
             and seq.status is not Status.SWAPPED
@@ -237,7 +215,7 @@ class Scheduler:
 
         One block stays back for each running sequence, which may be about to grow.
         """
-        while (seq := self._promises.next(now, flight)) is not None:
+        while (seq := self._roster.first_waiting) is not None:
             if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, now, flight):
                 return
             self._start(seq, now, flight)
@@ -245,7 +223,6 @@ class Scheduler:
 
     def _start(self, seq: Sequence, now: float, flight: Flight) -> None:
         """A waiting sequence has got its blocks: it runs."""
-        self._promises.start(seq, flight)
         self._recorder.admitted(seq, now)
         self._roster.dequeue(seq)
         if seq.status is Status.SWAPPED:
@@ -293,7 +270,7 @@ class Scheduler:
             self._departures.settle(seq)
         events = self._outcomes.take_in(flight, result, now)
         self._roster.charge(flight)
-        self._step_limit = min(self._step_limit + self._step_limit // 8 + 1, self.config.max_num_batched_tokens)
+        self._budget.committed()
         self._recorder.stepped(plan, now, is_background=next(flight.sequences).is_background)
         self._roster.tell()
         return events
@@ -301,11 +278,11 @@ class Scheduler:
     def _learn(self, flight: Flight, now: float, moves: Moves) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = flight.load.num_prompt_tokens > 0
-        if flight.slices and self._pacing.is_due(has_prompts or flight.is_reference):
+        if flight.slices and self._budget.is_due(has_prompts=has_prompts):
             load = flight.load if has_prompts else decode_load(flight.slices)
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
-            self._pacing.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
+            self._budget.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
         if moves.num_blocks:
             self._costs.learn(moves)
         self._committed_s = now
@@ -332,7 +309,7 @@ class Scheduler:
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
                 seq.is_long = False  # what it has to compute anew is what the step held
-        self._step_limit = max(oldest.num_tokens // 2, 1)
+        self._budget.out_of_memory(oldest.num_tokens)
         events: list[TokenEvent] = []
         if failure is not None:
             for seq in list(self._roster.requests.get(oldest.largest(self._roster.requests) or "", ())):
@@ -369,14 +346,6 @@ class Scheduler:
     def first_names(self, request: Request) -> list[bytes]:
         """How the names of a request's blocks begin; see Memory."""
         return self._memory.first_names(request)
-
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Cut an idle pool into blocks of another number and size. What was cached is forgotten, what was learned stays."""
-        assert not self.has_work
-        assert not config.num_host_blocks
-        self.config = config
-        self._memory.partition(config)
-        self._recorder.follow(self._memory.pool)
 
     @property
     def recent_lengths(self) -> Seq[int]:

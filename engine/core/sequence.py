@@ -31,7 +31,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from enum import Enum
-from typing import NamedTuple
 
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
@@ -69,14 +68,6 @@ def choice_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-class Chunk(NamedTuple):
-    """Positions from num_planned on that steps compute some layers at a time: `num_layers` are planned already."""
-
-    num_tokens: int
-    num_layers: int
-    num_passed: int = 0  # steps that had too little room for it
-
-
 class Sequence:
     """Mutable, slotted, and touched by the scheduler alone."""
 
@@ -86,7 +77,6 @@ class Sequence:
         "beams",
         "chain",
         "choice",
-        "chunk",
         "draft_chance",
         "ending_ids",
         "first_scheduled_s",
@@ -122,7 +112,6 @@ class Sequence:
         "params",
         "place",
         "pooled",
-        "promised_total",
         "prompt_logprobs",
         "quiet_until",
         "quietly_taken_until",
@@ -157,10 +146,9 @@ class Sequence:
         self.seq_id = seq_id
         # The place among those that wait: policy first, then first come; beams stand right behind their first.
         self.order: tuple[float, ...] = (key, seq_id)
-        self.place: tuple[float, ...] = self.order  # among those that run; `fair` has another one for it
+        self.place: tuple[float, ...] = (self.is_background, *self.order)  # among those that run; `fair` has another
         self.account = account
         self.num_expected: float | None = None  # tokens of the answer, where somebody predicts them
-        self.promised_total = 0  # tokens, the prompt's included, that its deadline is promised for; see promises.py
         self.num_charged = 0  # of `tokens`, those that the account was charged for; a prompt is charged as a whole
         self.status = Status.WAITING
         self.tokens = list(request.prompt)
@@ -168,7 +156,6 @@ class Sequence:
         self.max_total = self.num_prompt + request.params.max_tokens
         self.ending_ids = request.params.eos_token_ids | request.params.stop_token_ids
         self.num_computed = self.num_planned = 0
-        self.chunk: Chunk | None = None  # of its prompt, on its way through the layers
         self.num_in_flight = 0  # launched steps that name this sequence
         # See `rest`: a position below the first needs nothing but a place in the plan; its token, below the second, to be noted.
         self.quiet_until = self.quietly_taken_until = 0
@@ -314,7 +301,6 @@ class Sequence:
         sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.first_names, self.account)
         sibling.num_charged = self.num_charged
         sibling.num_expected = self.num_expected
-        sibling.promised_total = self.promised_total
         return sibling
 
     def fork(self, choice: int, seq_id: int) -> Sequence:
@@ -345,7 +331,8 @@ class Sequence:
         """One more beam of the first one's search. It has nothing yet, and is to follow another."""
         beam = self._sibling(self.choice, seq_id)
         beam.params, beam.search, beam.beams = self.params, self.search, self.beams
-        beam.order = beam.place = (*self.order, len(self.beams))
+        beam.order = (*self.order, len(self.beams))
+        beam.place = (self.is_background, *beam.order)
         beam.status = Status.RUNNING
         beam.is_forked = True
         beam.num_cached = self.num_cached
@@ -360,7 +347,6 @@ class Sequence:
         block_size = self.page_table.block_size
         self.page_table = PageTable(block_size)
         self.num_computed = self.num_planned = 0
-        self.chunk = None
         self.num_registered = 0
         self.next_register = block_size if self.is_shown else NEVER
         self.shares_tail = False

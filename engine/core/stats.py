@@ -143,7 +143,6 @@ class Stats:
     prefix_hit_tokens: int = 0
     pins_refused: int = 0  # times that there was no place for one more block to retain
     blocks_waste: float = 0.0  # share of the recent sequences' blocks that was empty at their end; told while idle
-    repartitions: int = 0  # times that the idle pool was cut into blocks of another size
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
     failed_copies: int = 0  # steps taken back since blocks could not be copied to the host or from there
     out_of_memory_steps: int = 0  # taken back, since the device had no memory for them

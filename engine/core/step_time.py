@@ -1,6 +1,6 @@
 """How long a step takes, learned from the steps that were: a linear model, fitted anew with each of them.
 
-    seconds = fixed + chunked * (share of layers with prompts) + a * decodes + b * decode context + c * prompt tokens + d * prompt context
+    seconds = fixed + chunked * (1 with prompts, else 0) + a * decodes + b * decode context + c * prompt tokens + d * prompt context
 
 A Kalman filter over coefficients that drift slowly, in relative errors: a step of 100 ms that is 5 ms off weighs as one of
 10 ms that is 0.5 ms off. An outlier moves little: a step that took far too long enters with the small weight of a long step,
@@ -22,37 +22,30 @@ _SCALES = (1.0, 0.05, 0.1, 1e-4, 0.05, 3e-5)
 _SURE = 10.0  # so many times its scale a coefficient may be at first
 _DRIFT = 0.002  # of its scale a coefficient may wander in a step: 50 steps make up for a change
 _NOISE = 0.1  # of a step's seconds are chance
-_ERROR_WINDOW = 32  # steps
 _MIN_CHUNKS = 4  # steps with prompts before anything is said about them
 
 
 class Load(NamedTuple):
-    """What a step computes. A context is a sum over tokens: of the positions each of them attends to.
-
-    Of a prompt's token that goes through some of the layers only, that share counts.
-    """
+    """What a step computes. A context is a sum over tokens: of the positions each of them attends to."""
 
     num_decodes: int = 0
     decode_context: int = 0
-    num_prompt_tokens: float = 0
+    num_prompt_tokens: int = 0
     prompt_context: float = 0.0
-    prompt_layers: float = 0.0  # the share of layers that have prompts at all
 
-    def with_chunk(self, start: int, count: int, share: float = 1) -> Load:
-        """And `count` positions of a prompt from `start`, in a share of the layers."""
-        tokens, context = count * share, count * share * (start + count / 2)
-        tokens, context = self.num_prompt_tokens + tokens, self.prompt_context + context
-        layers = max(self.prompt_layers, share)
-        return self._replace(num_prompt_tokens=tokens, prompt_context=context, prompt_layers=layers)
+    def with_chunk(self, start: int, count: int) -> Load:
+        """And `count` positions of a prompt from `start`."""
+        tokens, context = self.num_prompt_tokens + count, self.prompt_context + count * (start + count / 2)
+        return self._replace(num_prompt_tokens=tokens, prompt_context=context)
 
     @property
     def features(self) -> tuple[float, ...]:
         return (
             1.0,
-            self.prompt_layers,
+            float(self.num_prompt_tokens > 0),
             float(self.num_decodes),
             float(self.decode_context),
-            self.num_prompt_tokens,
+            float(self.num_prompt_tokens),
             self.prompt_context,
         )
 
@@ -80,7 +73,7 @@ def decode_load(slices: Sequence[SequenceSlice]) -> Load:
 class StepTime:
     """learn from what steps took; then ask what one will take, or how much of a prompt fits so many seconds."""
 
-    __slots__ = ("_costs", "_covariance", "_limits", "_num_chunks", "error", "weights")
+    __slots__ = ("_costs", "_covariance", "_limits", "_num_chunks", "weights")
 
     def __init__(self) -> None:
         self.weights = [0.0] * len(_SCALES)
@@ -88,7 +81,6 @@ class StepTime:
         self._limits: list[float] = []  # of its diagonal
         self._num_chunks = 0
         self._costs: Costs | None = None  # by these weights, if anybody has asked
-        self.error = 1.0  # how far off it was of late, of a step's seconds
 
     @property
     def is_known(self) -> bool:
@@ -110,7 +102,6 @@ class StepTime:
         spread = [_dot(line, row) for line in self._covariance]
         total = _NOISE**2 + _dot(row, spread)
         error = (seconds - expected) / unit
-        self.error += (abs(error) - self.error) / _ERROR_WINDOW
         self.weights = [weight + s * error / total for weight, s in zip(self.weights, spread, strict=True)]
         self._settle(spread, total)
         self._costs = None

@@ -64,7 +64,7 @@ class Tiers:
         num_host, num_disk, share = config.num_host_blocks, config.num_disk_blocks, config.pinned_share
         self.host = Tier(num_host, config.eviction, self._left_host, pins, int(num_host * share))
         self.disk = Tier(num_disk, "lru", None, pins, int(num_disk * share))
-        pins.shelves += (self.host, self.disk)
+        pins.targets += (self.host, self.disk)
         self.due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
         self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight
         self._fresh: dict[bytes, int] = {}  # blocks of the pool that came since and were not spilled, oldest first

@@ -42,6 +42,11 @@ _TELL_AGAIN_S = 600.0  # ... until there was none for so long
 Rows = Callable[[int], memoryview]  # the bytes of a host block
 
 
+def has_blocks(folder: Path, fingerprint: str) -> bool:
+    """Whether a folder holds blocks under this fingerprint."""
+    return (folder / f"{fingerprint}.kv").is_file()
+
+
 class DiskStore:
     """A BlockStore over one folder. Made by the thread that starts the daemon, then the engine thread's."""
 

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Fault, LayerRange, Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.plan import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.stats import FailureCause
 from engine.core.types import Progress, SamplingParams, TokenLogprob
-from engine.runtime.attention.base import AdaptableLM, AttentionBackend, Batch, CausalLM, LayeredLM
+from engine.runtime.attention.base import AdaptableLM, AttentionBackend, Batch, CausalLM
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
-from engine.runtime.native.decoder import LayeredSlice
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
@@ -139,13 +138,6 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._captures = False
         self._drafter: Drafter | None = None
-        self._layered: tuple[tuple[int, int], LayeredSlice] | None = None  # and its sequence and start
-
-    @property
-    def num_layers(self) -> int:
-        """That a plan may tell apart; 1 where a slice goes through all of them at once."""
-        is_layered = isinstance(self._model, LayeredLM) and self._model.goes_by_layers(self._kv_cache)
-        return len(self._model.attention_specs) if is_layered else 1
 
     @torch.inference_mode()
     def capture(self, report: Callable[[Progress], None]) -> None:
@@ -171,13 +163,11 @@ class ModelRunner:
         self._kv_cache.write_blocks(blocks, rows)
 
     def repartition(self, config: SchedulerConfig, *, is_trial: bool = False) -> None:
-        """Cut the pool into blocks of another size, and lose what was there. A trial does without CUDA graphs."""
+        """Allocate the pool again with blocks of another size, before anything is served. A trial captures no CUDA graphs."""
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
         self._config = config
-        if self._drafter is not None:
-            self._drafter.repartition(config)
-        self._graphs = self._layered = None  # they name the old pool
+        self._graphs = None  # they name the old pool
         if self._captures and not is_trial:
             self.capture(lambda _: None)
 
@@ -253,29 +243,11 @@ class ModelRunner:
         return with_drafts(plan, {index: drafts for index, drafts in kept.items() if drafts})
 
     def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None) -> Tensor:
-        has_adapters = any(piece.params.adapter is not None for piece in plan.slices)
-        if not has_adapters and plan.layers is None:
+        if all(piece.params.adapter is None for piece in plan.slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
         assert isinstance(self._model, AdaptableLM), "no adapter is loaded for a model that takes none"
-        groups = group_rows(plan.slices, self._device) if has_adapters else ()
-        if plan.layers is None:
-            return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
-        assert isinstance(self._model, LayeredLM), "num_layers is 1 for any other"
-        layered = self._take_further(plan.slices[-1], plan.layers)
-        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, layered)
-
-    def _take_further(self, piece: SequenceSlice, layers: LayerRange) -> LayeredSlice:
-        """What there is of a slice that goes through some of the layers."""
-        key = (piece.seq_id, piece.start)
-        if layers.begin == 0:
-            self._layered = (key, LayeredSlice(piece.num_tokens))
-        assert self._layered is not None
-        known, layered = self._layered
-        assert (known, layered.num_tokens, layered.end) == (key, piece.num_tokens, layers.begin)
-        layered.begin, layered.end = layers.begin, layers.end
-        if layers.is_last:
-            self._layered = None
-        return layered
+        groups = group_rows(plan.slices, self._device)
+        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
@@ -287,7 +259,6 @@ class ModelRunner:
 
     def use_idle_moment(self) -> bool:
         """Make memory ready for requests to come."""
-        self._layered = None  # whoever it was of is gone
         return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow()
 
     def close(self) -> None:

@@ -24,9 +24,9 @@ from loadtest.arguments import open_console, positive_int
 from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import percentile
-from loadtest.simulation.costs import Front, Handoff, StepCosts
+from loadtest.simulation.costs import Front, StepCosts
 from loadtest.simulation.measure import Times, fill_pool, grid, held_out
-from loadtest.simulation.moves import measure_copies, measure_handoff
+from loadtest.simulation.moves import measure_copies
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
@@ -124,11 +124,10 @@ class _Steps:
         """Costs without a front. The engine is closed."""
         from loadtest.simulation.fit import fit, predict  # here, for it brings numpy
 
-        config, layout, seconds, num_fitted = self._config, self._engine.layout, self.times.seconds, len(self._fitted)
+        config, seconds, num_fitted = self._config, self.times.seconds, len(self._fitted)
         copies = measure_copies(self._runner, config)
-        handoff = Handoff() if layout is None else measure_handoff(self._runner, layout, config.num_blocks)
         self._runner.close()
-        costs = replace(fit(self._fitted, seconds[:num_fitted]), copies=copies, handoff=handoff)
+        costs = replace(fit(self._fitted, seconds[:num_fitted]), copies=copies)
         pairs = zip(self.times.shapes, seconds, strict=True)
         errors = [abs(predict(costs, shape) / taken - 1) for shape, taken in pairs]
         unseen = sorted(errors[num_fitted:])

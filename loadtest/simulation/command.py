@@ -1,4 +1,4 @@
-"""`quire simulate`: replay traces under several schedulers, size fleets, see what lengths known are worth, or what paging buys.
+"""`quire simulate`: replay traces under several schedulers, size fleets, or show what paging buys.
 
 The scheduler is the one that serves; time is virtual.
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from loadtest.arguments import open_console, positive_int, share
 from loadtest.plots import require_matplotlib
-from loadtest.simulation import asked, paging, sjf_command, tiers_command
+from loadtest.simulation import asked, paging
 from loadtest.simulation.calibrate import progress_bar
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.figures import summarize
@@ -44,12 +44,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--router", nargs="+", choices=tuple(ROUTERS), default=list(ROUTERS), help="default: all")
     fleet.add_argument("--share", type=share, default=0.99, help="of requests within the targets; default 0.99")
     fleet.set_defaults(simulate=_fleet)
-    apart = ways.add_parser("tiers", help="find the smallest fleet for a workload, with and without a prefill tier")
-    tiers_command.add_options(apart)
-    apart.set_defaults(simulate=tiers_command.run)
-    known = ways.add_parser("sjf", help="see what shortest-job-first is worth by how well it knows lengths")
-    sjf_command.add_options(known)
-    known.set_defaults(simulate=sjf_command.run)
     story = ways.add_parser("paging", help="show what a paged pool buys, request by request")
     paging.add_options(story)
     story.set_defaults(simulate=paging.run)

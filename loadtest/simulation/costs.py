@@ -62,16 +62,6 @@ class Copies:
         return (num_ways * self.trip_s + (len(plan.swap_out) + len(plan.swap_in)) * self.block_s) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """A prompt's blocks on their way from the daemon that computed them to another. Seconds."""
-
-    trip_s: float = 0.0  # however few blocks
-    block_s: float = 0.0  # a block, from one pool to the other
-    pause_s: float = 0.0  # of these, those in which an engine takes no step, at either end
-    block_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of a step; `settings` are the scheduler's, of the engine that was measured."""
@@ -82,7 +72,6 @@ class StepCosts:
     prefill_pair_s: float  # a position of a prompt's chunk, times the positions it attends to
     front: Front = field(default_factory=Front)
     copies: Copies = field(default_factory=Copies)
-    handoff: Handoff = field(default_factory=Handoff)
     settings: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)  # where and how it was measured, and how well it fits
 
@@ -105,9 +94,6 @@ class StepCosts:
 
     def step(self, plan: StepPlan) -> float:
         """Any step."""
-        return plan.cost(self._step)
-
-    def _step(self, plan: StepPlan) -> float:
         context, pairs = 0, 0.0
         for piece in plan.slices:
             if piece.num_tokens == 1:
@@ -144,7 +130,6 @@ class StepCosts:
                 samples=samples,
                 front=Front(**document.pop("front", {})),
                 copies=Copies(**document.pop("copies", {})),
-                handoff=Handoff(**document.pop("handoff", {})),
                 **document,
             )
         except OSError as error:

@@ -1,25 +1,16 @@
-"""Times moving blocks, on the real engine's runner: to host memory and back, and in parcels from one daemon to another.
-
-Both ends of a parcel are this process, one after the other, which is what two daemons that share a machine's memory take;
-a network's part is not in it. Overwrites blocks of the pool.
-"""
+"""Times copies of blocks to host memory and back, on the real engine's runner. Overwrites blocks of the pool."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
-from engine.connector.base import Layout
-from engine.connector.local import LocalConnector
 from engine.core.config import SchedulerConfig
 from engine.core.plan import Runner, StepPlan
-from loadtest.simulation.costs import Copies, Handoff
+from loadtest.simulation.costs import Copies
 
-_FEW, _MANY, _ROUNDS = 4, 128, 7
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
+_MANY, _ROUNDS = 128, 7
 
 
 def measure_copies(runner: Runner, config: SchedulerConfig) -> Copies:
@@ -34,27 +25,6 @@ def measure_copies(runner: Runner, config: SchedulerConfig) -> Copies:
 
     trip_s, block_s = _line(lambda count: _seconds(lambda: copy(count)), 1, many)
     return Copies(trip_s, block_s)
-
-
-def measure_handoff(runner: Runner, layout: Layout, num_blocks: int) -> Handoff:
-    """Reading, sealing, opening, checking and writing, and of these the parts for which either engine rests."""
-    many = min(_MANY, num_blocks)
-    with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
-        connector = LocalConnector(Path(folder) / "parcels", 1 << 40)
-
-        def hand_over(count: int) -> None:
-            blocks = list(range(count))
-            parcel = connector.pack(layout, count)
-            runner.read_blocks(blocks, parcel.rows)
-            runner.write_blocks(blocks, connector.open(parcel.send(count), layout))
-
-        trip_s, block_s = _line(lambda count: _seconds(lambda: hand_over(count)), _FEW, many)
-        parcel = connector.pack(layout, many)
-        blocks = list(range(many))
-        read_s = _seconds(lambda: runner.read_blocks(blocks, parcel.rows))
-        write_s = _seconds(lambda: runner.write_blocks(blocks, parcel.rows))
-        parcel.drop()
-    return Handoff(trip_s, block_s, (read_s + write_s) / 2 / many, layout.block_bytes)
 
 
 def _seconds(task: Callable[[], None]) -> float:

@@ -19,7 +19,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.page_table import blocks_for
 from engine.core.plan import StepPlan
-from engine.core.policies import POLICIES
+from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.types import Request, SamplingParams

@@ -13,8 +13,6 @@ from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.measure import Shape
 from loadtest.simulation.replay import History
 from loadtest.simulation.report import Row
-from loadtest.simulation.sizing import Tried, best_by_total
-from loadtest.simulation.sjf import Result
 
 _QUANTILES = ("p50", "p90", "p99")
 
@@ -81,24 +79,6 @@ def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]
     axis.set_xticks(range(len(groups)), groups)
 
 
-def draw_sjf(path: Path, found: Mapping[str, Mapping[str, Result]]) -> None:
-    """One column a workload: mean, p50 and p99 of TTFT, and of the time to the answer's end."""
-    plt = require_matplotlib()
-    size = {"figsize": (5 * len(found), 7), "constrained_layout": True}
-    figure, axes = plt.subplots(2, len(found), squeeze=False, **size)
-    names = ("mean", *_QUANTILES)
-    for column, (workload, results) in zip(axes.T, found.items(), strict=True):
-        for axis, name in zip(column, ("ttft_s", "e2e_s"), strict=True):
-            spreads = {variant: getattr(each, name) for variant, each in results.items()}
-            _bars(axis, names, {variant: [getattr(each, key) for key in names] for variant, each in spreads.items()})
-            axis.set(ylabel=f"{'TTFT' if name == 'ttft_s' else 'time to the end'}, s")
-            _scale_log(plt, axis, axis.yaxis, yscale="log")
-        column[0].set_title(workload)
-        column[0].legend(fontsize="small")
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
-
-
 def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -> None:
     """Requests a second over replicas, a line a router."""
     plt = require_matplotlib()
@@ -109,27 +89,6 @@ def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -
     for style, (router, points) in zip(cycle(("-", "--", ":")), lines.items()):  # of those that fall together all show
         axis.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=router)
     axis.set(title=goal, xlabel="replicas", ylabel="requests / s", xlim=(0, None), ylim=(0, None))
-    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-    axis.legend()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def draw_tiers(path: Path, found: Sequence[Tried], share: float, goal: str) -> None:
-    """The share of good answers over replicas: all alike, and the best split; the other splits as dots."""
-    plt = require_matplotlib()
-    figure, axis = plt.subplots(figsize=(9, 5), constrained_layout=True)
-    for label, is_tiered in (("all alike", False), ("prefill + decode, the best split", True)):
-        best = best_by_total(found, is_tiered=is_tiered)
-        (line,) = axis.plot(best.keys(), [each.good_ratio for each in best.values()], marker="o", label=label)
-        others = [each for each in found if each.fleet.is_tiered is is_tiered and each not in best.values()]
-        places = [each.fleet.total for each in others], [each.good_ratio for each in others]
-        axis.plot(*places, marker=".", linestyle="", alpha=0.5, color=line.get_color())
-        for each in best.values() if is_tiered else ():
-            place = each.fleet.total, each.good_ratio
-            axis.annotate(str(each.fleet), place, xytext=(6, -12), textcoords="offset points", fontsize="small")
-    axis.axhline(share, color="gray", linewidth=1, linestyle="--")
-    axis.set(title=goal, xlabel="replicas", ylabel="good requests", xlim=(0.5, None), ylim=(0, 1.05))
     axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axis.legend()
     figure.savefig(path, dpi=100)

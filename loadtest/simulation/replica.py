@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
-from engine.core.length_predictor import Predictor
 from engine.core.plan import StepPlan, StepResult
 from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
 from engine.core.scheduler import Scheduler
@@ -66,7 +65,6 @@ class Replica:
         depth: int = 0,
         sample_every_s: float = 0.0,
         on_finish: Finished = lambda _: None,
-        predictor: Predictor | None = None,
         limits: QueueLimits = NO_LIMITS,
         acceptance: float | None = None,
     ) -> None:
@@ -81,7 +79,7 @@ class Replica:
         self.busy_s = 0.0
         self.now = 0.0
         self.num_expected = 0  # requests that will come here, once their prompts are computed elsewhere
-        self._scheduler = Scheduler(config, self.stats, predictor, depth=depth)
+        self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
         self._limits, self._max_num_seqs = limits, config.max_num_seqs
         self._drafting = Drafting(acceptance or 0.0)

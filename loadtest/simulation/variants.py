@@ -62,8 +62,6 @@ def make_variants(
 
 def _config(settings: dict[str, Any]) -> SchedulerConfig:
     """As engine/build.py resolves them. Raises SimulationError for what the engine would never be built with."""
-    if settings.get("num_speculative_tokens"):
-        settings["num_layers"] = 1  # with drafts, no prompt goes by layers
     try:
         return SchedulerConfig(**settings)
     except AssertionError as error:

@@ -146,6 +146,11 @@ def unpredictable(num: int, rate: float, rng: random.Random) -> list[TraceReques
     ]
 
 
+def long_answers(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Requests that all arrive together and have answers of about 500 tokens: full batches for a long time."""
+    return [TraceRequest(index / rate, rng.randint(50, 500), rng.randint(300, 700), _ALLOWED) for index in range(num)]
+
+
 WORKLOADS: Mapping[str, Workload] = {
     "steady": Workload("Poisson arrivals of short questions", steady, 5.0, 600),
     "bursty-chat": Workload("bursts of chats behind eight system prompts", bursty_chat, 6.0, 600),
@@ -154,5 +159,6 @@ WORKLOADS: Mapping[str, Workload] = {
     "batch-interactive": Workload("a batch of jobs, and people beside it", batch_and_interactive, 5.0, 600),
     "templates": Workload("answers as long as their prompt's template has them", templates, 7.0, 1200),
     "apps": Workload("answers as long as their tenant's are", apps, 7.0, 1200),
+    "long-answers": Workload("a crowd with answers of about 500 tokens", long_answers, 1000.0, 600),
     "unpredictable": Workload("answers of any length, and nothing tells", unpredictable, 7.0, 1200),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
-from engine.runtime.native.decoder import LayeredSlice
 from engine.runtime.native.library import Library, native
 from tests.cpu import test_models_families as families
 
@@ -39,13 +36,8 @@ class Piecewise:
         return self._cache(layer, q, k, v)
 
 
-def run(
-    model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None, cuts: Sequence[int] = ()
-) -> list[torch.Tensor]:
-    """Hidden states of the last of two steps: what is cached, then STEPS; and what the pool holds then.
-
-    With `cuts` steps like the last one take its last slice through the layers up to each: theirs come before.
-    """
+def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> list[torch.Tensor]:
+    """Hidden states of the last of two steps: what is cached, then STEPS; and what the pool holds then."""
     backend = load_backend("cpu_native", CPU)
     cache = KVCache(model.attention_specs, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     attention: LayerAttention = cache if in_one_call else Piecewise(cache)
@@ -61,14 +53,8 @@ def run(
         batch.ids = torch.randint(3, 128, batch.ids.shape, generator=generator)
         backend.prepare(batch)
         with torch.inference_mode():
-            found = []
-            layered = LayeredSlice(STEPS[-1][1])
-            for layered.begin, layered.end in pairwise(cuts) if used is tables else ():
-                found.append(model.forward(batch.ids, batch.positions, attention, None, (), layered))
-            layered.begin, layered.end = layered.end, len(model.attention_specs)
-            parts = (layered,) if layered.begin else ()
-            found.append(model.forward(batch.ids, batch.positions, attention, wanted, (), *parts))
-    return [*found, *cache.blocks]
+            hidden = model.forward(batch.ids, batch.positions, attention, wanted)
+    return [hidden, *cache.blocks]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,26 +66,6 @@ def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path:
         ours, parts = (run(model, in_one_call=is_one, rows=rows)[0] for is_one in (True, False))
         torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
         assert parts.std() > 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gemma3", "granite"])
-def test_a_slice_that_goes_by_layers_comes_to_the_same_bits(
-    library: Library, name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """As do those beside it, in each of its steps; and so does what the pool holds."""
-    library.use_threads(2)
-    families.save_tiny(families.CASES[name], tmp_path)
-    model = load_model(EngineConfig(model=str(tmp_path)), CPU, dtype, lambda progress: None)
-    assert isinstance(model, Decoder)
-    for rows in (None, torch.tensor([8, 9, 10, 15])):
-        whole, *pool = run(model, in_one_call=True, rows=rows)
-        beside = run(model, in_one_call=True, rows=None)[0][: -STEPS[-1][1]]
-        for cuts in ((0, 1), (0, 2), (0, 1, 2)):
-            *steps, last = run(model, in_one_call=True, rows=rows, cuts=cuts)[: len(cuts)]
-            assert all(torch.equal(step, beside) for step in steps)
-            assert torch.equal(last, whole)
-            assert all(map(torch.equal, run(model, in_one_call=True, rows=rows, cuts=cuts)[len(cuts) :], pool))
 
 
 def test_bfloat16_keeps_the_stream_in_float32(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.block_size import with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
@@ -83,9 +82,6 @@ class Prophet:
 
     def forget(self, blocks: Sequence[int]) -> None:
         self.forgotten = list(blocks)
-
-    def repartition(self, config: SchedulerConfig) -> None:
-        pass
 
     def close(self) -> None:
         self.closed = True
@@ -258,21 +254,6 @@ def test_another_model_drafts_and_nothing_changes() -> None:
         assert served.ids == plain.ids
         assert scheduler.stats.spec_accepted_tokens > 0
         assert scheduler.stats.spec_accepted_tokens < scheduler.stats.spec_draft_tokens or name == "constrained"
-
-
-def test_a_pool_that_is_cut_anew_is_cut_for_the_draft_model_too() -> None:
-    plain = plainly("greedy")
-    config = settings(num_speculative_tokens=4)
-    runner, scheduler = make_runner(MODEL, config), Scheduler(config)
-    runner.speculate(draft_model(config))
-    for block_size in (config.block_size, 2 * config.block_size):
-        anew = with_block_size(config, block_size)
-        if block_size != config.block_size:
-            runner.repartition(anew)
-            scheduler.repartition(anew)
-        served = serve(MODEL, anew, requests({}), runner=runner, scheduler=scheduler)
-        assert served.ids == plain.ids
-        assert scheduler.stats.spec_accepted_tokens == scheduler.stats.spec_draft_tokens > 0
 
 
 def test_blocks_that_came_from_elsewhere_are_read_anew() -> None:

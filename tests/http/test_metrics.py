@@ -134,7 +134,6 @@ SHOWN = {
     "quire_swap_failures_total": "failed_copies",
     "quire_kv_offload_disk_blocks": "disk_blocks_cached",
     "quire_kv_block_waste_ratio": "blocks_waste",
-    "quire_kv_repartitions_total": "repartitions",
 }
 LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}

@@ -10,7 +10,6 @@ from engine.core.beam_search import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.plan import SequenceSlice, StepPlan
-from engine.core.prompts import PATIENCE
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.tiers import Transfer
@@ -99,10 +98,9 @@ class Driver:
     def __init__(
         self, settings: SchedulerConfig, depth: int = 0, cost: Callable[[StepPlan], float] | None = None
     ) -> None:
-        self.scheduler = Scheduler(settings, depth=depth)
+        self.scheduler = Scheduler(settings)
         self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
         self.depth = depth
-        self.num_passed_over = 0  # steps in a row in which the first in line did not get on
         self.cost = cost
         self.now = 0.0
         self.requests: dict[str, Request] = {}
@@ -238,21 +236,13 @@ class Driver:
         return next((seq for seq in running if seq.status is Status.PREFILL), None)
 
     def check_progress(self, plan: StepPlan, first: Sequence | None) -> None:
-        """No starvation: whoever is first in line gets on with every step that decoding leaves room in.
-
-        By layers it does so in turns with another, and between two chunks a step goes without.
-        """
-        limit, num_layers = self.scheduler.config.max_num_batched_tokens, self.scheduler.config.num_layers
+        """No starvation: the first in line computes a token in every step that decoding leaves room in."""
+        limit = self.scheduler.config.max_num_batched_tokens
         roster = self.scheduler._roster
-        if first is None or first.is_background or self.scheduler._step_limit < limit or roster.is_fair:
+        if first is None or first.is_background or self.scheduler._budget.is_reduced or roster.may_yield:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
-        if roster.has_promised:
-            return  # somebody may need the step for a deadline
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
-        gets_on = num_tokens or plan.num_tokens == limit or first.is_resuming
-        self.num_passed_over = 0 if gets_on else self.num_passed_over + 1
-        most = num_layers + 2 + PATIENCE if num_layers > 1 else 0
-        assert self.num_passed_over <= most, "the first in line was passed over"
+        assert num_tokens or plan.num_tokens == limit or first.is_resuming, "the first in line was passed over"
 
     def check_totals(self) -> None:
         """All that counts tokens and ends agrees, to the last one, at every moment."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.budget import BACKGROUND_SHARE
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
-from engine.core.policies import POLICIES, sort_key
 from engine.core.queue_limits import QueueLimits
-from engine.core.scheduler import BACKGROUND_SHARE, Scheduler
+from engine.core.queues import POLICIES
+from engine.core.scheduler import Scheduler
 from engine.loop import Engine
 from tests.pure.driver import VOCAB, Driver, config, request
 
@@ -31,12 +32,14 @@ def steps_to_end(driver: Driver, name: str) -> int:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_everybody_else_comes_first_under_every_policy(policy: str) -> None:
-    key = POLICIES[policy]
-    old = request(arrival_s=0.0, max_tokens=1, priority=-(2**31), is_background=True)
-    young = request(arrival_s=1e7, max_tokens=10_000, priority=2**31 - 1)
-    assert sort_key(key, young) < sort_key(key, old)
-    older = request(arrival_s=-0.01, max_tokens=1, priority=-(2**31), is_background=True)
-    assert sort_key(key, older) < sort_key(key, old), "among themselves the policy decides"
+    driver = Driver(config(policy=policy, max_num_seqs=1))
+    lowest = {"max_tokens": 1, "priority": -(2**31), "is_background": True}
+    driver.add(request("old", arrival_s=0.0, **lowest))
+    driver.add(request("older", arrival_s=-0.01, **lowest))
+    driver.add(request("young", arrival_s=1e7, max_tokens=3, priority=2**31 - 1))
+    assert [seq.request_id for seq in driver.scheduler._roster.waiting] == ["young", "older", "old"]
+    driver.drain()
+    assert [name for name, _ in driver.ends] == ["young", "older", "old"]
 
 
 @DEPTHS

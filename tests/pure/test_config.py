@@ -232,7 +232,6 @@ def test_every_application_setting_reaches_the_application() -> None:
         ),
         (["--role", "decode", "--prefill-url", "http://a", "--swap-space", "1"], "does not go with --swap-space"),
         (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
-        (["--pinned-prefixes", "f", "--block-size", "auto"], "does not go with --block-size auto"),
         (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no place"),
         (["--pinned-prefixes", "f", "--no-enable-prefix-caching"], "does not go with --no-enable-prefix-caching"),
     ],

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.account import Account
-from engine.core.fairness import INPUT_COST, OUTPUT_COST, YIELD_RATIO, interleave
 from engine.core.plan import StepPlan
+from engine.core.queues.fair import INPUT_COST, MAX_IDLE_ACCOUNTS, OUTPUT_COST, YIELD_RATIO, FairQueue
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, TokenEvent
-from engine.core.waiting import MAX_IDLE_ACCOUNTS, WaitingQueue
 from tests.pure.driver import Driver, config, request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -47,7 +46,7 @@ class Metered(Driver):
         return any(asked.tenant == tenant and name not in self.started for name, asked in self.requests.items())
 
     def lanes(self) -> list[Account]:
-        return list(self.scheduler._roster.waiting._lanes[False])
+        return list(self.scheduler._roster.foreground._lanes)
 
 
 def bound(driver: Driver) -> float:
@@ -261,11 +260,6 @@ def test_memory_is_taken_from_whoever_holds_most(depth: int) -> None:
     driver.check_streams()
 
 
-def owners(driver: Driver) -> list[str]:
-    """Whose tokens the last plan computes."""
-    return [seq.request_id for seq in driver.scheduler._flights[-1].owners]
-
-
 def crowd(num: int, **changes: int) -> Metered:
     """A greedy tenant's long answers, all running."""
     driver = Metered(max_num_seqs=8, max_num_batched_tokens=24, num_blocks=200, **changes)
@@ -276,35 +270,12 @@ def crowd(num: int, **changes: int) -> Metered:
     return driver
 
 
-def test_the_step_of_a_newcomers_first_token_is_its_own() -> None:
-    driver = crowd(6)
-    driver.add(request("new", tuple(range(20)), max_tokens=9, arrival_s=driver.now, tenant="light"))
-    driver.launch()
-    assert owners(driver) == ["new"]
-    driver.commit()
-    driver.launch()
-    assert sorted(owners(driver)) == ["g0", "g1", "g2", "g3", "g4", "g5", "new"]
-    driver.commit()
-    driver.drain()
-    driver.check_streams()
-
-
 def test_in_the_smallest_of_steps_there_is_somebody() -> None:
     """After a want of memory a step may have one token: whoever the others sit out for has to be among those due."""
     driver = crowd(6)
     for _ in range(8):
         driver.run_out_of_memory()
     driver.add(request("new", (1,), max_tokens=9, arrival_s=driver.now, tenant="light"))
-    driver.drain()
-    driver.check_streams()
-
-
-def test_nobody_sits_out_for_a_prompt_of_more_steps() -> None:
-    driver = crowd(6)
-    driver.add(request("new", tuple(range(50)), max_tokens=9, arrival_s=driver.now, tenant="light"))
-    driver.launch()
-    assert set(owners(driver)) == {"g0", "g1", "g2", "g3", "g4", "g5", "new"}
-    driver.commit()
     driver.drain()
     driver.check_streams()
 
@@ -372,64 +343,8 @@ def test_the_queue_is_shown_as_it_will_be_served() -> None:
     add_jobs(driver, "b", [(8, 1)], 3)
     queue = [asked[0] for asked in driver.scheduler.snapshot(driver.now).queue]
     assert queue == ["a", "b", "a", "a", "b", "b"]
-    assert driver.scheduler._roster.waiting.first is not None
-    assert driver.scheduler._roster.waiting.first.request_id[0] == "a"
-
-
-def waiting_line(**served: float) -> tuple[WaitingQueue, list[Sequence]]:
-    """One sequence waits for each tenant that was served so much."""
-    queue, line = WaitingQueue(is_fair=True), list[Sequence]()
-    for tenant, cost in served.items():
-        asked = request(tenant, tenant=tenant)
-        line.append(Sequence(asked, 0, len(line), 0.0, 4, [b""], queue.account(asked)))
-        line[-1].account.served = cost
-        queue.add(line[-1])
-    return queue, line
-
-
-def test_whoever_is_passed_over_keeps_what_it_is_owed() -> None:
-    queue, (owed, other) = waiting_line(owed=100.0, other=1000.0)
-    queue.hold(owed)
-    assert queue.first is other
-    assert queue.has_others(other.account)
-    later = request("later", tenant="owed")
-    second = Sequence(later, 0, 2, 0.0, 4, [b""], queue.account(later))
-    queue.add(second)
-    queue.remove(other)
-    queue.release()
-    queue.recall(8)
-    queue.check_integrity()
-    assert (queue.first, owed.account.served) == (owed, 100.0)
-    queue.remove(owed)
-    queue.remove(second)
-    asked = request("new", tenant="new")
-    new = Sequence(asked, 0, 3, 0.0, 4, [b""], queue.account(asked))
-    queue.add(new)
-    assert new.account.served == 100.0, "lifted to the last that waited"
-    queue.check_integrity()
-
-
-def test_a_newcomer_is_lifted_to_the_least_of_those_passed_over_too() -> None:
-    queue, (owed, other) = waiting_line(owed=100.0, other=1000.0)
-    queue.hold(owed)
-    asked = request("new", tenant="new")
-    new = Sequence(asked, 0, 2, 0.0, 4, [b""], queue.account(asked))
-    queue.add(new)
-    assert new.account.served == 100.0
-    queue.remove(owed)
-    queue.remove(other)
-    queue.release()
-    queue.recall(8)
-    queue.check_integrity()
-    assert list(queue) == [new]
-
-
-def test_a_tenant_whose_only_request_is_passed_over_is_not_forgotten() -> None:
-    queue, (owed,) = waiting_line(owed=100.0)
-    queue.hold(owed)
-    for i in range(MAX_IDLE_ACCOUNTS + 1):
-        queue.account(request(f"r{i}", tenant=f"t{i}"))
-    assert queue.account(owed.request) is owed.account
+    assert driver.scheduler._roster.first_waiting is not None
+    assert driver.scheduler._roster.first_waiting.request_id[0] == "a"
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
@@ -439,7 +354,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
         if i % 2:
             driver.scheduler.abort(f"r{i}", AbortCause.DISCONNECT, driver.now)
         driver.step()
-    assert len(driver.scheduler._roster.waiting._accounts) <= MAX_IDLE_ACCOUNTS
+    assert len(driver.scheduler._roster.foreground._accounts) <= MAX_IDLE_ACCOUNTS
     driver.drain()
 
 
@@ -451,7 +366,7 @@ def test_the_last_place_is_the_last_of_whoever_holds_most(running: list[tuple[st
         accounts[name].weight = 1.0 + (name == "c")
         accounts[name].num_running += 1
         sequences.append(Sequence(request(str(i)), 0, i, key, 4, [b""], accounts[name]))
-    interleave(sequences)
+    FairQueue().arrange(sequences)
     while sequences:
         last = sequences.pop()
         assert last.account.share == max(account.share for account in accounts.values())

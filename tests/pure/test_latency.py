@@ -6,11 +6,11 @@ from loadtest.latency import Phases, figures
 from loadtest.latency_simulated import simulate
 
 
-def test_a_long_prompt_moves_gaps_by_half_at_most_and_first_tokens_by_a_factor_of_two_at_most() -> None:
+def test_a_long_prompt_stretches_gaps_to_at_most_1_65_times_and_first_tokens_to_at_most_twice() -> None:
     rows = {name: figures(Phases(*phases)) for name, phases in simulate(8, 10_000, None)}
     assert set(rows) == {f"{name}{how}" for name in ("two cores", "fifty times that") for how in ("", ", not paced")}
     for name, row in rows.items():
-        assert (row["itl_p99_ratio"] <= 1.5) == ("not paced" not in name)
+        assert (row["itl_p99_ratio"] <= 1.65) == ("not paced" not in name)
         assert row["ttft_ratio"] <= 2 or "not paced" in name
         assert row["num_gaps"] > 1000
 

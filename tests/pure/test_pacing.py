@@ -6,16 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.pacing import AIM, ALONE, FLOOR, SHARE
-from engine.core.prompts import RESERVE
+from engine.core.budget import AIM, ALONE, FLOOR, RESERVE, SHARE
 from engine.core.stats import Target
 from tests.pure.driver import Driver, config, request
 from tests.pure.world import CONTEXT_S, FIXED_S, STREAMS, TOKEN_S, World, decode_s, seconds
 
 
-@pytest.mark.parametrize("num_layers", [1, 30])
-def test_a_long_prompt_is_hardly_felt_by_those_who_run(num_layers: int) -> None:
-    world = World(num_layers=num_layers)
+def test_a_long_prompt_is_hardly_felt_by_those_who_run() -> None:
+    world = World()
     world.add("long", 8000)
     taken = world.until("long")
     work_s = 8000 * (TOKEN_S + CONTEXT_S * 4000)
@@ -23,9 +21,8 @@ def test_a_long_prompt_is_hardly_felt_by_those_who_run(num_layers: int) -> None:
     assert sum(taken) <= 1.2 * work_s * (1 + SHARE) / SHARE, "it takes what it may, in whole tokens"
 
 
-@pytest.mark.parametrize("num_layers", [1, 30])
-def test_a_short_request_is_hardly_held_up_by_a_long_prompt(num_layers: int) -> None:
-    world = World(num_layers=num_layers)
+def test_a_short_request_is_hardly_held_up_by_a_long_prompt() -> None:
+    world = World()
     world.add("before", 100)
     alone_s = sum(world.until("before"))
     world.add("long", 8000)
@@ -35,9 +32,8 @@ def test_a_short_request_is_hardly_held_up_by_a_long_prompt(num_layers: int) -> 
     assert ("long", 0) not in world.driver.streams
 
 
-@pytest.mark.parametrize("num_layers", [1, 30])
-def test_of_two_long_prompts_the_shorter_need_not_wait_for_the_other(num_layers: int) -> None:
-    world = World(num_layers=num_layers)
+def test_of_two_long_prompts_the_shorter_need_not_wait_for_the_other() -> None:
+    world = World()
     world.add("longer", 8000)
     world.run(5)
     world.add("shorter", 600)
@@ -81,22 +77,19 @@ def test_an_engine_that_has_seen_nothing_holds_nothing_back() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    num_layers=st.sampled_from([1, 30]),
     num_streams=st.integers(0, 12),
     num_prompt=st.integers(200, 3000),
     shorts=st.lists(st.integers(1, 100), max_size=20),
     others=st.lists(st.integers(200, 3000), max_size=4),
 )
-def test_no_starvation_bound(
-    num_layers: int, num_streams: int, num_prompt: int, shorts: list[int], others: list[int]
-) -> None:
+def test_no_starvation_bound(num_streams: int, num_prompt: int, shorts: list[int], others: list[int]) -> None:
     """Whoever is first in line has at least a share of all time, however many short or long prompts come after it.
 
     With n in line its part of a step is at least s = SHARE * n * n / 2 (n = 1: SHARE) of the rest, hence s / (1 + 2 s) of all,
     which is least for n = 1; rounding down to whole tokens, at least one, costs it half at worst; and where the step is full, it
     has 1 / RESERVE of its tokens.
     """
-    world = World(num_streams, num_layers=num_layers)
+    world = World(num_streams)
     world.add("first", num_prompt)
     world.run(1)
     for index, length in enumerate(others):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.policies import MAX_WORK_S, POLICIES, PRIORITY_STEP_S, TOKEN_STEP_S, sjf, sort_key
+from engine.core.queues import POLICIES
+from engine.core.queues.keyed import DEADLINE_S, MAX_WORK_S, PRIORITY_STEP_S, TOKEN_STEP_S, sjf, sort_key
 from tests.pure.driver import Driver, config, request
 
 
@@ -35,7 +36,8 @@ def test_nobody_waits_longer_than_its_handicap(arrival: float, level: int, max_t
     old = request(arrival_s=arrival, priority=level, max_tokens=max_tokens)
     bound = PRIORITY_STEP_S * 10 + TOKEN_STEP_S * 64
     newcomer = request(arrival_s=arrival + bound, priority=-5, max_tokens=1)
-    assert sort_key(POLICIES[policy], old) < sort_key(POLICIES[policy], newcomer)
+    queue = POLICIES[policy]()
+    assert queue.key(old, None) < queue.key(newcomer, None)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1e9), st.floats(0, 1e6))
@@ -48,3 +50,13 @@ def test_sjf_has_nobody_overtaken_for_longer_than_its_bound(
         request(arrival_s=arrival + MAX_WORK_S, max_tokens=1),
     )
     assert sort_key(sjf, old, num_expected) <= sort_key(sjf, newcomer, 0.0)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_deadline_moves_a_request_forward_within_a_bound(policy: str) -> None:
+    queue = POLICIES[policy]()
+    plain, late, soon, sooner = (
+        queue.key(request(arrival_s=100.0, deadline_s=limit), None) for limit in (None, 3600.0, 5.0, 0.5)
+    )
+    assert sooner < soon < plain == late
+    assert plain - sooner <= DEADLINE_S

@@ -42,7 +42,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
         target_itl_s=st.sampled_from([None, None, 0.001, 0.03]),
         target_ttft_s=st.sampled_from([None, 0.5]),
-        num_layers=st.sampled_from([1, 2, 7]),
         cost=st.sampled_from([None, CostModel(0.01, 0.002), CostModel(0.001, 0.01, 0.001)]),
     )
     def start(
@@ -51,12 +50,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         caching: bool,
         num_speculative_tokens: int,
-        num_layers: int,
         cost: CostModel | None,
         **changes: str | float | None,
     ) -> None:
         changes["num_speculative_tokens"] = 0 if depth else num_speculative_tokens
-        changes["num_layers"] = 1 if changes["num_speculative_tokens"] else num_layers
         changes["num_disk_blocks"] = changes["num_disk_blocks"] if changes["host_caching"] else 0
         self.driver = Driver(
             config(max_num_batched_tokens=budget, enable_prefix_caching=caching, max_model_len=40, **changes),

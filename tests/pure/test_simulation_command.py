@@ -11,7 +11,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.plan import StepPlan
@@ -21,7 +20,7 @@ from loadtest.simulation.calibrate import fit_front
 from loadtest.simulation.costs import Copies, Front, StepCosts, Table
 from loadtest.simulation.fit import fit, non_negative, predict
 from loadtest.simulation.measure import Shape, Times, fill_pool, grid, held_out
-from loadtest.simulation.moves import measure_copies, measure_handoff
+from loadtest.simulation.moves import measure_copies
 from loadtest.simulation.observe import Observed
 from loadtest.simulation.replay import replay
 from loadtest.simulation.replica import SimulationError
@@ -90,14 +89,9 @@ def test_measured_steps_fit_the_scheduler_and_the_runner() -> None:
 def test_moved_blocks_are_timed_and_stay_what_they_are() -> None:
     config = replace(CONFIG, num_blocks=64, num_host_blocks=64)
     runner = FakeRunner(config)
-    layout = Layout("f" * 32, config.block_size, 4 * config.block_size)
     every = list(range(config.num_blocks))
-    before = np.random.default_rng(0).integers(0, 256, (len(every), layout.block_bytes), dtype=np.uint8)
+    before = np.random.default_rng(0).integers(0, 256, (len(every), 4 * config.block_size), dtype=np.uint8)
     runner.write_blocks(every, before)
-    handoff = measure_handoff(runner, layout, config.num_blocks)
-    assert handoff.block_bytes == layout.block_bytes
-    assert handoff.trip_s + 64 * handoff.block_s > 0
-    assert handoff.pause_s > 0
     copies = measure_copies(runner, config)
     assert copies.trip_s + 64 * copies.block_s > 0
     runner.run(StepPlan(0, [], [], 0, 0)).wait()  # the last copies arrive
@@ -250,12 +244,10 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
             "no engine has such settings: a disk is behind host blocks",
         ),
         (["replay", "steady", "--set", "min_copied_tokens=-1"], "min_copied_tokens is -1; it must be at least 1."),
-        (["replay", "steady", "--set", "num_layers=0"], "num_layers is 0; it must be at least 1."),
         (["replay", "steady", "--set", "pinned_share=2"], "pinned_share is 2.0; it must be at least 0 and less than 1"),
         (["replay", "steady", "--set", "target_itl_s=0"], "target_itl_s is 0.0; it must be a number of seconds above"),
         (["replay", "steady", "--set", "target_itl_s=fast"], "--set target_itl_s is 'fast'; it must be float | None."),
         (["replay", "steady", "--set", "num_blocks=none"], "--set num_blocks is 'none'; it must be int."),
-        (["sjf", "steady", "steady", "--num", "9"], "two of the traces are called 'steady'"),
         (["fleet", "steady", "bursty-chat"], "a fleet is sized for one trace"),
         (["fleet", "steady", "--set", "max_num_seqs=4,8"], "a fleet is sized for one setting"),
         (["fleet", "steady", "--num", "1"], "all arrive at once"),

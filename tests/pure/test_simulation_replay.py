@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
 from engine.core.plan import StepPlan
-from engine.core.policies import POLICIES
 from engine.core.queue_limits import QueueLimits
+from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.core.stats import SwapDirection
 from loadtest.report import percentile

@@ -13,12 +13,7 @@ STREAMS = 4
 
 
 def seconds(plan: StepPlan) -> float:
-    """What a step takes."""
-    return plan.cost(_seconds)
-
-
-def _seconds(plan: StepPlan) -> float:
-    """Linear, so that the model can be exact."""
+    """What a step takes: linear, so that the model can be exact."""
     context = sum(piece.num_tokens * (piece.start + piece.num_tokens / 2) for piece in plan.slices)
     return FIXED_S + TOKEN_S * plan.num_tokens + CONTEXT_S * context
 

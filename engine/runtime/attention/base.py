@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.lora.adapter import AdapterRows, Target
-from engine.runtime.native.decoder import LayeredSlice, PagedStep
+from engine.runtime.native.decoder import PagedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,25 +175,4 @@ class AdaptableLM(CausalLM, Protocol):
 
     def adapter_targets(self) -> Mapping[str, Target]:
         """The matrices that can be changed, by the names that checkpoints have for them."""
-        ...
-
-
-@runtime_checkable
-class LayeredLM(AdaptableLM, Protocol):
-    """One that can take a slice through some of its layers, and through the others in later steps."""
-
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        attention: LayerAttention,
-        rows: Tensor | None = None,
-        adapters: Sequence[AdapterRows] = (),
-        layered: LayeredSlice | None = None,
-    ) -> Tensor:
-        """The same; of a slice that does not come to the last layer nothing is returned."""
-        ...
-
-    def goes_by_layers(self, attention: LayerAttention) -> bool:
-        """Whether it can with this pool."""
         ...

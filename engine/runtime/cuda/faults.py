@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.plan import PendingStep, Runner, StepPlan, StepResult
 
@@ -69,10 +68,6 @@ class CudaRunner:
     def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
         """What the runner behind does with it."""
         self._runner.write_blocks(blocks, rows)
-
-    def repartition(self, config: SchedulerConfig) -> None:
-        """What the runner behind does with it."""
-        self._runner.repartition(config)
 
     def use_idle_moment(self) -> bool:
         """What the runner behind does with it."""

@@ -19,7 +19,7 @@ from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm
 from engine.runtime.models.linear import Linear, Quantization
 from engine.runtime.models.rope import Rotary
-from engine.runtime.native.decoder import LayeredSlice, LayerParts, NativeDecoder
+from engine.runtime.native.decoder import LayerParts, NativeDecoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.weights.checkpoint import Keep
 
@@ -183,12 +183,10 @@ class Decoder:
         attention: LayerAttention,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
-        layered: LayeredSlice | None = None,
     ) -> Tensor:
         """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
         if self._native is not None and attention.paged_step is not None:
-            return self._native.forward(ids, positions, attention.paged_step, rows, adapters, layered)
-        assert layered is None, "only the native library goes by layers"
+            return self._native.forward(ids, positions, attention.paged_step, rows, adapters)
         x = self._embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
@@ -200,10 +198,6 @@ class Decoder:
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
         return self._norm.add(x, delta, self._config.residual_multiplier)
-
-    def goes_by_layers(self, attention: LayerAttention) -> bool:
-        """Where the pass is one call to the native library."""
-        return self._native is not None and attention.paged_step is not None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""

@@ -157,7 +157,6 @@ static int32_t attention(const struct forward_args *f, int64_t index, struct wor
     store.pool = layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = stride;
     quire_store(&store);
     struct attend_args attend = *f->attend;
-    attend.num_slices -= rows < f->num_tokens;
     attend.pool = layer->pool, attend.q = w->qkv, attend.q_stride = stride, attend.out = w->attended;
     attend.num_heads = d->num_heads, attend.sinks = NULL, attend.window = layer->window;
     attend.scale = d->attention_scale, attend.softcap = d->softcap;
@@ -186,32 +185,9 @@ static void join(const struct decoder *d, struct norm after, struct norm before,
     add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, w);
 }
 
-/* Rows that go through a layer: all, or all but those of a part. */
-static int64_t rows_at(const struct forward_args *f, int64_t layer) {
-    const struct part *part = &f->part;
-    return layer < part->begin || layer >= part->end ? f->num_tokens - part->num_tokens : f->num_tokens;
-}
-
-/* Before a layer: the rows of the part come in, or are put aside. It is done where the layer before has left its delta and
- * nothing has been made of it, so that one piece of code adds and norms it, with one rounding. Returns the layer's rows. */
-static int64_t admit_part(const struct forward_args *f, struct workspace *w, int64_t layer, int64_t rows) {
-    int64_t next = rows_at(f, layer), first = f->num_tokens - f->part.num_tokens, width = f->decoder->hidden;
-    size_t num = (size_t)(f->part.num_tokens * width), bytes = num * sizeof(float);
-    if (next == rows) return rows;
-    if (next > rows) {
-        memcpy(w->stream + first * width, f->part.kept, bytes);
-        memcpy(w->delta + first * width, f->part.kept + num, bytes);
-    } else {
-        memcpy(f->part.kept, w->stream + first * width, bytes);
-        memcpy(f->part.kept + num, w->delta + first * width, bytes);
-    }
-    if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, next);
-    return next;
-}
-
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
-    int64_t rows = rows_at(f, 0);
+    int64_t rows = f->num_tokens;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, rows);
     add_norm(d, d->layers[0].before_attention, w->stream, NULL, w->normed, d->dtype, rows, &d->layers[0].qkv, w);
     for (int64_t i = 0; i < d->num_layers; i++) {
@@ -228,7 +204,6 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, w->normed, rows);
         if ((status = linear(f, i, PLACE_GATE_UP, w->normed, w, w->mlp, rows, d->dtype))) return status;
         if ((status = linear(f, i, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32))) return status;
-        if (!is_last) rows = admit_part(f, w, i + 1, rows);
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
              is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }

@@ -38,25 +38,16 @@ struct decoder {
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
 };
 
-/* The last slice of a step may go through layers [begin, end) only. What it comes to is kept until a later step, which has
- * the same slice again, goes on from there: so a prompt's chunk that takes long may be computed over several steps. */
-struct part {
-    float *kept;        /* [2][num_tokens][hidden], stream and delta: read unless begin is 0, written unless end is the last */
-    int64_t num_tokens; /* 0: all slices go through all layers */
-    int64_t begin, end;
-};
-
 /* One step: a flat batch in, the normed hidden states of some of its rows out. */
 struct forward_args {
     const struct decoder *decoder;
     const struct store_args *store;   /* slots of the tokens; pool, k and v are filled in for each layer */
     const struct attend_args *attend; /* slices, contexts and tables; the rest likewise */
     const int64_t *ids, *positions;   /* [num_tokens] */
-    const int64_t *rows;              /* [num_rows]; NULL: all that go through the last layer */
+    const int64_t *rows;              /* [num_rows]; NULL: all */
     void *hidden;                     /* [num_rows, hidden] */
     int64_t num_tokens, num_rows;
     struct adapters adapters; /* of the tokens */
-    struct part part;
 };
 
 #endif

@@ -23,7 +23,6 @@ from engine.runtime.native.library import (
     Library,
     LinearArgs,
     NormWeight,
-    PartArgs,
     Pool,
     RotaryArgs,
     StoreArgs,
@@ -37,16 +36,6 @@ class PagedStep:
     pools: Sequence[Pool]  # one a layer
     store: StoreArgs
     attend: AttendArgs
-
-
-class LayeredSlice:
-    """A step's last slice, of `num_tokens`, where it goes through layers begin .. end - 1 only; later steps go on with it."""
-
-    __slots__ = ("begin", "end", "kept", "num_tokens")
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens, self.begin, self.end = num_tokens, 0, 0
-        self.kept: Tensor | None = None  # what it came to before layer `begin`, the library's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +88,11 @@ class NativeDecoder:
         step: PagedStep,
         rows: Tensor | None,
         adapters: Sequence[AdapterRows],
-        layered: LayeredSlice | None = None,
     ) -> Tensor:
-        """ids, positions [T] int64 -> normed hidden states of `rows` [R] int64, or of all, [R, hidden].
-
-        A slice that is `layered` and does not come to the last layer has no rows.
-        """
+        """ids, positions [T] int64 -> normed hidden states of `rows` [R] int64, or of all, [R, hidden]."""
         if self._bound is not step:
             self._bind(step)
-        num_all = len(ids) if layered is None or layered.end == len(self._layers) else len(ids) - layered.num_tokens
-        num_rows = num_all if rows is None else len(rows)
+        num_rows = len(ids) if rows is None else len(rows)
         hidden = torch.empty(num_rows, self._decoder.hidden, dtype=self._dtype)
         args = ForwardArgs(
             addressof(self._decoder), addressof(step.store), addressof(step.attend), ids.data_ptr(),
@@ -117,11 +101,6 @@ class NativeDecoder:
         if adapters:
             described = NativeAdapters(adapters, len(ids))
             args.adapters = described.args
-        if layered is not None:
-            assert layered.num_tokens < len(ids), "beside others"
-            if layered.kept is None:
-                layered.kept = torch.empty(2, layered.num_tokens, self._decoder.hidden)
-            args.part = PartArgs(layered.kept.data_ptr(), layered.num_tokens, layered.begin, layered.end)
         self._library.forward(args)
         return hidden
 

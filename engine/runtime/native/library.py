@@ -195,12 +195,6 @@ class AdaptersArgs(Structure):
     _fields_ = _fields(layers__of_rows=c_void_p, num=c_int64)
 
 
-class PartArgs(Structure):
-    """The layers that a step's last slice goes through, and where it is kept between them."""
-
-    _fields_ = _fields(kept=c_void_p, num_tokens__begin__end=c_int64)
-
-
 class ForwardArgs(Structure):
     """A step of a decoder."""
 
@@ -208,7 +202,6 @@ class ForwardArgs(Structure):
         decoder__store__attend__ids__positions__rows__hidden=c_void_p,
         num_tokens__num_rows=c_int64,
         adapters=AdaptersArgs,
-        part=PartArgs,
     )
 
 

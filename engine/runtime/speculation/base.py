@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from engine.core.config import SchedulerConfig
 from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 
 
@@ -29,10 +28,6 @@ class Drafter(Protocol):
 
     def forget(self, blocks: Sequence[int]) -> None:
         """These hold other tokens from now on, whose K/V came from elsewhere."""
-        ...
-
-    def repartition(self, config: SchedulerConfig) -> None:
-        """The pool has blocks of another number and size from now on, and nothing in them."""
         ...
 
     def close(self) -> None:

@@ -67,11 +67,6 @@ class DraftModel:
         """See Drafter."""
         self._known.forget(blocks)
 
-    def repartition(self, config: SchedulerConfig) -> None:
-        """See Drafter."""
-        self._kv_cache.repartition(config.num_blocks, config.block_size)
-        self._batches, self._known = BatchBuilder(config, self._device), KnownPositions(config)
-
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
         """The other drafts, one step each; `drawn` are the first ones of all that are `asked` for."""
         steps, going = [drawn], list(asked)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.config import SchedulerConfig
 from engine.core.plan import StepPlan
 
 
@@ -53,9 +52,6 @@ class NgramDrafter:
         return drafts
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Texts have no blocks."""
-
-    def repartition(self, config: SchedulerConfig) -> None:
         """Texts have no blocks."""
 
     def close(self) -> None:

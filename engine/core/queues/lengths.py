@@ -13,7 +13,6 @@ Owned by the scheduler, engine thread. Knows token ids as numbers, no clock.
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
 from zlib import crc32
 
 from engine.core.types import Request
@@ -24,18 +23,6 @@ NUM_ALLOWANCES = 4096
 NUM_PREFIXES = 8192
 TRUST = 2.0  # answers after which a level counts as much as all coarser ones together
 WINDOW = 64
-
-
-class Predictor(Protocol):
-    """What sjf goes by. A simulation may put others in LengthPredictor's place, to see what that one is worth."""
-
-    def predict(self, request: Request) -> float:
-        """Tokens of one answer."""
-        ...
-
-    def learn(self, request: Request, num_tokens: int, *, is_cut: bool) -> None:
-        """An answer has ended, of itself or because max_tokens `is_cut` it."""
-        ...
 
 
 class _Means:

@@ -1,0 +1,180 @@
+"""Sharing between tenants, token by token: virtual token counters, and how much of the batch a tenant holds.
+
+The policy `fair` follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
+the service it has had, divided by its weight: INPUT_COST for a prompt token when its request is admitted, OUTPUT_COST
+for a token when it has been drawn. Whoever has the least is admitted next. A tenant that comes to wait is lifted to the
+least of those that wait already, so that idleness earns no credit, and a tenant alone gets everything. This gives the
+theorem that tests hold us to: of two tenants that wait all the time, neither gets more service than the other, weight
+for weight, than by 2 max(INPUT_COST * longest prompt, OUTPUT_COST * tokens that a batch holds at most).
+
+Start-time fair queueing would have kept keys fixed at arrival, but only by guessing how long an answer will be, and a
+tenant that guesses (or lies) low in max_tokens gains by it. Counters charge what was really served.
+
+What is free: prompt tokens found in the prefix cache, for they were not computed, and all that is recomputed after a
+preemption, for that is no service. Background work has counters of its own, in a queue of its own.
+
+Seats and blocks follow a second rule, for counters alone would let long answers of one tenant keep everybody else from
+the batch until they end. A sequence's place among the running is how many of its own tenant's stand before it, divided by
+the weight: the last place is the last sequence of whoever holds most, and it goes first when memory is exhausted. It also
+goes if a tenant waits that was served no more and would hold, with the newcomer, at most 1 / YIELD_RATIO of what this
+one does. That ratio is the hysteresis: each such exchange lowers the sum of num_running^2 / weight, so exchanges come to
+an end by themselves, and none is ever taken back at once.
+
+Within a tenant `priority` orders, with its ageing. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
+
+from engine.core.account import Account
+from engine.core.queues.keyed import by_order, priority, sort_key
+
+if TYPE_CHECKING:
+    from engine.core.sequence import Sequence
+    from engine.core.types import Request
+
+INPUT_COST = 1.0
+OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
+YIELD_RATIO = 2.0
+MAX_IDLE_ACCOUNTS = 1024  # a tenant that is forgotten comes back as a new one does: at the least counter of all
+
+
+class FairQueue:
+    """A Queue with a lane for each tenant, sorted by `priority`; the next one is the first of the tenant served least."""
+
+    may_yield = True
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}  # by tenant
+        self._lanes: dict[Account, list[Sequence]] = {}  # a lane is there while a sequence waits in it
+        self._last_left = Account()  # whose sequence was the last to wait no more
+
+    def key(self, request: Request, num_expected: float | None) -> float:
+        """See Queue."""
+        return sort_key(priority, request, num_expected)
+
+    def account(self, request: Request) -> Account:
+        """See Queue."""
+        account = self._accounts.get(request.tenant)
+        if account is None:
+            if len(self._accounts) >= MAX_IDLE_ACCOUNTS:
+                self._forget_idle()
+            account = self._accounts[request.tenant] = Account()
+        account.weight = request.weight
+        return account
+
+    def _forget_idle(self) -> None:
+        self._accounts = {
+            tenant: account
+            for tenant, account in self._accounts.items()
+            if account.num_running or account in self._lanes
+        }
+
+    def push(self, seq: Sequence) -> None:
+        """See Queue. A tenant that did not wait until now is lifted: idleness earns no credit."""
+        account = seq.account
+        if account not in self._lanes:
+            floor = min([other.served for other in self._lanes], default=self._last_left.served)
+            account.served = max(account.served, floor)
+        insort(self._lanes.setdefault(account, []), seq, key=by_order)
+
+    def remove(self, seq: Sequence) -> None:
+        """See Queue."""
+        account = seq.account
+        lane = self._lanes[account]
+        position = bisect_left(lane, seq.order, key=by_order)
+        assert lane[position] is seq
+        del lane[position]
+        if not lane:
+            del self._lanes[account]
+        self._last_left = account
+
+    def peek(self) -> Sequence | None:
+        """See Queue. Of tenants served alike it is the one that holds least, then the one that came first."""
+        lanes = self._lanes
+        if len(lanes) <= 1:
+            return next(iter(lanes.values()))[0] if lanes else None
+        least = min([account.served for account in lanes])
+        alike = [account for account in lanes if account.served == least]
+        return lanes[min(alike, key=lambda account: (account.share, lanes[account][0].order))][0]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        heap = [(account.served, account.share, lane[0].order, 0, account) for account, lane in self._lanes.items()]
+        heapify(heap)
+        while heap:
+            served, share, _, index, account = heap[0]
+            lane = self._lanes[account]
+            yield lane[index]
+            if index + 1 == len(lane):
+                heappop(heap)
+                continue
+            served += INPUT_COST * lane[index].num_prompt / account.weight
+            heapreplace(heap, (served, share, lane[index + 1].order, index + 1, account))
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def started(self, seq: Sequence) -> None:
+        """See Queue."""
+        account = seq.account
+        account.num_running += 1
+        if not seq.num_charged:
+            seq.num_charged = seq.num_prompt
+            account.charge(INPUT_COST * (seq.num_prompt - seq.num_computed))
+        seq.place = _place(seq, account.num_running)
+
+    def stopped(self, seq: Sequence) -> None:
+        """See Queue."""
+        seq.account.num_running -= 1
+
+    def charge(self, sequences: Iterable[Sequence]) -> None:
+        """See Queue."""
+        for seq in sequences:
+            drawn = len(seq.tokens) - seq.num_charged
+            if drawn > 0:
+                seq.num_charged += drawn
+                seq.account.charge(OUTPUT_COST * drawn)
+
+    def arrange(self, running: list[Sequence]) -> None:
+        """See Queue. All tenants' first ones come first, then the second ones, and so on."""
+        seen = Counter[Account]()
+        running.sort(key=by_order)
+        for seq in running:
+            seen[seq.account] += 1
+            seq.place = _place(seq, seen[seq.account])
+        running.sort(key=lambda seq: seq.place)
+
+    def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:
+        """See Queue. They are of tenants that hold far more than the candidate's, and were served no less."""
+        account, found = candidate.account, list["Sequence"]()
+        least = YIELD_RATIO * (account.num_running + candidate.num_seats) / account.weight
+        num_left = {
+            other: other.num_running
+            for other in {holder.account for holder in running}
+            if other is not account and other.served >= account.served and other.share >= least
+        }
+        if num_left:
+            self.arrange(running)
+            for victim in reversed(running):
+                other = victim.account
+                if other in num_left and num_left[other] / other.weight >= least:
+                    num_left[other] -= 1
+                    found.append(victim)
+        return found
+
+    def check_integrity(self) -> None:
+        """See Queue."""
+        for account, lane in self._lanes.items():
+            assert lane, "a lane is empty"
+            assert lane == sorted(lane, key=by_order), "a lane is out of order"
+            assert all(seq.account is account for seq in lane), "a lane is mixed"
+
+
+def _place(seq: Sequence, rank: int) -> tuple[float, ...]:
+    """The place of a tenant's rank-th running sequence, from 1; background work comes behind all other."""
+    return (seq.is_background, rank / seq.account.weight, *seq.order)
