@@ -31,12 +31,12 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
 )
+from engine.core.kv.tiers import BlockStore
 from engine.core.plan import PendingStep, Runner, StepPlan
 from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
-from engine.core.tiers import BlockStore
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.inbox import Abort, Errand, Inbox, Look, Message, Stop
 from engine.offload import Offload

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.core.eviction import EVICTION_POLICIES
-from engine.core.prefix_cache import PrefixCache, chain_root
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.prefix_cache import PrefixCache, chain_root
 
 Prompts = Iterator[list[int]]
 

@@ -20,7 +20,7 @@ from engine.connector.base import ParcelError
 from engine.connector.exchange import Exchange, Prefix
 from engine.connector.local import LocalConnector
 from engine.core.errors import ConfigError
-from engine.core.prefix_cache import chain_root
+from engine.core.kv.prefix_cache import chain_root
 from engine.core.types import Request
 from engine.loop import Engine
 from server.app_config import AppConfig

@@ -25,7 +25,7 @@ from engine.core.config import (
     EngineConfig,
     LoraModule,
 )
-from engine.core.eviction import EVICTION_POLICIES
+from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
 from server.app_config import AppConfig
 from server.lora_modules import read_modules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError, NeverFitsError
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 from engine.core.types import Request
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from engine.core.beam_search import Continuation
 from engine.core.departures import Departures
-from engine.core.memory import Memory
+from engine.core.kv.manager import Memory
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status

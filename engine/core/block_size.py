@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from engine.core.config import SchedulerConfig
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 
 CANDIDATES = (8, 16, 32, 64, 128)
 _FEWEST = 64  # sequences before anything is concluded

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
-from engine.core.eviction import EVICTION_POLICIES
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.swap_costs import FREE_SWAPS, SwapCosts
 from engine.core.queues import POLICIES
 from engine.core.speculative_config import SpeculativeConfig
-from engine.core.swap_costs import FREE_SWAPS, SwapCosts
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

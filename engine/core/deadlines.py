@@ -14,7 +14,7 @@ from math import inf
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeadlineError
-from engine.core.memory import Memory
+from engine.core.kv.manager import Memory
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
 from engine.core.step_time import StepTime

@@ -10,9 +10,9 @@ from collections import deque
 
 from engine.core.errors import QuireError
 from engine.core.flight import Flight
-from engine.core.memory import Memory
-from engine.core.page_table import blocks_for
-from engine.core.preemption import SwapSpace
+from engine.core.kv.manager import Memory
+from engine.core.kv.page_table import blocks_for
+from engine.core.kv.swap import SwapSpace
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status

@@ -12,7 +12,7 @@ from engine.core.budget import Allowance
 from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import choose_lengths
 from engine.core.flight import Flight
-from engine.core.memory import Memory
+from engine.core.kv.manager import Memory
 from engine.core.plan import Drafted
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.core.config import SchedulerConfig
+from engine.core.kv.tiers import Transfer
 from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.stats import TransferKind
-from engine.core.tiers import Transfer
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1

@@ -12,7 +12,7 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight
-from engine.core.memory import Memory
+from engine.core.kv.manager import Memory
 from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence, Status

@@ -18,7 +18,7 @@ from math import inf
 
 from engine.core.budget import Allowance
 from engine.core.flight import Flight
-from engine.core.memory import Memory
+from engine.core.kv.manager import Memory
 from engine.core.plan import Sample
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.core.block_pool import BlockPool
+from engine.core.kv.block_pool import BlockPool
+from engine.core.kv.tiers import Tiers
 from engine.core.plan import StepPlan
 from engine.core.queues.lengths import LengthPredictor
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.targets import Targets
-from engine.core.tiers import Tiers
 from engine.core.types import FinishReason, RequestTimings
 
 _NUM_LENGTHS = 1024

@@ -23,11 +23,13 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
-from engine.core.memory import Memory
+from engine.core.kv.manager import Memory
+from engine.core.kv.pins import Pins
+from engine.core.kv.swap import SwapSpace, never_saved
+from engine.core.kv.swap_belief import SwapBelief
+from engine.core.kv.tiers import Tiers, Transfer
 from engine.core.outcomes import Outcomes
-from engine.core.pins import Pins
 from engine.core.plan import Moves, StepPlan, StepResult
-from engine.core.preemption import SwapSpace, never_saved
 from engine.core.prompts import PromptPlanner
 from engine.core.queues.lengths import LengthPredictor
 from engine.core.recorder import Recorder
@@ -36,9 +38,7 @@ from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step_time import decode_load
-from engine.core.swap_belief import SwapBelief
 from engine.core.targets import Targets
-from engine.core.tiers import Tiers, Transfer
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
 

@@ -34,7 +34,7 @@ from enum import Enum
 
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
-from engine.core.page_table import PageTable
+from engine.core.kv.page_table import PageTable
 from engine.core.plan import POOLED_UNIT, Sample, SequenceSlice
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 

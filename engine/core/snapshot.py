@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.core.block_pool import BlockPool
+from engine.core.kv.block_pool import BlockPool
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Stats
 

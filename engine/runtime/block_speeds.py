@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from engine.core.block_size import CANDIDATES, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner

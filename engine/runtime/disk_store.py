@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.core.errors import ConfigError
+from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
-from engine.core.tiers import Transfer
 
 log = logging.getLogger("quire.kv_store")
 

@@ -14,7 +14,7 @@ import torch
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.swap_costs import min_swap_tokens
+from engine.core.kv.swap_costs import min_swap_tokens
 from engine.core.types import Progress
 from engine.runtime.disk_store import DiskStore
 from engine.runtime.fingerprint import fingerprint

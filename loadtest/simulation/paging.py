@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 from engine.core.plan import StepPlan
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler

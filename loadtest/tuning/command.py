@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 from loadtest.arguments import open_console, positive_float, positive_int
 from loadtest.plots import require_matplotlib
 from loadtest.tuning.probe import Load, Opener

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.loop import Engine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.swap_belief import SwapBelief
+from engine.core.kv.swap_belief import SwapBelief
 from engine.runtime.native.library import Isa, Library, native
 from server.model_source import find_model
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
+from engine.core.kv.swap_costs import SwapCosts
+from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
-from engine.core.swap_costs import SwapCosts
-from engine.core.tiers import Transfer
 from engine.core.types import StepEvents
 from engine.loop import Engine
 from engine.runtime import disk_store, host_tiers

@@ -9,10 +9,10 @@ from dataclasses import fields
 from engine.core.beam_search import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
+from engine.core.kv.tiers import Transfer
 from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
-from engine.core.tiers import Transfer
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 
 VOCAB = 50

@@ -14,7 +14,7 @@ from engine.core.adapter import Adapter
 from engine.core.config import SchedulerConfig
 from engine.core.errors import AdapterConflictError, AdapterLoadError, AdapterNotFoundError
 from engine.core.fake_runner import FakeRunner
-from engine.core.prefix_cache import chain_root
+from engine.core.kv.prefix_cache import chain_root
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
 

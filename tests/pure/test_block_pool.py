@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from engine.core.block_pool import BlockPool
-from engine.core.eviction import EVICTION_POLICIES
-from engine.core.page_table import PageTable, blocks_for
+from engine.core.kv.block_pool import BlockPool
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.page_table import PageTable, blocks_for
 
 
 def test_position_37_of_block_size_16_is_block_2_offset_5() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.prefix_cache import PrefixCache, chain_root, first_names, name_block
+from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names, name_block
 from engine.core.types import AbortCause
 from tests.pure.driver import Driver, config, request
 

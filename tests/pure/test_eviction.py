@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.eviction import EVICTION_POLICIES
-from engine.core.prefix_cache import PrefixCache, chain_next, chain_root
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.prefix_cache import PrefixCache, chain_next, chain_root
 from tests.pure.driver import Driver, config, request
 
 NUM_BLOCKS = 10

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.core.errors import DeviceMemoryError
+from engine.core.kv.swap_costs import SwapCosts
+from engine.core.kv.tiers import Transfer
 from engine.core.plan import StepPlan
-from engine.core.swap_costs import SwapCosts
-from engine.core.tiers import Transfer
 from engine.offload import Offload
 from tests.pure.driver import Driver, config, request
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.core.eviction import EVICTION_POLICIES
-from engine.core.pins import Pins
-from engine.core.prefix_cache import PrefixCache, chain_next, chain_root
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.pins import Pins
+from engine.core.kv.prefix_cache import PrefixCache, chain_next, chain_root
 from engine.core.stats import Stats
 from engine.core.types import Pin
 from tests.pure.driver import Driver, config, request

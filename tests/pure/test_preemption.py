@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from engine.core.kv.swap_costs import SwapCosts, min_swap_tokens
 from engine.core.roster import Roster
 from engine.core.sequence import Status
 from engine.core.stats import PreemptionKind, SwapDirection
-from engine.core.swap_costs import SwapCosts, min_swap_tokens
 from engine.core.types import AbortCause
 from tests.pure.driver import Driver, config, request
 

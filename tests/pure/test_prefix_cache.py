@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.eviction import EVICTION_POLICIES
-from engine.core.prefix_cache import PrefixCache, chain_root
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.prefix_cache import PrefixCache, chain_root
 
 TOKENS = list(range(10))
 

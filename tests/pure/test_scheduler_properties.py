@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.core.errors import NeverFitsError
 from engine.core.fake_runner import CostModel
-from engine.core.swap_costs import SwapCosts
+from engine.core.kv.swap_costs import SwapCosts
 from engine.core.types import AbortCause, BeamParams, EarlyStopping
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.fake_runner import FakeRunner, FakeStep
+from engine.core.kv.swap_belief import SwapBelief
+from engine.core.kv.swap_costs import SwapCosts
 from engine.core.plan import Moves, StepPlan
 from engine.core.stats import PreemptionKind, Stats
 from engine.core.step_time import Load, StepTime
-from engine.core.swap_belief import SwapBelief
-from engine.core.swap_costs import SwapCosts
 from tests.pure.driver import VOCAB, Driver, config, fail, request
 
 MEASURED = SwapCosts(trip_s=0.001, block_s=0.004, token_s=0.001)

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from engine.core import tier
+from engine.core.kv.swap_costs import SwapCosts
 from engine.core.stats import CacheTier, TransferKind
-from engine.core.swap_costs import SwapCosts
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import DraftCosts, lower_hull
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner

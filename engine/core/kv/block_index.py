@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from engine.core.block_pool import BlockPool
+from engine.core.kv.block_pool import BlockPool
 
 
 class BlockIndex:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from engine.core.eviction import EVICTION_POLICIES, EvictionOrder, Lru
+from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 
 
 class BlockPool:

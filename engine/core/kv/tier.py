@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 
-from engine.core.block_index import BlockIndex
+from engine.core.kv.block_index import BlockIndex
 
 MAX_CHECKED = 1 << 14  # blocks a call: half a millisecond per thousand
 

@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
-from engine.core.pins import Pins
-from engine.core.prefix_cache import name_block
+from engine.core.kv.pins import Pins
+from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.swap_belief import SwapBelief
+from engine.core.kv.tier import Tier
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
-from engine.core.swap_belief import SwapBelief
-from engine.core.tier import Tier
 
 MAX_STORES = 16  # on their way to the disk at once; of what comes faster than a disk writes, some is not kept
 

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-from engine.core.block_index import BlockIndex
+from engine.core.kv.block_index import BlockIndex
 
 
 def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:

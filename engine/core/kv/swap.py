@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterable
 
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
-from engine.core.page_table import blocks_for
+from engine.core.kv.page_table import blocks_for
+from engine.core.kv.swap_belief import SwapBelief
+from engine.core.kv.tiers import Tiers
 from engine.core.sequence import Sequence, Status
-from engine.core.swap_belief import SwapBelief
-from engine.core.tiers import Tiers
 
 
 class SwapSpace:

@@ -12,11 +12,11 @@ from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
 from engine.core.flight import Flight
-from engine.core.page_table import blocks_for
-from engine.core.pins import Pins
-from engine.core.prefix_cache import PrefixCache, chain_root, first_names
+from engine.core.kv.page_table import blocks_for
+from engine.core.kv.pins import Pins
+from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
+from engine.core.kv.tiers import Tiers
 from engine.core.sequence import NEVER, Sequence
-from engine.core.tiers import Tiers
 from engine.core.types import Request
 
 
