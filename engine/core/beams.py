@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from engine.core.beam_search import Continuation
 from engine.core.departures import Departures
-from engine.core.kv.manager import Memory
+from engine.core.kv.manager import KVCacheManager
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
@@ -19,10 +19,10 @@ from engine.core.types import FinishReason, TokenEvent, TokenLogprob
 class Beams:
     """Takes in what a step has brought for a beam."""
 
-    __slots__ = ("_departures", "_memory", "_recorder", "_roster")
+    __slots__ = ("_departures", "_kv", "_recorder", "_roster")
 
-    def __init__(self, memory: Memory, departures: Departures, roster: Roster, recorder: Recorder) -> None:
-        self._memory, self._departures, self._roster, self._recorder = memory, departures, roster, recorder
+    def __init__(self, kv: KVCacheManager, departures: Departures, roster: Roster, recorder: Recorder) -> None:
+        self._kv, self._departures, self._roster, self._recorder = kv, departures, roster, recorder
 
     def accept(self, seq: Sequence, entry: TokenLogprob, now: float) -> list[TokenEvent]:
         """A beam's likeliest next tokens. With those of the last one the search goes on by a token, or is over.
@@ -35,7 +35,7 @@ class Beams:
             self._departures.settle(seq)
             return []
         if seq.num_computed >= seq.next_register:
-            self._memory.register(seq)
+            self._kv.publish(seq)
         if not search.put(beams.index(seq), entry.top):
             return []
         first = beams[0]
@@ -56,7 +56,7 @@ class Beams:
         # Whoever is followed stays in its own place, and all follow before anybody gets a token.
         for place, continuation in enumerate(continuations):
             if continuation.parent != place:
-                self._memory.follow(beams[place], beams[continuation.parent], self._roster.take_seq_id())
+                self._kv.reassign(beams[place], beams[continuation.parent], self._roster.take_seq_id())
         for beam, continuation in zip(beams, continuations, strict=True):
             beam.tokens.append(continuation.token)
             beam.max_total = len(beam.tokens) + 1

@@ -14,7 +14,7 @@ from math import inf
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeadlineError
-from engine.core.kv.manager import Memory
+from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
 from engine.core.step_time import StepTime
@@ -25,10 +25,10 @@ _MIN_PRUNED = 64  # entries: those of requests that have left the queue are clea
 class Deadlines:
     """watch a sequence when it comes; take_hopeless at every step."""
 
-    __slots__ = ("_heap", "_max_step_tokens", "_memory", "_prune_at", "_times", "_tokens_a_step")
+    __slots__ = ("_heap", "_kv", "_max_step_tokens", "_prune_at", "_times", "_tokens_a_step")
 
-    def __init__(self, memory: Memory, times: StepTime, config: SchedulerConfig) -> None:
-        self._memory, self._times, self._max_step_tokens = memory, times, config.max_num_batched_tokens
+    def __init__(self, kv: KVCacheManager, times: StepTime, config: SchedulerConfig) -> None:
+        self._kv, self._times, self._max_step_tokens = kv, times, config.max_num_batched_tokens
         self._tokens_a_step = 1 + config.num_speculative_tokens  # that one sequence may draw, at most
         self._heap: list[tuple[float, int, Sequence]] = []
         self._prune_at = _MIN_PRUNED
@@ -50,7 +50,7 @@ class Deadlines:
             _, seq_id, seq = heappop(self._heap)
             if seq.status is not Status.WAITING:
                 continue
-            by_deadline, by_queue = self._last_starts(seq, self._memory.num_cached(seq))
+            by_deadline, by_queue = self._last_starts(seq, self._kv.lookup(seq))
             if now <= min(by_deadline, by_queue):  # steps are known better by now, or its prompt is in the cache
                 heappush(self._heap, (min(by_deadline, by_queue), seq_id, seq))
             elif by_queue < now:
@@ -83,7 +83,7 @@ class Deadlines:
         assert request.deadline_s is not None
         least = ""
         if waited_s < request.deadline_s:
-            least_s = self._least_s(seq, self._memory.num_cached(seq))
+            least_s = self._least_s(seq, self._kv.lookup(seq))
             least = f", and computing it takes at least {_ms(least_s)} ms"
         return (
             f"The answer cannot be there in time: deadline_ms is {_ms(request.deadline_s)}, of which {_ms(waited_s)} have "

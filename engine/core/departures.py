@@ -10,9 +10,8 @@ from collections import deque
 
 from engine.core.errors import QuireError
 from engine.core.flight import Flight
-from engine.core.kv.manager import Memory
+from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import blocks_for
-from engine.core.kv.swap import SwapSpace
 from engine.core.recorder import Recorder
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
@@ -22,12 +21,10 @@ from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 class Departures:
     """end, preempt, and settle what either has left behind."""
 
-    __slots__ = ("_flights", "_memory", "_recorder", "_roster", "_swap", "num_leaving")
+    __slots__ = ("_flights", "_kv", "_recorder", "_roster", "num_leaving")
 
-    def __init__(
-        self, memory: Memory, swap: SwapSpace, roster: Roster, recorder: Recorder, flights: deque[Flight]
-    ) -> None:
-        self._memory, self._swap, self._roster, self._recorder = memory, swap, roster, recorder
+    def __init__(self, kv: KVCacheManager, roster: Roster, recorder: Recorder, flights: deque[Flight]) -> None:
+        self._kv, self._roster, self._recorder = kv, roster, recorder
         self._flights = flights
         self.num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
 
@@ -60,13 +57,13 @@ class Departures:
             self._roster.stop(seq)
             if self._leave(seq):
                 # Now, for whoever was told may be back before the flight is; what that computes is nobody's.
-                self._memory.show(seq)
+                self._kv.leave(seq)
                 seq.hide()
             else:
-                self._memory.release(seq)
+                self._kv.free(seq)
         elif not seq.is_leaving:
             self._roster.dequeue(seq)
-            self._swap.discard(seq, self._flights)
+            self._kv.discard(seq, self._flights)
         seq.move(Status.DONE)
         self._roster.strike(seq)
 
@@ -76,7 +73,7 @@ class Departures:
             self._roster.stop(beam)
             beam.move(Status.DONE)
             if not self._leave(beam):
-                self._memory.release(beam)
+                self._kv.free(beam)
         del first.beams[1:]
 
     def preempt(self, seq: Sequence) -> None:
@@ -99,7 +96,7 @@ class Departures:
     def unsave(self, seq: Sequence) -> None:
         """A swapped sequence's copy is worth nothing: it is to be computed anew."""
         self._roster.dequeue(seq)
-        self._swap.discard(seq, self._flights)
+        self._kv.discard(seq, self._flights)
         seq.move(Status.PREEMPTED)
         self._roster.enqueue(seq)
 
@@ -109,11 +106,11 @@ class Departures:
         A search forgets its tokens. Its choices are made of numbers that come out the same again.
         """
         if seq.search is None:
-            self._swap.save(seq)
+            self._kv.suspend(seq)
         else:
             seq.begin_search(self._roster.take_seq_id())
         self._recorder.preempted(seq)
-        self._memory.release(seq)
+        self._kv.free(seq)
         self._roster.enqueue(seq)
 
     def _leave(self, seq: Sequence) -> bool:
@@ -125,11 +122,11 @@ class Departures:
     def settle(self, seq: Sequence) -> None:
         """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last flight."""
         if seq.num_computed >= seq.next_register and seq.page_table.blocks:
-            self._memory.register(seq)
+            self._kv.publish(seq)
         if seq.is_leaving and not seq.num_in_flight:
             seq.is_leaving = False
             self.num_leaving -= 1
             if seq.status is Status.PREEMPTED:
                 self._set_aside(seq)
             else:
-                self._memory.release(seq)
+                self._kv.free(seq)

@@ -12,7 +12,7 @@ from engine.core.budget import Allowance
 from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import choose_lengths
 from engine.core.flight import Flight
-from engine.core.kv.manager import Memory
+from engine.core.kv.manager import KVCacheManager
 from engine.core.plan import Drafted
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
@@ -26,10 +26,10 @@ _LONG_MEMORY = 0.95  # weight of what was usual, at each draft of anybody
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
 
-    __slots__ = ("_costs", "_max_drafts", "_max_rows", "_memory", "_stats", "_usual")
+    __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_stats", "_usual")
 
-    def __init__(self, config: SchedulerConfig, memory: Memory, stats: Stats) -> None:
-        self._memory, self._stats = memory, stats
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, stats: Stats) -> None:
+        self._kv, self._stats = kv, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
         self._max_rows = config.max_num_rows
         self._usual = HOPE
@@ -57,9 +57,9 @@ class DraftPlanner:
     def _make_room(self, seq: Sequence, num_drafts: int, flight: Flight, num_reserved: int) -> int:
         """See to blocks for a sequence's drafts; returns for how many there are."""
         while seq.writable_until < seq.num_planned + num_drafts:
-            if self._memory.pool.num_available <= num_reserved:
+            if self._kv.pool.num_available <= num_reserved:
                 return seq.writable_until - seq.num_planned
-            self._memory.make_writable(seq, flight.copies)
+            self._kv.extend(seq, flight.copies)
         return num_drafts
 
     def learn(self, seq: Sequence, drafted: Drafted) -> None:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
 from engine.core.step_time import Load
 
 _NO_LOAD = Load()
+
+Pairs = abc.Sequence[tuple[int, int]]
+
+
+class Grant(NamedTuple):
+    """What a step has to do for blocks that were allocated; nothing for most."""
+
+    copies: Pairs = ()  # (source, destination) blocks of the pool
+    loads: Pairs = ()  # (host block, block of the pool)
+    host_blocks: abc.Sequence[int] = ()  # to be given back with the step
+    num_found: int = 0  # positions that the sequence has without the copies and loads
+
+    @property
+    def fills(self) -> bool:
+        """True if the step fills blocks of the sequence."""
+        return bool(self.copies or self.loads)
 
 
 @dataclass(slots=True)
@@ -48,10 +65,14 @@ class Flight:
         """Whoever it names."""
         return chain(self.owners, self.arrivals, *self.children.values())
 
-    def bring(self, seq: Sequence, num_found: int) -> None:
-        """Note that it fills blocks of a sequence which has `num_found` positions without that."""
-        self.arrivals[seq] = num_found
-        seq.num_in_flight += 1
+    def take(self, grant: Grant, seq: Sequence) -> None:
+        """Have the step do what blocks that were allocated to a sequence need."""
+        self.host_blocks += grant.host_blocks
+        if grant.fills:
+            self.copies += grant.copies
+            self.swap_in += grant.loads
+            self.arrivals[seq] = grant.num_found
+            seq.num_in_flight += 1
 
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Have the step compute `count` of a sequence's known positions, and draw from the last of them."""

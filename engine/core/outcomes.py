@@ -12,7 +12,7 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight
-from engine.core.kv.manager import Memory
+from engine.core.kv.manager import KVCacheManager
 from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence, Status
@@ -25,18 +25,18 @@ Entries = list[TokenEvent | PlainToken]
 class Outcomes:
     """Takes in the results of steps."""
 
-    __slots__ = ("_beams", "_departures", "_drafts", "_memory", "_recorder", "_stats", "_taken_in_s")
+    __slots__ = ("_beams", "_departures", "_drafts", "_kv", "_recorder", "_stats", "_taken_in_s")
 
     def __init__(
         self,
-        memory: Memory,
+        kv: KVCacheManager,
         departures: Departures,
         beams: Beams,
         recorder: Recorder,
         stats: Stats,
         drafts: DraftPlanner | None,
     ) -> None:
-        self._memory, self._departures, self._recorder, self._stats = memory, departures, recorder, stats
+        self._kv, self._departures, self._recorder, self._stats = kv, departures, recorder, stats
         self._beams, self._drafts = beams, drafts
         self._taken_in_s = 0.0  # when the last step was
 
@@ -147,7 +147,7 @@ class Outcomes:
         else:
             self._recorder.first_token(seq, now)
             if seq.request.pins and seq.num_computed >= seq.next_register:
-                self._memory.register(seq)  # so that it can be told
+                self._kv.publish(seq)  # so that it can be told
             prompt = seq.prompt_info()
         seq.last_token_s = now
         logprobs = None if logprob is None else (logprob,)
@@ -208,7 +208,7 @@ class Outcomes:
             reason = FinishReason.STOP
             stop_reason = last if last in seq.params.stop_token_ids - seq.params.eos_token_ids else None
         if seq.num_computed >= seq.next_register:
-            self._memory.register(seq)
+            self._kv.publish(seq)
         events += self._departures.end(seq, reason, now, token_ids, logprobs, stop_reason, prompt)
         self._departures.settle(seq)
 
@@ -217,7 +217,7 @@ class Outcomes:
         is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
         if is_scored and seq.status is not Status.DONE:
             if seq.num_computed >= seq.next_register:
-                self._memory.register(seq)
+                self._kv.publish(seq)
             events += self._departures.end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
         self._departures.settle(seq)
 

@@ -18,7 +18,7 @@ from math import inf
 
 from engine.core.budget import Allowance
 from engine.core.flight import Flight
-from engine.core.kv.manager import Memory
+from engine.core.kv.manager import KVCacheManager
 from engine.core.plan import Sample
 from engine.core.roster import Roster
 from engine.core.sequence import Sequence, Status
@@ -27,10 +27,10 @@ from engine.core.sequence import Sequence, Status
 class PromptPlanner:
     """Writes chunks into the plan that is being made."""
 
-    __slots__ = ("_memory", "_roster")
+    __slots__ = ("_kv", "_roster")
 
-    def __init__(self, memory: Memory, roster: Roster) -> None:
-        self._memory, self._roster = memory, roster
+    def __init__(self, kv: KVCacheManager, roster: Roster) -> None:
+        self._kv, self._roster = kv, roster
 
     def plan(
         self,
@@ -119,7 +119,7 @@ class PromptPlanner:
         if not seq.is_forked and seq.search is None:  # of a search only the first beam is there yet
             seq.is_forked = True
             children = [seq.fork(choice, self._roster.take_seq_id()) for choice in range(1, seq.params.n)]
-            self._memory.share(seq, children)
+            self._kv.fork(seq, children)
             self._roster.requests[seq.request_id] += children
             flight.children[len(flight.owners)] = children
             for child in children:

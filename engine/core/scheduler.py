@@ -23,11 +23,9 @@ from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.flight import Flight, take_back
-from engine.core.kv.manager import Memory
-from engine.core.kv.pins import Pins
-from engine.core.kv.swap import SwapSpace, never_saved
-from engine.core.kv.swap_belief import SwapBelief
-from engine.core.kv.tiers import Tiers, Transfer
+from engine.core.kv.manager import KVCacheManager
+from engine.core.kv.swap import never_saved
+from engine.core.kv.tiers import Transfer
 from engine.core.outcomes import Outcomes
 from engine.core.plan import Moves, StepPlan, StepResult
 from engine.core.prompts import PromptPlanner
@@ -48,24 +46,21 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
         self.stats = stats if stats is not None else Stats()
-        self._pins = Pins(self.stats, int(config.num_blocks * config.pinned_share))
         targets = Targets(config.target_ttft_s, config.target_itl_s)
         self._budget = StepBudget(config, targets)
-        self._costs = SwapBelief(config.swap_costs, config.block_size, self._budget.times, self.stats)
-        self.tiers = Tiers(config, self.stats, self._pins, self._costs)
-        self._memory = Memory(config, self.tiers, self._pins)
-        self._swap = SwapSpace(config, self.tiers, self._costs)
+        self._kv = KVCacheManager(config, self.stats, self._budget.times)
+        self.tiers = self._kv.tiers
         self._predictor = LengthPredictor() if config.policy == "sjf" else None
-        self._recorder = Recorder(self.stats, self._memory.pool, self.tiers, targets, self._predictor)
+        self._recorder = Recorder(self.stats, self._kv.pool, self.tiers, targets, self._predictor)
         self._roster = Roster(self._recorder, config)
-        self._deadlines = Deadlines(self._memory, self._budget.times, config)
-        self._prompts = PromptPlanner(self._memory, self._roster)
+        self._deadlines = Deadlines(self._kv, self._budget.times, config)
+        self._prompts = PromptPlanner(self._kv, self._roster)
         self._flights: deque[Flight] = deque()
-        self._departures = Departures(self._memory, self._swap, self._roster, self._recorder, self._flights)
-        beams = Beams(self._memory, self._departures, self._roster, self._recorder)
+        self._departures = Departures(self._kv, self._roster, self._recorder, self._flights)
+        beams = Beams(self._kv, self._departures, self._roster, self._recorder)
         has_drafts = config.num_speculative_tokens > 0
-        self._drafts = DraftPlanner(config, self._memory, self.stats) if has_drafts else None
-        self._outcomes = Outcomes(self._memory, self._departures, beams, self._recorder, self.stats, self._drafts)
+        self._drafts = DraftPlanner(config, self._kv, self.stats) if has_drafts else None
+        self._outcomes = Outcomes(self._kv, self._departures, beams, self._recorder, self.stats, self._drafts)
         self._next_step_id = 0
         self._committed_s = 0.0
 
@@ -80,7 +75,7 @@ class Scheduler:
         """Queue a request. Raises a ClientError if it can never run."""
         check_request(request, self.config)
         assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
-        names = self._memory.first_names(request)
+        names = self._kv.first_names(request)
         num_expected = None if self._predictor is None else self._predictor.predict(request)
         queue = self._roster.queue_of(is_background=request.is_background)
         seq_id = self._roster.take_seq_id()
@@ -90,7 +85,7 @@ class Scheduler:
         if request.params.beam is not None:
             seq.begin_search(seq_id)
         self._roster.requests[request.request_id] = [seq]
-        self._memory.prefetch(seq, request.arrival_s)
+        self._kv.prefetch(seq, request.arrival_s)
         self._roster.enqueue(seq)
         self._deadlines.watch(seq)
 
@@ -122,9 +117,9 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         assert len(self._flights) < 2, "two plans may be out: a decoding sequence has slices for no more"
-        self._pins.expire(now)
+        self._kv.expire(now)
         flight = Flight(planned_s=now)
-        if self._memory.pool.num_available < len(self._roster.running):
+        if self._kv.pool.num_available < len(self._roster.running):
             self._roster.arrange()  # some may be preempted
         limit = self._budget.limit(has_foreground=self._roster.has_foreground)
         if self._roster.may_yield:
@@ -132,7 +127,7 @@ class Scheduler:
         due = self._roster.due(limit)
         catching_up = self._plan_decodes(flight, due)
         allowance = self._budget.allowance(flight.slices, limit - flight.num_decodes)
-        admits = self._memory.has_seat or self._roster.has_takeable
+        admits = self._kv.has_seat or self._roster.has_takeable
         if allowance.num_tokens and (catching_up or (admits and self._roster.first_waiting is not None)):
             admitted = self._admit(now, flight) if admits else ()
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
@@ -140,11 +135,11 @@ class Scheduler:
             flight.load = allowance.load
         num_tokens = limit - allowance.num_tokens
         if not (flight.slices or flight.arrivals):
-            self._swap.settle(flight)  # of whoever was started and has given way again
+            self._kv.dropped(flight)  # of those that were started and preempted again
             return None
         if self._drafts is not None:
             self._drafts.plan(flight, num_tokens, allowance, len(self._roster.running))
-        flight.swap_out = self.tiers.take_due()
+        flight.swap_out = self._kv.begin()
         flight.step_id = self._next_step_id
         self._next_step_id += 1
         self._flights.append(flight)
@@ -190,7 +185,7 @@ class Scheduler:
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
-        while not self._memory.make_writable(seq, copies):
+        while not self._kv.extend(seq, copies):
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             victim = self._roster.running[-1]
@@ -226,7 +221,7 @@ class Scheduler:
         self._recorder.admitted(seq, now)
         self._roster.dequeue(seq)
         if seq.status is Status.SWAPPED:
-            self._swap.restore(seq, flight)
+            flight.take(self._kv.resume(seq), seq)
         seq.move(Status.PREFILL)
         seq.is_long = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._roster.start(seq)
@@ -239,13 +234,13 @@ class Scheduler:
         if seq.num_awaited and now < seq.awaits_until_s:
             return False
         running = self._roster.running
-        while not self._memory.claim(seq, len(running) + seq.headroom, flight):
+        while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             # Not who was started in this very plan, whose blocks are on their way: that could go on without an end.
             victims = [victim for victim in self._roster.takeable(seq) if victim not in flight.arrivals]
             if victims and not victims[0].is_background:
-                victims = self._memory.enough(victims, seq, len(running) + seq.headroom)
+                victims = self._kv.enough(victims, seq, len(running) + seq.headroom)
                 self.stats.yielded += len(victims)
             else:
                 victims = victims[:1]
@@ -254,6 +249,7 @@ class Scheduler:
             for victim in victims:
                 if victim.status in (Status.PREFILL, Status.RUNNING):  # not yet gone with another beam of its search
                     self._departures.preempt(victim)
+        flight.take(grant, seq)
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -263,8 +259,7 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
         self._learn(flight, now, result.moves)
-        self._swap.settle(flight)
-        self.tiers.settle(flight, is_done=True)
+        self._kv.committed(flight)
         for seq in flight.arrivals:
             seq.num_in_flight -= 1
             self._departures.settle(seq)
@@ -283,8 +278,7 @@ class Scheduler:
             if flight.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
             self._budget.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
-        if moves.num_blocks:
-            self._costs.learn(moves)
+        self._kv.learn(moves)
         self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
@@ -297,8 +291,7 @@ class Scheduler:
         for seq in never_saved(self._flights, self._roster.waiting):
             self._departures.unsave(seq)
         for flight in self._flights:
-            self._swap.settle(flight)
-            self.tiers.settle(flight, is_done=False)
+            self._kv.rolled_back(flight)
         for seq, is_whole in take_back(self._flights).items():
             if seq.is_leaving:
                 self._departures.settle(seq)
@@ -322,30 +315,29 @@ class Scheduler:
         """Blocks cannot be copied to the host and back: whoever was is computed anew, and so are all to come."""
         for seq in [seq for seq in self._roster.waiting if seq.status is Status.SWAPPED]:
             self._departures.unsave(seq)
-        self.tiers.give_up()
+        self._kv.give_up_copies()
         self.stats.failed_copies += 1
         self._roster.tell()
 
     def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
         """Blocks have gone between host memory and the disk, or have failed to."""
-        for transfer, is_good in finished:
-            self.tiers.finish(transfer, is_good=is_good)
+        self._kv.transferred(finished)
         self._roster.tell()
 
     def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
         """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
-        return self._memory.find_prefix(names, tokens, num_blocks)
+        return self._kv.find_prefix(names, tokens, num_blocks)
 
     def adopt_prefix(
         self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
     ) -> int:
         """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
         assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
-        return self._memory.adopt_prefix(names, tokens, num_blocks, len(self._roster.running), fill)
+        return self._kv.adopt_prefix(names, tokens, num_blocks, len(self._roster.running), fill)
 
     def first_names(self, request: Request) -> list[bytes]:
         """How the names of a request's blocks begin; see Memory."""
-        return self._memory.first_names(request)
+        return self._kv.first_names(request)
 
     @property
     def recent_lengths(self) -> Seq[int]:
@@ -355,13 +347,12 @@ class Scheduler:
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""
         holders = self._roster.holders(self._flights)
-        return take_snapshot(self.stats, self._memory.pool, holders, self._roster.waiting, now)
+        return take_snapshot(self.stats, self._kv.pool, holders, self._roster.waiting, now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
         holders = self._roster.holders(self._flights)
-        self._memory.check_integrity(holders)
-        self._swap.check_integrity(holders, self._flights)
+        self._kv.check_integrity(holders, self._flights)
         self._roster.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
         assert self._departures.num_leaving == num_leaving, "leaving sequences are miscounted"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.core import tier
+from engine.core.kv import tier
 from engine.core.kv.swap_costs import SwapCosts
 from engine.core.stats import CacheTier, TransferKind
 from engine.core.types import AbortCause, Request

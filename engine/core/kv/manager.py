@@ -1,43 +1,58 @@
-"""What each sequence holds: its KV blocks and its runner seats. The scheduler decides who; this keeps the books.
+"""The one door to K/V blocks: who holds which, what can be found, what waits behind the pool.
 
-Three rules live here. A whole prompt is claimed at once, so a prompt that has started never stalls for memory. A block
-with several holders is copied before it is written; so is one that a prompt shares only the beginning of. Tails are let go before heads, so the prefix cache evicts them
-first. Owned by the scheduler, engine thread.
+    lookup, prefetch                       hints about a waiting sequence; nothing is taken
+    allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
+    publish, leave                         what is computed can be found by others
+    suspend, resume, discard, free         a sequence is preempted, comes back, ends
+    begin, committed, rolled_back          a step that moves blocks
+
+Three rules live here. A whole prompt is claimed in one go, so a prompt that has started never stalls for memory. A block
+with several holders is copied before it is written; so is one that a prompt shares only the beginning of. Tails are freed
+before heads, so the prefix cache evicts them first. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight
+from engine.core.flight import Flight, Grant
 from engine.core.kv.page_table import blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
-from engine.core.kv.tiers import Tiers
+from engine.core.kv.swap import SwapSpace
+from engine.core.kv.swap_belief import SwapBelief
+from engine.core.kv.tiers import Tiers, Transfer
+from engine.core.plan import Moves
 from engine.core.sequence import NEVER, Sequence
+from engine.core.stats import Stats
+from engine.core.step_time import StepTime
 from engine.core.types import Request
 
 
-class Memory:
-    """Blocks and seats, claimed and released sequence by sequence."""
+class KVCacheManager:
+    """Blocks and runner rows, allocated and freed sequence by sequence."""
 
-    def __init__(self, config: SchedulerConfig, tiers: Tiers, pins: Pins) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats, times: StepTime) -> None:
+        """`times` says what computing takes, which copies have to be faster than."""
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._min_copied = config.min_copied_tokens
-        self._tiers = tiers
-        self._pins = pins
-        pins.targets.append(self)
-        self._listener = tiers if config.host_caching else None
+        max_pinned = int(config.num_blocks * config.pinned_share)
+        self._pins = Pins(stats, max_pinned)
+        self._costs = SwapBelief(config.swap_costs, config.block_size, times, stats)
+        self.tiers = Tiers(config, stats, self._pins, self._costs)
+        self._swap = SwapSpace(config, self.tiers, self._costs)
+        self._listener = self.tiers if config.host_caching else None
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
-        max_pinned = int(config.num_blocks * config.pinned_share)
         self._cache = PrefixCache(
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
         )
         self.pool = self._cache.pool
+        self._pins.targets.append(self._cache)
 
     def first_names(self, request: Request) -> list[bytes]:
         """How the request's digest chain begins; its root is empty if nothing of it is to be cached."""
@@ -54,14 +69,14 @@ class Memory:
         """True if a runner row is free."""
         return bool(self._seats)
 
-    def claim(self, seq: Sequence, num_reserved: int, flight: Flight) -> bool:
-        """Take seats and every block that the known tokens need, cached ones first, leaving `num_reserved` available.
+    def allocate(self, seq: Sequence, *, reserve: int) -> Grant | None:
+        """Take rows and every block that the known tokens need, cached ones first, leaving `reserve` blocks available.
 
-        Either all or nothing; False means not now. `flight` brings what lower tiers have of them, and copies a block that
-        they share only the beginning of.
+        All or nothing; None means not now. The step that computes the sequence first loads what lower tiers have, and
+        copies a block that it shares only the beginning of.
         """
         if len(self._seats) < seq.num_seats:
-            return False
+            return None
         size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
         # The last token is always computed: its hidden state is what the first draw comes from.
@@ -69,24 +84,20 @@ class Memory:
         for block in hits:
             pool.fork(block)
         missing = blocks_for(len(tokens), size) - len(hits)
-        if pool.num_available < missing + num_reserved:
+        if pool.num_available < missing + reserve:
             pool.free(*reversed(hits))
-            return False
+            return None
         restored, source, num_copied = [], -1, 0
         if is_reading and not seq.host_blocks:  # else it has all that was computed of it
-            restored = self._tiers.find(seq, len(hits))
-            source, num_copied = self._find_start(seq, len(hits) + len(restored), missing + num_reserved)
+            restored = self.tiers.find(seq, len(hits))
+            source, num_copied = self._find_start(seq, len(hits) + len(restored), missing + reserve)
         pool.found(hits)
-        self._tiers.take(seq, restored)  # before the pool gives up blocks for it, which may drive others out of there
+        self.tiers.take(seq, restored)  # before the pool gives up blocks for it, which may drive others out of there
         seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
         to_fill = seq.page_table.blocks[len(hits) :]
+        copies = [(source, to_fill[len(restored)])] if num_copied else []
         if num_copied:
-            flight.copies.append((source, to_fill[len(restored)]))
             pool.free(source)
-        if restored or num_copied:
-            flight.swap_in += zip(restored, to_fill, strict=False)
-            flight.host_blocks += restored
-            flight.bring(seq, len(hits) * size)
         seq.num_computed = seq.num_planned = (len(hits) + len(restored)) * size + num_copied
         seq.num_registered = len(hits)
         seq.writable_until = seq.page_table.capacity
@@ -95,19 +106,19 @@ class Memory:
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
         seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
-        return True
+        return Grant(copies, list(zip(restored, to_fill, strict=False)), restored, len(hits) * size)
 
     def prefetch(self, seq: Sequence, now: float) -> None:
         """Have a waiting sequence's blocks read that are on a disk only."""
-        if self._caching and self._tiers.disk.pool.num_blocks and not seq.needs_every_position:
-            self._tiers.prefetch(seq, len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1)), now)
+        if self._caching and self.tiers.disk.pool.num_blocks and not seq.needs_every_position:
+            self.tiers.prefetch(seq, len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1)), now)
 
-    def num_cached(self, seq: Sequence) -> int:
+    def lookup(self, seq: Sequence) -> int:
         """Positions of a waiting sequence that the prefix cache would spare it, what is on its way from the disk included."""
         if not self._caching or seq.needs_every_position:
             return 0
         num_hits = len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1))
-        num_blocks = num_hits + len(self._tiers.find(seq, num_hits)) + seq.num_awaited
+        num_blocks = num_hits + len(self.tiers.find(seq, num_hits)) + seq.num_awaited
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
@@ -135,8 +146,8 @@ class Memory:
             return -1, 0
         return source, num_shared
 
-    def make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """See to a block of its own for the next position, noting a copy if that needs one. False: none is left."""
+    def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """Give a sequence a block of its own for the next position, noting a copy if that needs one. False: none is left."""
         blocks, pool = seq.page_table.blocks, self.pool
         if not seq.shares_tail:
             if pool.is_exhausted:
@@ -152,7 +163,7 @@ class Memory:
         seq.writable_until = seq.page_table.capacity
         return True
 
-    def share(self, parent: Sequence, children: Collection[Sequence]) -> None:
+    def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
         """Give each child one of the parent's seats and a hold on all of its blocks."""
         seats = parent.seats
         parent.take_seats(seats[:1])
@@ -163,7 +174,7 @@ class Memory:
         for sharer in (parent, *children):
             self._share_tail(sharer)
 
-    def follow(self, seq: Sequence, other: Sequence, seq_id: int) -> None:
+    def reassign(self, seq: Sequence, other: Sequence, seq_id: int) -> None:
         """Give a sequence, for all that it has, a hold on all of another's blocks. No plan in flight may name it.
 
         What it has is an abandoned beam's, and not worth being shown to the prefix cache.
@@ -208,7 +219,7 @@ class Memory:
             pool.free(*reversed(blocks))
         return len(blocks)
 
-    def register(self, seq: Sequence) -> None:
+    def publish(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""
         # With overlap, the K/V of a token may be there that an abort threw away: nobody knows which one it was.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
@@ -220,14 +231,6 @@ class Memory:
         # Its answer is shown when it leaves; but with lower tiers at once, for there it has to be named.
         seq.next_register = due if due <= seq.num_prompt or self._listener is not None else NEVER
 
-    def pin(self, digest: bytes) -> None:
-        """See pins.py."""
-        self._cache.pin(digest)
-
-    def unpin(self, digest: bytes) -> None:
-        """See pins.py."""
-        self._cache.unpin(digest)
-
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Of a sequence's blocks first .. stop - 1, which can be found, pin those that its request wants kept."""
         request, size = seq.request, self.block_size
@@ -238,20 +241,73 @@ class Memory:
                 return
             seq.num_pinned = max(seq.num_pinned, (index + 1) * size)
 
-    def show(self, seq: Sequence) -> None:
-        """All that a sequence has computed can be found, though it lets go of it, now or soon."""
+    def leave(self, seq: Sequence) -> None:
+        """Let others find all that a sequence has computed, which it frees now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.is_shown and full > seq.num_registered:
             self._cache.leave(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
 
-    def release(self, seq: Sequence) -> None:
+    def free(self, seq: Sequence) -> None:
         """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
-        self.show(seq)
+        self.leave(seq)
         self._seats += reversed(seq.seats)
         self.pool.free(*reversed(seq.reset()))
 
-    def check_integrity(self, living: Collection[Sequence]) -> None:
-        """Raise AssertionError unless `living` hold exactly what is held."""
+    # -- preempted sequences -----------------------------------------------------------------------------------------
+
+    def suspend(self, seq: Sequence) -> None:
+        """Have what is computed of a preempted sequence copied to host memory, where that pays; before it is freed."""
+        self._swap.save(seq)
+
+    def resume(self, seq: Sequence) -> Grant:
+        """Load what was copied of a suspended sequence, which has been allocated."""
+        return Grant(*self._swap.restore(seq))
+
+    def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
+        """Forget the copy of a suspended sequence."""
+        self._swap.discard(seq, flights)
+
+    def give_up_copies(self) -> None:
+        """Blocks cannot be copied to host memory and back: nothing is from now on."""
+        self.tiers.give_up()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """Pins whose time is over end."""
+        self._pins.expire(now)
+
+    def begin(self) -> list[tuple[int, int]]:
+        """A step is planned: return what it copies out first, (block of the pool, host block)."""
+        return self.tiers.take_due()
+
+    def committed(self, flight: Flight) -> None:
+        """A step is done: what it copied out is there."""
+        self._swap.settle(flight)
+        self.tiers.settle(flight, is_done=True)
+
+    def rolled_back(self, flight: Flight) -> None:
+        """Nothing of a step was done: what it was to copy out never came."""
+        self._swap.settle(flight)
+        self.tiers.settle(flight, is_done=False)
+
+    def dropped(self, flight: Flight) -> None:
+        """A step was not launched, for nothing was left in it."""
+        self._swap.settle(flight)
+
+    def learn(self, moves: Moves) -> None:
+        """What copies took."""
+        if moves.num_blocks:
+            self._costs.learn(moves)
+
+    def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
+        """Blocks have gone between host memory and the disk, or have failed to."""
+        for transfer, is_good in finished:
+            self.tiers.finish(transfer, is_good=is_good)
+
+    def check_integrity(self, living: Collection[Sequence], flights: Iterable[Flight]) -> None:
+        """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
+        self._swap.check_integrity(living, flights)
         self.pool.check_integrity(seq.page_table.blocks for seq in living)
         self._cache.check_integrity()
         self._pins.check_integrity()

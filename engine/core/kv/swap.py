@@ -48,16 +48,18 @@ class SwapSpace:
         seq.move(Status.SWAPPED)
         return True
 
-    def restore(self, seq: Sequence, flight: Flight) -> None:
-        """Bring a sequence's blocks back, but for the first, which the prefix cache still had when it was admitted."""
-        num_found = seq.num_computed
+    def restore(self, seq: Sequence) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int], int]:
+        """Bring a sequence's blocks back, but for the first, which the prefix cache still had when it was admitted.
+
+        Returns the fields of a Grant.
+        """
+        num_found, loads = seq.num_computed, list[tuple[int, int]]()
         if seq.num_saved > num_found:
             first = num_found // self._block_size
-            flight.swap_in += zip(seq.host_blocks[first:], seq.page_table.blocks[first:], strict=False)
-            flight.bring(seq, num_found)
+            loads += zip(seq.host_blocks[first:], seq.page_table.blocks[first:], strict=False)
             seq.num_computed = seq.num_planned = seq.num_saved
-        flight.host_blocks += seq.host_blocks
-        seq.host_blocks, seq.num_saved = [], 0
+        host_blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
+        return [], loads, host_blocks, num_found
 
     def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
         """Forget a sequence's copy: now, or when the last plan that may name it is committed."""
