@@ -18,7 +18,7 @@ def schema(**fields: Any) -> GrammarSpec:
 
 
 def objects(num_properties: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {word: {"type": "string"} for word in WORDS[:num_properties]}}
+    return {"type": "object", "properties": {word: {} for word in WORDS[:num_properties]}}
 
 
 HOSTILE = {
@@ -44,7 +44,7 @@ HOSTILE = {
         "start: T30\nT0: /a|b/\n" + "\n".join(f"T{i + 1}: T{i} T{i}" for i in range(30))
     ),
     "lark deep rules": GrammarSpec.of_lark(
-        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(200_000)) + '\nr200000: "a"'
+        "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3500)) + '\nr3500: "a"'
     ),
     "lark many terminals": GrammarSpec.of_lark(
         "start: "
@@ -64,4 +64,4 @@ HOSTILE = {
         ),
     ),
 }
-SLOW = [GrammarSpec(Kind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99_991 + i})) for i in range(12)]
+SLOW = [GrammarSpec(Kind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99_991 + i})) for i in range(6)]

@@ -48,6 +48,14 @@ def test_what_explodes_is_refused_and_harms_nothing_else(trials: Trials, name: s
     assert pid(trials) == process
 
 
+def test_a_crash_of_the_library_is_a_refusal(trials: Trials) -> None:
+    """A rule within a rule within a rule overflows the stack on which it is compiled, if memory does not end first."""
+    deep = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(200_000)) + '\nr200000: "a"'
+    with pytest.raises(GrammarError, match="make it smaller"):
+        trials.run(GrammarSpec.of_lark(deep), lane=0, cpu_s=LONG_S)
+    assert trials.run(FINE, lane=0, cpu_s=LONG_S)
+
+
 def test_a_grammar_that_takes_too_long_is_ended(trials: Trials) -> None:
     with pytest.raises(SlowError, match=r"more than 0\.05 s of CPU time.*make it smaller"):
         trials.run(SLOW[0], lane=0, cpu_s=0.05)
