@@ -1,6 +1,7 @@
 """Renders a conversation into a prompt with the model's own Jinja template, in a sandbox.
 
-The template comes with the model, the messages from a client: neither may reach Python. Pure; used by the event loop.
+The template comes with the model, the messages from a client: neither may reach Python, or work without end
+(template_budget.py). Pure; any thread.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.core.errors import ConfigError, InvalidRequestError
+from server.template_budget import BoundedEnvironment, Budget, BudgetError
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
+MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
+_MAX_WORDS = 1000  # of an error
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
@@ -35,18 +38,23 @@ class ChatTemplate:
     """One compiled template. `special_tokens` are names such as bos_token that templates refer to."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        if len(source) > MAX_SOURCE:
+            raise ConfigError(
+                f"The chat template has more than {MAX_SOURCE} characters; give another with --chat-template."
+            )
+        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json  # jinja's own escapes for HTML
+        environment.bound_filters()
         environment.globals.update(special_tokens, raise_exception=_refuse, strftime_now=_now)
         self.source = source
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # it may be told
-        except TemplateError as error:
+        except Exception as error:  # besides TemplateError, whatever Python finds when it compiles what jinja wrote
+            reason = "it is nested too deeply" if isinstance(error, RecursionError | MemoryError) else _in_short(error)
             raise ConfigError(
-                f"The chat template cannot be read: {error}; give another with --chat-template."
+                f"The chat template cannot be read: {reason}; give another with --chat-template."
             ) from error
 
     def render(
@@ -77,9 +85,18 @@ class ChatTemplate:
         variables = {"documents": None, **template_kwargs}
         variables.update(messages=shown, tools=tools or None, add_generation_prompt=add_generation_prompt)
         try:
-            prompt = self._template.render(variables)
+            with self._environment.spending(Budget(variables)):
+                prompt = self._template.render(variables)
+        except BudgetError as error:
+            raise InvalidRequestError(
+                f"The model's chat template cannot write these messages: {error}; send less, or start the server with "
+                "another --chat-template.",
+                param="messages",
+            ) from error
         except Exception as error:  # foreign code over a client's data: whatever it trips on is this request's fault
-            raise InvalidRequestError(f"The chat template refuses these messages: {error}", param="messages") from error
+            raise InvalidRequestError(
+                f"The chat template refuses these messages: {_in_short(error)}", param="messages"
+            ) from error
         if not continue_final_message:
             return prompt
         if _CUT not in prompt:
@@ -91,6 +108,11 @@ class ChatTemplate:
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _in_short(error: Exception) -> str:
+    words = " ".join(str(error)[: 2 * _MAX_WORDS].split())
+    return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
 
 
 def _refuse(message: str) -> NoReturn:

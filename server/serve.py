@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
 from server.batches.folder import DataFolder
+from server.chat_template import MAX_SOURCE
 from server.config import Settings
 from server.flags import load_settings, name_origins
 from server.logs import configure_logging
@@ -177,7 +178,10 @@ def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        if not path.is_file() and path.exists():
+            raise ConfigError(f"--chat-template is {str(path)!r}, which is no regular file; name a file.")
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_SOURCE + 1)  # ChatTemplate refuses one that long
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template is {str(path)!r}, which cannot be read: {error}.") from error
 

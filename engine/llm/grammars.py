@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import replace
 
 from engine.core.grammar import Grammar
 from engine.core.types import SamplingParams
+from server.structured.kept import KeptGrammars
 from server.structured.maker import GrammarMaker, about
 from server.structured.spec import GrammarSpec
 from server.structured.trials import GrammarError
 from server.text import Tokenizer
-
-_MAX_KEPT = 256
 
 
 class Grammars:
@@ -21,7 +19,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._maker = GrammarMaker(tokenizer, vocab_size, lambda _: None)
-        self._kept: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
+        self._kept = KeptGrammars()
         self._turn = threading.Lock()
 
     def constrain(self, asked: tuple[GrammarSpec, str] | None, params: SamplingParams) -> SamplingParams:
@@ -37,12 +35,17 @@ class Grammars:
 
     def _grammar(self, spec: GrammarSpec, param: str) -> Grammar:
         self._maker.check(spec, param)
-        if spec not in self._kept:
-            try:
-                self._kept[spec] = self._maker.submit(spec).result()
-            except GrammarError as error:
-                raise about(error, param) from error
-        self._kept.move_to_end(spec)
-        if len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[spec]
+        try:
+            return self._kept.get(spec) or self._make(spec)
+        except GrammarError as error:
+            raise about(error, param) from error
+
+    def _make(self, spec: GrammarSpec) -> Grammar:
+        self._kept.check_room()
+        try:
+            made = self._maker.submit(spec).result()
+        except GrammarError as error:
+            self._kept.put(spec, error)
+            raise
+        self._kept.put(spec, made)
+        return made

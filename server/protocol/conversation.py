@@ -13,6 +13,11 @@ from server.protocol.limits import Limits
 from server.protocol.tools import Tool, ToolCall, check_tools
 from server.tools.prompting import spell_out
 
+# What takes about 1 ms to render.
+_MANY_MESSAGES = 50
+_MANY_TOOLS = 8
+_MANY_CHARS = 100_000
+
 
 def _as_text(content: Any) -> Any:
     """Content may come in parts; those of text are joined, others cannot be read."""
@@ -72,6 +77,15 @@ class Conversation(RequestBody):
                 param="continue_final_message",
             )
         return self
+
+    @property
+    def is_long(self) -> bool:
+        """True if it takes more than a few milliseconds to render."""
+        return (
+            len(self.messages) > _MANY_MESSAGES
+            or len(self.tools or ()) > _MANY_TOOLS
+            or sum(len(message.content) for message in self.messages) > _MANY_CHARS
+        )
 
     def shown_tools(self) -> list[Tool]:
         """The tools that the model is told of."""

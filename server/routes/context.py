@@ -22,6 +22,7 @@ from server.live import LiveView
 from server.metrics import Metrics
 from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
+from server.protocol.conversation import Conversation
 from server.protocol.limits import Limits
 from server.public_prefixes import PublicPrefixes
 from server.response_store import ResponseStore
@@ -86,6 +87,10 @@ class Context:
         names += tuple(other.adapter.name for other in self.engine.adapters.all())
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
+
+    async def render(self, body: Conversation) -> str:
+        """A conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
+        return await asyncio.to_thread(body.render, self.limits) if body.is_long else body.render(self.limits)
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text, without holding up the event loop. Raises ContextLengthError for a hopeless one."""

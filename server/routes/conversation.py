@@ -39,7 +39,7 @@ class Asked:
 
 async def prompt_ids(context: Context, body: ChatBody) -> tuple[str, list[int]]:
     """The prompt as its template writes it, and its tokens. Raises ClientError or ApiError for what cannot be one."""
-    text = body.render(context.limits)
+    text = await context.render(body)
     [ids] = await context.encode([text], "messages", add_special_tokens=body.add_special_tokens)
     return text, body.truncate(ids, context.limits)
 
@@ -47,7 +47,7 @@ async def prompt_ids(context: Context, body: ChatBody) -> tuple[str, list[int]]:
 async def count_common(context: Context, body: ChatBody, text: str, prompt: Sequence[int]) -> int:
     """How many tokens of a prompt, rendered as `text`, another conversation begins with; 0 of one that cannot be."""
     try:
-        common = text[: num_common(body.render(context.limits), text)]
+        common = text[: num_common(await context.render(body), text)]
         [ids] = await context.encode([common], "messages", add_special_tokens=body.add_special_tokens)
     except (ClientError, ApiError):
         return 0

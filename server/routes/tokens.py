@@ -24,7 +24,7 @@ def _json(answer: ResponseBody) -> Response:
 async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
     """The token ids of a text or of a rendered conversation."""
     context.check_model(body.model)
-    text = body.render(context.limits) if body.prompt is None else body.prompt
+    text = await context.render(body) if body.prompt is None else body.prompt
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     param = "messages" if body.prompt is None else "prompt"
     [ids] = await context.encode([text], param, add_special_tokens=special)

@@ -1,7 +1,10 @@
 """Makes grammars, on threads of its own: text -> trial process -> llguidance in this process -> Grammar.
 
-`check` and `submit` may be called by any thread; who asks keeps what was made (compiler.py for the event loop, the
-offline API for itself).
+A grammar gets the quick worker's short time first; what needs longer goes to the slow worker, so that a queue of grammars
+made to be slow delays no other by more than these short times. Only what passed its trial, within the trial's limits of
+time and memory, is built again in this process.
+
+`check` and `submit` may be called by any thread; the caller keeps what was made (kept.py).
 """
 
 from __future__ import annotations
@@ -10,38 +13,60 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from engine.core.errors import InvalidRequestError
-from engine.core.grammar import Grammar
+from engine.core.errors import InvalidRequestError, OverloadedError
 from server.errors import shorten
 from server.structured.spec import ANY_OBJECT, GrammarSpec, Kind
-from server.structured.trials import GrammarError, Trials
+from server.structured.trials import GrammarError, SlowError, Trials
 from server.text import Tokenizer
 
 if TYPE_CHECKING:
-    from server.structured.guidance import Vocabulary
+    from server.structured.guidance import GuidanceGrammar, Vocabulary
 
-MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 40 ms
-NUM_WORKERS = 2
+MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 20 ms
+QUICK_S = 0.1  # of CPU time: ten times what a common schema takes
+MAX_TRIAL_S = 1.0  # of CPU time: four times what the largest sensible schema takes
+MAX_SLOW = 8  # waiting for the slow worker
 _STACK_BYTES = 32 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A thread, its lane to the trial process, and the CPU time it gives a grammar."""
+
+    lane: int
+    cpu_s: float
+    pool: ThreadPoolExecutor
+
+
+@dataclass(slots=True)
+class _Job:
+    """A grammar on its way."""
+
+    spec: GrammarSpec
+    made: Future[GuidanceGrammar] = field(default_factory=Future)
+    begun_s: float = field(default_factory=time.perf_counter)
+    is_counted: bool = True
+
+
 class GrammarMaker:
-    """Two workers, each with a trial process, and the model's vocabulary as llguidance has it."""
+    """Two workers, the trial process, and the model's vocabulary as llguidance has it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, observe: Callable[[float], None]) -> None:
-        """`observe` is told the seconds that each grammar took, by a worker."""
+        """`observe` gets the seconds that each grammar took, from a worker."""
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._observe = observe
         # llguidance takes forced text that spells a special token for that token, and then finds that it does not fit.
         self._special = [name for name in tokenizer.special_tokens if len(name) > 1]
-        self._pool = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="quire-grammar")
-        self._local = threading.local()  # each worker's trial process
-        self._trials: list[Trials] = []
+        self._quick = _Worker(0, QUICK_S, ThreadPoolExecutor(1, thread_name_prefix="quire-grammar"))
+        self._slow = _Worker(1, MAX_TRIAL_S, ThreadPoolExecutor(1, thread_name_prefix="quire-grammar-slow"))
+        self._trials = Trials(self._setup, num_lanes=2)
         self._lock = threading.Lock()  # the workers', around what follows
         self._vocabulary: Vocabulary | None = None
+        self._num_slow = 0
 
     def check(self, spec: GrammarSpec, param: str) -> None:
         """Raise InvalidRequestError about `param` for what can be told without a trial."""
@@ -57,45 +82,89 @@ class GrammarMaker:
                 param=param,
             )
 
-    def submit(self, spec: GrammarSpec) -> Future[Grammar]:
-        """The grammar, or a GrammarError, in a while."""
-        return self._begin(self._timed, spec)
+    def submit(self, spec: GrammarSpec) -> Future[GuidanceGrammar]:
+        """The grammar, in a while; or a GrammarError, or an OverloadedError if it was not tried."""
+        return self._begin(self._quick, _Job(spec))
 
-    def warm_up(self) -> Future[Grammar]:
-        """Have made what the first grammar would wait for: a trial process, and the vocabulary. A GrammarError if it cannot be."""
-        return self._begin(self._make, ANY_OBJECT)
+    def warm_up(self) -> Future[GuidanceGrammar]:
+        """Make ready what the first grammar would wait for: the trial process, and the vocabulary. A GrammarError if it cannot be."""
+        return self._begin(self._quick, _Job(ANY_OBJECT, is_counted=False))
 
     def close(self) -> None:
         """End the workers and their processes. Idempotent."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for trials in self._trials:
-            trials.close()
+        for worker in (self._quick, self._slow):
+            worker.pool.shutdown(wait=False, cancel_futures=True)
+        self._trials.close()
 
-    def _begin(self, work: Callable[[GrammarSpec], Grammar], spec: GrammarSpec) -> Future[Grammar]:
+    def _begin(self, worker: _Worker, job: _Job) -> Future[GuidanceGrammar]:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            return self._pool.submit(work, spec)  # starts a thread, the first times
+            queued = worker.pool.submit(self._run, worker, job)  # starts a thread, the first time
         finally:
             threading.stack_size(before)
+        queued.add_done_callback(lambda done: done.cancelled() and job.made.cancel())
+        return job.made
+
+    def _setup(self) -> dict[str, Any]:
+        """What the trial process needs to know of the model."""
+        return {
+            "tokenizer": self._tokenizer.to_json(),
+            "vocab_size": self._vocab_size,
+            "end_ids": sorted(self._tokenizer.eos_token_ids),
+        }
 
     # -- worker threads ----------------------------------------------------------------------------------------------
 
-    def _timed(self, spec: GrammarSpec) -> Grammar:
-        begun_s = time.perf_counter()
+    def _run(self, worker: _Worker, job: _Job) -> None:
+        """Make it, or hand it on to the slow worker."""
+        grammar: GuidanceGrammar | None = None
+        error: BaseException | None = None
         try:
-            return self._make(spec)
+            grammar = self._make(worker, job.spec)
+        except SlowError as slow:
+            if worker is self._quick:
+                error = self._hand_on(job)
+                if error is None:
+                    return
+            else:
+                error = slow
+        except BaseException as unexpected:
+            error = unexpected
+        if job.is_counted:
+            self._observe(time.perf_counter() - job.begun_s)
+        if not job.made.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            job.made.set_exception(error)
+        else:
+            assert grammar is not None
+            job.made.set_result(grammar)
+
+    def _hand_on(self, job: _Job) -> OverloadedError | None:
+        """Queue it for the slow worker, unless too many wait there."""
+        with self._lock:
+            if self._num_slow >= MAX_SLOW:
+                return OverloadedError(
+                    f"{self._num_slow} grammars that take long to compile wait already; try again later, or make it smaller.",
+                    retry_after_s=MAX_TRIAL_S * MAX_SLOW,
+                )
+            self._num_slow += 1
+        try:
+            self._begin(self._slow, job)
+        except RuntimeError:  # all of this is about to end
+            job.made.cancel()
+        return None
+
+    def _make(self, worker: _Worker, spec: GrammarSpec) -> GuidanceGrammar:
+        try:
+            tried = self._trials.run(spec, lane=worker.lane, cpu_s=worker.cpu_s)
+            from server.structured.guidance import GuidanceGrammar
+
+            return GuidanceGrammar(self._tokens(), tried.grammar, tried.num_bytes)
         finally:
-            self._observe(time.perf_counter() - begun_s)
-
-    def _make(self, spec: GrammarSpec) -> Grammar:
-        trials = getattr(self._local, "trials", None)
-        if trials is None:
-            trials = self._local.trials = Trials(self._tokenizer.special_tokens)
-            self._trials.append(trials)
-        grammar = trials.run(spec)
-        from server.structured.guidance import GuidanceGrammar
-
-        return GuidanceGrammar(self._tokens(), grammar)
+            if worker is self._slow:
+                with self._lock:
+                    self._num_slow -= 1
 
     def _tokens(self) -> Vocabulary:
         with self._lock:

@@ -1,6 +1,6 @@
-"""Keeps the trial process: starts it when it is first needed, asks it, ends it when it takes too long.
+"""Keeps the processes of trial.py: starts them when they are first needed, asks them, ends them.
 
-One object a worker thread of the compiler, used by that thread alone. POSIX only, as all of the daemon.
+Used by the maker's worker threads, each with a lane of its own. POSIX only, as all of the daemon.
 """
 
 from __future__ import annotations
@@ -8,103 +8,155 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
+import signal
+import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, OverloadedError
 from server.structured.spec import GrammarSpec, Kind
 
-MAX_TRIAL_S = 5.0
-_MAX_START_S = 60.0  # an interpreter on a machine that is busy with everything else
+_MAX_START_S = 60.0  # an interpreter and a vocabulary on a machine that is busy with everything else
+_MAX_ANSWER_S = 60.0  # the trial process keeps to its own limits, which are far below
+_RETRY_S = 5.0
 _SCRIPT = Path(__file__).with_name("trial.py")
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # no keys, no settings
 _KEYWORD = re.compile(r'(?:Unimplemented keys: \["|Invalid type: |Unknown format: )([^"\n]+)')
-# A regex and a choice are wrapped in a line of Lark, whose places mean nothing to whoever wrote them.
+# A regex and a choice are wrapped in a line of Lark, whose places mean nothing to the client.
 _WRAPPED = re.compile(r"^at \d+\(\d+\): (invalid regex .* \(in regex\): )?")
 # What the library says of a grammar that no text can match.
 _PLAIN_WORDS = dict.fromkeys(("", "NoExtension", "NoExtensionBias"), "no text can match it")
+_LIMIT = re.compile(r"too many|too big|fuel|row has \d+ items|too complex", re.IGNORECASE)
+_FORCED = "forced bytes"  # the library took forced text that spells a special token for that token
 
 
 class GrammarError(InvalidRequestError):
     """A grammar that cannot be used; the message says why, and does not yet say which field it came in."""
 
 
-class TrialError(GrammarError):
-    """The trial came to no end. The grammar's fault most likely, but perhaps the machine's, so it is not final."""
+class SlowError(GrammarError):
+    """A grammar that takes more CPU time than it was given."""
+
+
+class Tried(NamedTuple):
+    """A grammar that passed."""
+
+    grammar: str  # in llguidance's form
+    num_bytes: int  # of memory
+
+
+class _Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    lanes: list[Connection]
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 class Trials:
-    """A process that grammars are tried in."""
+    """The processes that grammars are tried in. `setup` returns what they need to know of the model."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        """`special_tokens` are the model's, which a grammar may call for by name or id."""
-        self._special_tokens = dict(special_tokens)
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, setup: Callable[[], dict[str, Any]], num_lanes: int) -> None:
+        self._setup = setup
+        self._num_lanes = num_lanes
+        self._lock = threading.Lock()  # around what follows
+        self._running: _Running | None = None
+        self._is_closed = False
 
-    def run(self, spec: GrammarSpec) -> str:
-        """The grammar in llguidance's form, known to compile. Raises GrammarError."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        task = {**spec._asdict(), "kind": spec.kind.value}
-        answer = self._ask(task, MAX_TRIAL_S)
+    def run(self, spec: GrammarSpec, *, lane: int, cpu_s: float) -> Tried:
+        """The grammar in llguidance's form, known to build. Raises GrammarError, or OverloadedError if it was not tried."""
+        running = self._start()
+        answer = _ask(running, lane, {**spec._asdict(), "kind": spec.kind.value, "cpu_s": cpu_s}, _MAX_ANSWER_S)
+        if "signal" in answer:
+            raise _reason(answer["signal"], cpu_s)
         if "error" in answer:
-            raise GrammarError(
-                clean(answer["error"], is_in_lark=spec.kind is Kind.GRAMMAR) + _where(spec, answer["error"])
-            )
-        return str(answer["grammar"])
+            words = clean(answer["error"], is_in_lark=spec.kind is Kind.GRAMMAR)
+            if _FORCED in words:
+                words = (
+                    "it forces text that spells a special token of this model, which a constrained answer cannot spell"
+                )
+            elif _LIMIT.search(words):
+                words = f"it is too large, or too ambiguous, to be followed ({words}); make it smaller"
+            raise GrammarError(words + _where(spec, answer["error"]))
+        return Tried(answer["grammar"], answer["bytes"])
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        """End the processes, for good. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            running, self._running = self._running, None
+        if running is not None:
+            running.kill()
 
-    def _start(self) -> None:
-        self.close()
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        self._process = subprocess.Popen(  # noqa: S603 - ourselves, and a file of ours
-            [sys.executable, str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C is for the daemon, which may still be draining
+    def _start(self) -> _Running:
+        with self._lock:
+            if self._is_closed:
+                raise _unavailable()
+            if self._running is None or self._running.process.poll() is not None:
+                self._running = _begin(self._num_lanes, self._setup())
+            return self._running
+
+
+def _begin(num_lanes: int, setup: dict[str, Any]) -> _Running:
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    pairs = [socket.socketpair() for _ in range(num_lanes)]
+    theirs = [their.fileno() for _, their in pairs]
+    process = subprocess.Popen(  # noqa: S603 - ourselves, and a file of ours
+        [sys.executable, str(_SCRIPT), *map(str, theirs)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment | {"MALLOC_ARENA_MAX": "1"},  # each arena more would be counted as 64 MiB of address space
+        start_new_session=True,  # a Ctrl-C is for the daemon, which may still be draining
+        pass_fds=theirs,
+    )
+    for _, their in pairs:
+        their.close()
+    running = _Running(process, [Connection(ours.detach()) for ours, _ in pairs])
+    answer = _ask(running, 0, setup, _MAX_START_S)
+    if "error" in answer:
+        running.kill()
+        raise GrammarError(
+            f"this model's tokenizer cannot be used for structured outputs: {clean(str(answer['error']))}"
         )
-        self._ask(self._special_tokens, _MAX_START_S)
+    return running
 
-    def _ask(self, document: Any, limit_s: float) -> dict[str, Any]:
-        """One line there and one back. A process that does not answer in time is ended."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answer, give_up_s = b"", time.monotonic() + limit_s
-        poll = select.poll()  # select itself knows no file beyond the 1024th
-        poll.register(process.stdout, select.POLLIN)
-        try:
-            process.stdin.write(json.dumps(document).encode() + b"\n")
-            process.stdin.flush()
-            while not answer.endswith(b"\n"):
-                rest_s = max(give_up_s - time.monotonic(), 0)
-                if not poll.poll(1000 * rest_s):
-                    raise TrialError(f"it takes longer than {limit_s:.0f} s to compile; make it smaller")
-                piece = os.read(process.stdout.fileno(), 1 << 20)
-                if not piece:
-                    raise TrialError("it takes too much memory, or is nested too deeply, to compile; make it smaller")
-                answer += piece
-        except BrokenPipeError as error:
-            raise TrialError("it cannot be compiled; make it smaller") from error
-        finally:
-            if not answer.endswith(b"\n"):
-                self.close()
-        told: dict[str, Any] = json.loads(answer)
-        return told
+
+def _ask(running: _Running, lane: int, document: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """One message there and one back. Processes that do not answer are ended."""
+    connection = running.lanes[lane]
+    try:
+        connection.send_bytes(json.dumps(document).encode())
+        if not connection.poll(limit_s):
+            raise EOFError
+        answer: dict[str, Any] = json.loads(connection.recv_bytes())
+    except (EOFError, OSError) as error:
+        running.kill()
+        raise _unavailable() from error
+    return answer
+
+
+def _unavailable() -> OverloadedError:
+    return OverloadedError("Grammars cannot be tried now; try again later.", retry_after_s=_RETRY_S)
+
+
+def _reason(number: int, cpu_s: float) -> Exception:
+    """Why the kernel ended a trial, by the signal."""
+    if number == signal.SIGPROF:
+        return SlowError(f"it takes more than {cpu_s:g} s of CPU time to compile; make it smaller")
+    if number == signal.SIGALRM:
+        return _unavailable()  # the machine's fault: it was given no CPU time
+    if number == signal.SIGABRT:
+        return GrammarError("it takes too much memory to compile; make it smaller")
+    return GrammarError("it is too large, or nested too deeply, to compile; make it smaller")
 
 
 def _where(spec: GrammarSpec, message: str) -> str:

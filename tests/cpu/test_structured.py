@@ -161,14 +161,30 @@ def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatc
 
 
 def test_a_special_token_cannot_be_spelled(real: Real) -> None:
-    """Text that calls for one must not end the model's turn: it is refused, or where that is not seen, fails alone."""
-    with pytest.raises(InvalidRequestError, match="special token"):
-        asyncio.run(compile_one(real, GrammarSpec.of_choice(["<|im_end|>"])))
-    hidden = asyncio.run(compile_one(real, GrammarSpec(Kind.REGEX, r"<\|im_end\|>")))
+    """Text that calls for one must not end the model's turn."""
+    for spec in (GrammarSpec.of_choice(["<|im_end|>"]), GrammarSpec(Kind.REGEX, r"<\|im_end\|>")):
+        with pytest.raises(InvalidRequestError, match="special token"):
+            asyncio.run(compile_one(real, spec))
+
+
+def test_what_fails_on_the_way_fails_alone(real: Real) -> None:
+    """Behind more digits than a trial draws; the client's fault, as it would have been before."""
+    special = asyncio.run(compile_one(real, GrammarSpec(Kind.REGEX, r"\d{30}<\|im_end\|>")))
+    explodes = asyncio.run(compile_one(real, GrammarSpec(Kind.REGEX, r"\d{30}(x|((a{1000}){1000}){1000})")))
     called_for = asyncio.run(compile_one(real, GrammarSpec.of_lark('start: "a" <|im_start|> "b"')))
-    requests = [real.ask("choice", 0, grammar=hidden), real.ask("json", 0), real.ask("choice", 1, grammar=called_for)]
+    requests = [
+        real.ask("choice", 0, grammar=special),
+        real.ask("choice", 1, grammar=called_for),
+        real.ask(
+            "choice", 2, grammar=explodes, logit_bias=((real.tokenizer.encode("a", add_special_tokens=False)[0], 50.0),)
+        ),
+        real.ask("json", 0),
+    ]
     served = serve(real.model, settings(), requests)
-    assert served.events["choice 0", 0][-1].finish_reason is FinishReason.ERROR
+    for request_id in ("choice 0", "choice 2"):
+        last = served.events[request_id, 0][-1]
+        assert last.finish_reason is FinishReason.ERROR
+        assert isinstance(last.error, InvalidRequestError)
     check("json", real.text(served.ids["json 0", 0]))
     assert real.tokenizer.decode(served.ids["choice 1", 0], skip_special_tokens=False) == "a<|im_start|>b"
 

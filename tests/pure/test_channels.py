@@ -15,11 +15,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
 from server.channels import ENDS, MARKS, ChannelSplitter
-from server.structured.trial import ByteVocabulary
 from server.tools.dialects import DIALECTS
 from server.tools.offered import OfferedTool
 from server.tools.pieces import CallArguments, CallBegin, Content, Reasoning
 from server.tools.strict import free_text_grammar
+from tests.pure.byte_vocabulary import ByteVocabulary
 
 ROME = '{"city": "Rome"}'
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

@@ -13,12 +13,13 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from server.protocol.structured import ResponseFormat
 from server.structured.closing import close
-from server.structured.trial import ByteVocabulary, to_guidance
+from server.structured.trial import to_guidance
 from server.tools.dialects import DIALECTS
 from server.tools.offered import OfferedTool
 from server.tools.parser import ToolParser
 from server.tools.pieces import CallArguments, CallBegin
 from server.tools.strict import free_text_grammar
+from tests.pure.byte_vocabulary import ByteVocabulary
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS = [OfferedTool("weather", CITY, strict=True), OfferedTool("note", {})]

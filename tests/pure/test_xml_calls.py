@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
-from server.structured.trial import ByteVocabulary
 from server.tools.dialects import DIALECTS, detect_dialect, parser_of
 from server.tools.offered import OfferedTool
 from server.tools.pieces import CallArguments, CallBegin, Content
 from server.tools.strict import free_text_grammar
 from server.tools.xml_parser import XmlToolParser
 from server.tools.xml_values import json_of, kinds_of
+from tests.pure.byte_vocabulary import ByteVocabulary
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -1,0 +1,218 @@
+"""Making and keeping grammars: what holds up others, what is kept and for how long, and what a grammar that grows may take."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.core.errors import InvalidRequestError, OverloadedError
+from server.structured import guidance
+from server.structured import maker as maker_module
+from server.structured.compiler import GrammarCompiler
+from server.structured.guidance import GuidanceGrammar, Vocabulary
+from server.structured.kept import MAX_KEPT, KeptGrammars
+from server.structured.maker import MAX_TEXT, GrammarMaker
+from server.structured.spec import GrammarSpec, Kind
+from server.structured.trial import private_bytes, to_guidance
+from server.structured.trials import GrammarError
+from tests.http.harness import byte_tokenizer
+from tests.pure.hostile_grammars import HOSTILE, SLOW
+
+WAIT_S = 120.0
+NUM_WORDS = 9
+
+
+def regex(text: str) -> GrammarSpec:
+    return GrammarSpec(Kind.REGEX, text)
+
+
+FINE = regex("[a-f]{3}")
+
+
+@pytest.fixture
+def maker() -> Iterator[GrammarMaker]:
+    made = GrammarMaker(byte_tokenizer(), 257, lambda _: None)
+    made.warm_up().result(WAIT_S)
+    yield made
+    made.close()
+
+
+def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
+    """Do something with a compiler, on an event loop."""
+
+    async def run() -> None:
+        compiler = GrammarCompiler(byte_tokenizer(), 257, lambda _: None)
+        try:
+            await asyncio.wait_for(work(compiler), WAIT_S)
+        finally:
+            compiler.close()
+
+    asyncio.run(run())
+
+
+def test_slow_grammars_hold_up_no_other(maker: GrammarMaker) -> None:
+    """All that is slow waits for one worker; the other one is there for the rest."""
+    slow = [maker.submit(spec) for spec in SLOW[:4]]
+    assert maker.submit(FINE).result(WAIT_S).start().count_allowed(b"abc") == 3
+    assert not all(future.done() for future in slow)
+    for future in slow:
+        outcome(future)
+
+
+def test_only_so_many_slow_grammars_wait(maker: GrammarMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maker_module, "MAX_SLOW", 2)
+    outcomes = [outcome(future) for future in [maker.submit(spec) for spec in SLOW]]
+    refused = [error for error in outcomes if isinstance(error, OverloadedError)]
+    assert refused
+    assert len(outcomes) - len(refused) >= 2
+    assert isinstance(outcome(maker.submit(SLOW[0])), GuidanceGrammar | GrammarError)  # there is a place again
+
+
+def outcome(future: Future[GuidanceGrammar]) -> object:
+    error = future.exception(WAIT_S)
+    return future.result() if error is None else error
+
+
+def test_hostile_grammars_take_no_memory_here(maker: GrammarMaker) -> None:
+    """Each would take 40 to 200 MiB in this process."""
+    maker.submit(FINE).result(WAIT_S)
+    before = private_bytes(Path("/proc/self/statm").read_bytes())
+    assert max(len(spec.text) for spec in HOSTILE.values()) <= MAX_TEXT  # or it is not even tried
+    outcomes = {name: outcome(maker.submit(spec)) for name, spec in HOSTILE.items()}
+    assert sum(isinstance(error, InvalidRequestError) for error in outcomes.values()) >= len(HOSTILE) - 3
+    del outcomes
+    gc.collect()
+    assert private_bytes(Path("/proc/self/statm").read_bytes()) - before < 16 << 20
+
+
+def test_a_refusal_names_the_field_and_is_remembered() -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        for _ in range(2):
+            with pytest.raises(
+                InvalidRequestError, match=r"structured_outputs cannot be used: .*make it smaller"
+            ) as caught:
+                await compiler.compile(HOSTILE["nested counts"], "structured_outputs")
+            assert caught.value.param == "structured_outputs"
+            compiler._maker.submit = None  # type: ignore[method-assign, assignment]  # it is not made again
+
+    compiling(work)
+
+
+def test_the_same_grammar_is_made_once_for_all_who_wait() -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        made = await asyncio.gather(*(compiler.compile(FINE, "x") for _ in range(5)))
+        assert len(set(map(id, made))) == 1
+        assert await compiler.compile(FINE, "x") is made[0]
+
+    compiling(work)
+
+
+def test_a_grammar_that_broke_is_made_again() -> None:
+    """Its matchers share a lexer, which stays broken once it ran into a limit."""
+
+    async def work(compiler: GrammarCompiler) -> None:
+        first = await compiler.compile(FINE, "x")
+        matcher = first.start()
+        matcher.accept(ord("z"))
+        assert matcher.error() is not None
+        assert await compiler.compile(FINE, "x") is not first
+
+    compiling(work)
+
+
+class Built(GuidanceGrammar):
+    """One that was said to take so many bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(VOCABULARY, to_guidance({"kind": "regex", "text": "a+"}), num_bytes)
+
+
+VOCABULARY = Vocabulary(byte_tokenizer().to_json(), 257, frozenset({256}))
+
+
+def test_grammars_are_kept_by_bytes() -> None:
+    kept = KeptGrammars(max_bytes=100_000)
+    for i in range(4):
+        kept.put(regex(f"a{i}"), Built(30_000))
+    assert kept.get(regex("a0")) is None
+    assert all(kept.get(regex(f"a{i}")) is not None for i in (2, 3))
+    assert kept.num_bytes <= 100_000
+
+
+def test_grammars_are_kept_by_count_too() -> None:
+    kept = KeptGrammars()
+    for i in range(MAX_KEPT + 10):
+        kept.put(regex(f"a{i}"), GrammarError("no"))
+    assert kept.get(regex("a9")) is None
+    with pytest.raises(GrammarError, match="no"):
+        kept.get(regex("a10"))
+
+
+def test_what_is_being_followed_counts_though_it_is_not_kept() -> None:
+    kept = KeptGrammars(max_bytes=100_000)
+    followed = Built(200_000)
+    kept.put(regex("big"), followed)
+    assert kept.get(regex("big")) is None
+    with pytest.raises(OverloadedError, match="try again"):
+        kept.check_room()
+    del followed
+    kept.check_room()
+    assert kept.num_bytes == 0
+
+
+class Meter:
+    """Reads what the test says."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.per_call = 0
+
+    def read(self) -> int:
+        self.num_bytes += self.per_call
+        return self.num_bytes
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
+    made = Meter()
+    monkeypatch.setattr(guidance, "_meter", made)
+    return made
+
+
+def test_a_grammar_that_grows_fails_the_requests_that_follow_it(meter: Meter) -> None:
+    grammar, other = Built(0), Built(0)
+    matcher, bystander = grammar.start(), other.start()
+    meter.per_call = guidance.MAX_GROWN_BYTES // 4
+    matcher.accept(ord("a"))
+    matcher.accept(ord("a"))
+    matcher.accept(ord("a"))
+    assert grammar.is_worn  # and not given to others any more
+    assert matcher.error() is None
+    masks = np.zeros((1, NUM_WORDS), np.int32)
+    grammar.fill_masks([matcher], masks.ctypes.data, NUM_WORDS)
+    matcher.accept(ord("a"))
+    assert "smaller" in (matcher.error() or "")
+    assert bystander.error() is None
+    assert not other.is_worn
+
+
+def test_masks_are_right_however_they_are_filled(meter: Meter) -> None:
+    grammars = [Built(0) for _ in range(12)]
+    matchers = [grammar.start() for grammar in grammars]
+    masks = np.zeros((12, NUM_WORDS), np.int32)
+    for step in range(80):
+        meter.per_call = 2 << 20 if step == 60 else 0
+        if step == 20:
+            meter.per_call = 100 << 10
+        masks[:] = 0
+        grammars[0].fill_masks(matchers, masks.ctypes.data, NUM_WORDS)
+        assert (masks == masks[0]).all()
+        assert masks[0].any()
+    assert all(grammar.is_worn for grammar in grammars)  # it is not known which one took 2 MiB at step 60
+    assert not any(grammar.is_quiet for grammar in grammars)  # so each is filled alone
