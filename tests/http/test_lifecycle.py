@@ -65,22 +65,6 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_frees_it(se
     assert aborted(live) == 1
 
 
-def test_requests_behind_one_another_are_answered_in_order_and_too_many_are_not(serve: Serve) -> None:
-    live = serve()
-    with asked(live, COMPLETIONS, prompt="x", max_tokens=3) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3)
-        told = b""
-        while told.count(b"HTTP/1.1 200") < 4:
-            told += connection.recv(65536)
-    assert told.index(b"text_completion") < told.index(b"HTTP/1.1 200", 20)
-    live = serve(**SLOW)
-    with asked(live, COMPLETIONS, **ENDLESS) as connection:
-        eventually(lambda: live.engine.stats.num_running == 1)
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 17)
-        assert connection.recv(65536) == b""
-    eventually(lambda: live.engine.stats.num_running == 0)
-
-
 def test_a_client_that_leaves_is_no_failure_of_the_servers(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     live = serve(**SLOW)
     with asked(live, COMPLETIONS, **ENDLESS):
