@@ -18,7 +18,9 @@ class AppConfig:
     served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     tenants: Path | None = None  # the file of those who may call, each with a key of its own
+    allowed_hosts: tuple[str, ...] = ()  # answered beside IP addresses and loopback names; with a key, any host is
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
+    protect_metrics: bool = False  # /metrics and /version ask for a key, too
     max_body_bytes: int = 32 * 1024 * 1024
     data_dir: Path | None = None  # where files and batches are kept; None: there are none
     max_file_bytes: int = 200 * 1024 * 1024  # of an upload
