@@ -134,6 +134,10 @@ class Engine:
         """What names the beginning of a request's prompt among K/V blocks; empty where nothing is cached."""
         return self._scheduler.chain_root(request)
 
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running sequences, and of waiting ones. A cheap reading; runs nothing."""
+        return self._scheduler.adapters_in_use()
+
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
         """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.
 

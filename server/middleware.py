@@ -77,6 +77,8 @@ class RequestScope:
         entry = scope["state"].get(ENTRY)
         history = entry.log_fields if isinstance(entry, Entry) else {}
         if isinstance(entry, Entry):
+            if entry.generation is not None:
+                self._metrics.generation_ended(entry.requests, entry.generation.timeline)
             entry.close(status, seconds)
         level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes and scrapes come all the time
         if not logger.isEnabledFor(level):
