@@ -41,7 +41,7 @@ class Connection(HttpToolsProtocol):
 
     flow: _Flow
     _is_in_head = False
-    _num_head_bytes = 0
+    _num_head_bytes = 0  # since the last head began, and what came before it in the same piece
     _running: RequestResponseCycle | None = None  # the last that began; others may have come behind it
     _refusal: ApiError | None = None  # ends the connection once the requests before it are answered
 
@@ -62,8 +62,8 @@ class Connection(HttpToolsProtocol):
             piece = bytes(self._unparsed[:_PIECE_BYTES])
             del self._unparsed[:_PIECE_BYTES]
             super().data_received(piece)
-            self._num_head_bytes = self._num_head_bytes + len(piece) if self._is_in_head else 0
-            if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._num_head_bytes += len(piece)
+            if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
                 message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
                 self._refuse(ApiError(431, "headers_too_large", message))
             if self._refusal is not None or self.transport.is_closing():
@@ -75,6 +75,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head = True
+        self._num_head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False

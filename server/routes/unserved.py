@@ -47,7 +47,7 @@ router = APIRouter()
 
 def _add(path: str, message: str) -> None:
     async def refuse() -> Response:
-        raise ApiError(404, "unsupported_endpoint", message)
+        raise ApiError(404, "not_found", message)
 
     router.add_api_route(path, refuse, methods=_METHODS, include_in_schema=False)
 

@@ -155,7 +155,7 @@ def test_what_quire_does_not_do_is_a_404_that_says_what_to_use(http: httpx.Clien
         refused = http.request(method, path)
         assert refused.status_code == 404, path
         assert instead in refused.json()["error"]["message"]
-        assert refused.json().get("type") == "error" or refused.json()["error"]["code"] == "unsupported_endpoint"
+        assert refused.json().get("type") == "error" or refused.json()["error"]["code"] == "not_found"
 
 
 def test_what_a_404_recommends_is_there(http: httpx.Client) -> None:

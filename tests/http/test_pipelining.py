@@ -52,7 +52,7 @@ def read(connection: socket.socket, num_answers: int) -> bytes:
     return answers
 
 
-@pytest.mark.parametrize("num", [MAX_PIPELINED + 1, MAX_PIPELINED + 2, 40, 1000])
+@pytest.mark.parametrize("num", [MAX_PIPELINED + 1, MAX_PIPELINED + 2, 40, 1000, 5000])
 def test_every_pipelined_request_is_answered_in_order(live: Live, num: int) -> None:
     with connect(live) as connection:
         connection.sendall(b"".join(get(name) for name in range(num)))
