@@ -79,8 +79,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        if not self.url.startswith(b"/"):  # an absolute target says which host is meant, whatever Host says (RFC 9112)
-            authority = _END_OF_AUTHORITY.split(self.url.partition(b"://")[2])[0]
+        target, separator, rest = self.url.partition(b"://")
+        if separator and b"/" not in target:  # an absolute target names the host, whatever Host says (RFC 9112)
+            authority = _END_OF_AUTHORITY.split(rest)[0]
             self.headers[:] = [(name, value) for name, value in self.headers if name != b"host"]
             self.headers.append((b"host", authority))
         super().on_headers_complete()

@@ -17,11 +17,11 @@ _ASSISTANTS = "Quire has no assistants and no vector stores; use /v1/responses, 
 _OLLAMA = "Quire does not speak Ollama's API; point the client's OpenAI mode at /v1."
 _COMPLETION = "Quire does not have this route; use /v1/completions or /v1/chat/completions."
 
-UNSERVED = {
-    "/v1/audio/{rest:path}": _AUDIO,
-    "/v1/realtime{rest:path}": _AUDIO,
-    "/v1/images/{rest:path}": _IMAGES,
-    "/v1/videos{rest:path}": _IMAGES,
+UNSERVED = {  # paths, and all below them
+    "/v1/audio": _AUDIO,
+    "/v1/realtime": _AUDIO,
+    "/v1/images": _IMAGES,
+    "/v1/videos": _IMAGES,
     "/rerank": _RERANK,
     "/v1/rerank": _RERANK,
     "/v2/rerank": _RERANK,
@@ -30,13 +30,13 @@ UNSERVED = {
     "/classify": _POOLING,
     "/v1/classify": _POOLING,
     "/v1/moderations": _MODERATION,
-    "/v1/assistants{rest:path}": _ASSISTANTS,
-    "/v1/threads{rest:path}": _ASSISTANTS,
-    "/v1/vector_stores{rest:path}": _ASSISTANTS,
-    "/v1/fine_tuning/{rest:path}": "Quire serves models and does not train them; LoRA adapters are loaded with --lora-modules.",
-    "/v1/uploads{rest:path}": "Quire takes files in one piece; use POST /v1/files.",
-    "/v1/messages/batches{rest:path}": "Quire has batches in OpenAI's form; use /v1/files and /v1/batches.",
-    "/api/{rest:path}": _OLLAMA,
+    "/v1/assistants": _ASSISTANTS,
+    "/v1/threads": _ASSISTANTS,
+    "/v1/vector_stores": _ASSISTANTS,
+    "/v1/fine_tuning": "Quire serves models and does not train them; LoRA adapters are loaded with --lora-modules.",
+    "/v1/uploads": "Quire takes files in one piece; use POST /v1/files.",
+    "/v1/messages/batches": "Quire has batches in OpenAI's form; use /v1/files and /v1/batches.",
+    "/api": _OLLAMA,
     "/generate": _COMPLETION,
     "/completion": _COMPLETION,
     "/invocations": _COMPLETION,
@@ -49,7 +49,8 @@ def _add(path: str, message: str) -> None:
     async def refuse() -> Response:
         raise ApiError(404, "not_found", message)
 
-    router.add_api_route(path, refuse, methods=_METHODS, include_in_schema=False)
+    for each in (path, path + "/{rest:path}"):
+        router.add_api_route(each, refuse, methods=_METHODS, include_in_schema=False)
 
 
 for _path, _message in UNSERVED.items():

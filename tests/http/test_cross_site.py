@@ -91,6 +91,10 @@ def test_an_absolute_target_goes_before_host(live: Live) -> None:
     assert exchange(live, "host: evil.example", target=own)[0] == 200
     assert exchange(live, "host: 127.0.0.1", target="GET HTTP://evil.example:80/v1/models?x=//127.0.0.1/")[0] == 403
     assert exchange(live, "host: 127.0.0.1", target="GET http://127.0.0.1@evil.example/v1/models")[0] == 400
+    assert exchange(live, "host: evil.example", target="GET /v1/models?x=http://127.0.0.1/")[0] == 403
+    for odd in ("GET http://evil.example", "CONNECT evil.example:80", "GET *", "GET evil.example/v1/models"):
+        assert exchange(live, "host: 127.0.0.1", target=odd)[0] >= 400, odd
+    assert exchange(live, "host: evil.example", target="OPTIONS *")[0] == 403
 
 
 def test_probes_may_ask_by_any_name(live: Live) -> None:
