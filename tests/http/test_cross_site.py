@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from harness import WAIT_S, Live
+from harness import WAIT_S, Live, eventually
 
 from server.origins import Authority, is_same_origin, names_host, names_origin
 
@@ -174,6 +174,13 @@ def test_what_the_own_page_and_programs_send_is_answered(serve: Serve) -> None:
     assert send(live, origin="null", sec_fetch_site="same-origin").status_code == 200
 
 
+def test_a_second_host_is_not_the_own_origin(serve: Serve) -> None:
+    live = serve(api_keys=("secret",))  # with a key any host is answered, but none of two is the page's
+    host = live.url.removeprefix("http://")
+    lines = (f"host: {host}", "host: evil.example", f"origin: {live.url}", "authorization: Bearer secret")
+    assert exchange(live, *lines, "content-length: 0", target="POST /v1/completions")[0] == 403
+
+
 def test_a_second_origin_or_site_helps_nobody(live: Live) -> None:
     own, length = f"origin: {live.url}", "content-length: 0"
     host = f"host: {live.url.removeprefix('http://')}"
@@ -228,6 +235,7 @@ def test_a_refusal_reads_no_body_is_logged_and_is_in_anthropics_words_there(
     refused = send(live, path="/v1/messages", origin="https://evil.example")
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
     assert refused.headers["x-request-id"]
+    eventually(lambda: bool(caplog.records))  # logged once the answer is sent
     assert [vars(record)["status"] for record in caplog.records] == [403]
     upload = ("host: 127.0.0.1", "origin: null", "content-length: 1000000")  # of which nothing is sent
     assert exchange(live, *upload, target="POST /v1/files")[0] == 403
