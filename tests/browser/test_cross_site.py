@@ -160,7 +160,7 @@ def test_a_page_of_another_origin_reads_and_changes_nothing(
     found = page.evaluate(ATTEMPTS, live.url)
     blind = {"askBlindly", "uploadBlindly", "uploadUnnamed"}
     assert found == {attempt: "opaque" if attempt in blind else "failed" for attempt in found}
-    assert num_refused(live) == 4
+    eventually(lambda: num_refused(live) == 4)
     page.evaluate(SANDBOX, live.url)
     eventually(lambda: num_refused(live) == 5)
     page.evaluate(FORM, live.url)
