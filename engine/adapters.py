@@ -30,7 +30,7 @@ class Adapters:
 
     def __init__(self, read: Callable[[str, str], Adapter] | None = None, max_loras: int = 0) -> None:
         """`read` makes an adapter of a name and a path; it raises AdapterNotFoundError or AdapterLoadError."""
-        self._read, self._max_loras = read, max_loras
+        self._read, self.max_loras = read, max_loras
         self._loaded: dict[str, LoadedAdapter] = {}  # replaced as a whole, so that readers need no lock
         self._held: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._lock = threading.Lock()  # one load or unload at a time
@@ -55,11 +55,11 @@ class Adapters:
                     param="lora_name",
                 )
             num_held = len(self._held)
-            if num_held >= self._max_loras:
+            if num_held >= self.max_loras:
                 num_leaving = num_held - len(self._loaded)
                 leaving = f", {num_leaving} of them unloaded but still used by requests" if num_leaving else ""
                 raise AdapterConflictError(
-                    f"{num_held} adapters are held{leaving}, and --max-loras is {self._max_loras}; unload one first."
+                    f"{num_held} adapters are held{leaving}, and --max-loras is {self.max_loras}; unload one first."
                 )
             assert self._read is not None, "where none may be held there is none to read"
             entry = LoadedAdapter(self._read(name, path), path)

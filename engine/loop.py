@@ -133,6 +133,10 @@ class Engine:
         """How the names of a request's K/V blocks begin; see Memory."""
         return self._scheduler.first_names(request)
 
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running sequences, and of waiting ones. A cheap reading; runs nothing."""
+        return self._scheduler.adapters_in_use()
+
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
         """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.
 

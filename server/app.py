@@ -13,21 +13,21 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 
 from engine.loop import Engine
 from server import errors
 from server.anthropic import AnthropicManner
 from server.app_config import AppConfig
-from server.auth import KeyGuard
+from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
 from server.client import EngineClient
+from server.cross_site import Cors, CrossSiteGuard
 from server.handoff import Receiver, Sender, open_exchange
 from server.ledger import Ledger
 from server.live import LiveView
 from server.metrics import Metrics
-from server.middleware import BodyLimit, HeadAsGet, RequestScope
+from server.middleware import BodyLimit, OneSpelling, RequestScope
 from server.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol.limits import Limits
 from server.response_store import ResponseStore
@@ -46,6 +46,7 @@ from server.routes import (
     requests,
     responses,
     tokens,
+    unserved,
 )
 from server.routes.context import Context
 from server.routes.openapi import openapi_router
@@ -113,6 +114,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     )
 
     page = load_files() if config.page else {}
+    open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
     service = context.batches
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
     context.public_prefixes.add(prefixes, engine.config.block_size)
@@ -145,7 +147,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         title="Quire",
         version=VERSION,
         lifespan=lifespan,
-        middleware=_middleware(context, open_paths=page.keys()),
+        middleware=_middleware(context, open_paths),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -154,7 +156,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     app.state.context = context
     errors.install(app)
     routers = [module.router for module in API]
-    for router in (*routers, openapi_router(routers, needs_key=context.tenancy.needs_key)):
+    described = openapi_router(routers, needs_key=context.tenancy.needs_key, open_paths=open_paths)
+    for router in (*routers, described, unserved.router):
         app.include_router(router)
     if page:
         app.include_router(live.router)
@@ -185,16 +188,19 @@ def _line_app(context: Context) -> FastAPI:
 
 
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
-    """From the outside in. What a client without a key may cost ends at the guard."""
+    """From the outside in. A web page that is not allowed in ends at the first guard, a client without a key at the next."""
     config = context.config
-    stack = [Middleware(HeadAsGet), Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
+    stack = [Middleware(OneSpelling), Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
+    allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
+    stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:
         stack.append(
             Middleware(
-                CORSMiddleware,
-                allow_origins=list(config.allowed_origins),
+                Cors,
+                allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
+                allow_private_network=True,  # a page of the internet asks for it before it calls this machine
                 expose_headers=EXPOSED_HEADERS,
             )
         )

@@ -19,7 +19,9 @@ class AppConfig:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     tenants: Path | None = None  # the file of those who may call, each with a key of its own
     share_prefix_cache: bool = False  # tenants find each other's prompts in the prefix cache
+    allowed_hosts: tuple[str, ...] = ()  # answered beside IP addresses and loopback names; with a key, any host is
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
+    protect_metrics: bool = False  # /metrics and /version ask for a key, too
     max_body_bytes: int = 32 * 1024 * 1024
     data_dir: Path | None = None  # where files and batches are kept; None: there are none
     max_file_bytes: int = 200 * 1024 * 1024  # of an upload

@@ -1,5 +1,6 @@
-"""API keys: who may call, and on whose account. Runs on the event loop, in front of every route but what probes ask and the
-page's own files.
+"""API keys: who may call, and on whose account. Event loop; in front of every route but the open ones.
+
+Open are the probes, the page's own files and, without --protect-metrics, the paths that monitoring reads.
 
 A key is compared by its digest, in constant time and with every key known (server/tenancy.py), so the time taken tells
 neither its length nor how much of it was right.
@@ -16,6 +17,7 @@ from server.errors import ApiError
 from server.tenancy import TENANT, Tenancy
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
+MONITORING_PATHS = frozenset({"/metrics", "/version"})  # numbers and names of models, adapters and tenants; no text
 
 
 class KeyGuard:
@@ -23,7 +25,7 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy, open_paths: Collection[str]) -> None:
         self._app = app
-        self._open_paths = PROBE_PATHS.union(open_paths)
+        self._open_paths = frozenset(open_paths)
         self._tenancy = tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,13 +33,14 @@ class KeyGuard:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        account = self._tenancy.find(_shown(Headers(scope=scope)))
+        headers = Headers(scope=scope)
+        account = None if (error := _twice(headers)) else self._tenancy.find(_shown(headers))
         if account is not None:
             if self._tenancy.has_file:
                 scope.setdefault("state", {})[TENANT] = account
             await self._app(scope, receive, send)
             return
-        error = ApiError(
+        error = error or ApiError(
             401,
             "invalid_api_key",
             "The API key is missing or wrong; send the header 'Authorization: Bearer <key>'.",
@@ -45,6 +48,14 @@ class KeyGuard:
             headers={"www-authenticate": "Bearer"},
         )
         await error.response()(scope, receive, send)
+
+
+def _twice(headers: Headers) -> ApiError | None:
+    """A key that is there twice is refused: which of the two counts, proxies and servers answer differently."""
+    for name in ("Authorization", "x-api-key"):
+        if len(headers.getlist(name)) > 1:
+            return ApiError(400, "invalid_header", f"The request has several {name} headers; send one.")
+    return None
 
 
 def _shown(headers: Headers) -> list[str]:

@@ -1,7 +1,7 @@
 """The settings of `quire serve`: flag, QUIRE_* variable and YAML key all grow from the fields in server/setting_groups.py.
 
 The first source that names a setting wins: flag, then variable, then the file given by --config, then the default; an
-empty variable counts as absent. server/flags.py makes the command line from these fields and sentences from their
+empty variable counts as absent, but in the Security group it is refused, for it would leave the daemon open. server/flags.py makes the command line from these fields and sentences from their
 faults. Settings are read once, before anything is loaded, and never change.
 """
 
@@ -86,6 +86,8 @@ class Settings(
             if self.role == "decode" and getattr(self, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"--role decode does not go with {flag}; leave one of them out.")
+        if self.protect_metrics and not (self.api_key or self.tenants):
+            raise ConfigError("--protect-metrics needs a key to ask for; set --api-key or --tenants, too.")
         if self.pinned_prefixes:
             self._check_pins()
         if self.role != "both" and not self.enable_prefix_caching:
@@ -115,7 +117,9 @@ class Settings(
             api_keys=tuple(key.get_secret_value() for key in self.api_key),
             tenants=self.tenants,
             share_prefix_cache=self.share_prefix_cache,
+            allowed_hosts=self.allowed_hosts,
             allowed_origins=self.allowed_origins,
+            protect_metrics=self.protect_metrics,
             max_body_bytes=self.max_body_bytes,
             data_dir=self.data_dir,
             max_file_bytes=self.max_file_bytes,
@@ -171,5 +175,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name in values:
             raise ConfigError(f"{path} sets {key!r} twice; keep one of the two spellings.")
+        if value is None and name in SecuritySettings.model_fields:
+            raise ConfigError(
+                f"{path} sets {key!r} to nothing, but a setting that protects needs a value; give one, or remove it."
+            )
         values[name] = value
     return {name: value for name, value in values.items() if value is not None}

@@ -3,54 +3,103 @@
 uvicorn's parser keeps a head of any length, so that one client could fill the memory before any limit of ours is asked.
 And it stops reading when a second request comes behind one that runs, so that it would not see a client leave, and tells
 of that only the last request: the first would be computed to its end for nobody. Event loop.
+
+Pipelined requests are answered in order, however many there are. MAX_PIPELINED of them are parsed ahead of the one that
+runs; the bytes of the others wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some are answered.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
 import uuid
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import ApiError
 
-MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, as far as they come in pieces
-MAX_PIPELINED = 16  # requests behind one that runs
+MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers
+MAX_PIPELINED = 16  # parsed requests behind one that runs
+MAX_UNPARSED_BYTES = 256 * 1024
+_PIECE_BYTES = 4096  # parsed in one go; bounds how many requests can be parsed beyond MAX_PIPELINED
+_END_OF_AUTHORITY = re.compile(rb"[/?#]")
+
+
+class _Flow(FlowControl):
+    """Keeps reading paused while the connection is full, even if a request asks for more of its body."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
 
 
 class Connection(HttpToolsProtocol):
     """A connection, over which requests come one after another."""
 
+    flow: _Flow
     _is_in_head = False
-    _num_head_bytes = 0
+    _num_head_bytes = 0  # since the last head began, and what came before it in the same piece
     _running: RequestResponseCycle | None = None  # the last that began; others may have come behind it
+    _refusal: ApiError | None = None  # ends the connection once the requests before it are answered
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self.flow = _Flow(transport)
+        self._unparsed = bytearray()
 
     def data_received(self, data: bytes) -> None:
+        """Keep what came, and parse as much of it as may be parsed now."""
+        if self._refusal is None:
+            self._unparsed += data
+            self._parse()
+
+    def _parse(self) -> None:
         """Feed the parser; a head that goes on for too long ends the connection."""
-        super().data_received(data)
-        self._num_head_bytes = self._num_head_bytes + len(data) if self._is_in_head else 0
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
-            self._refuse(ApiError(431, "headers_too_large", message))
+        while self._unparsed and len(self.pipeline) < MAX_PIPELINED:
+            piece = bytes(self._unparsed[:_PIECE_BYTES])
+            del self._unparsed[:_PIECE_BYTES]
+            super().data_received(piece)
+            self._num_head_bytes += len(piece)
+            if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+                message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
+                self._refuse(ApiError(431, "headers_too_large", message))
+            if self._refusal is not None or self.transport.is_closing():
+                self._unparsed.clear()
+        self.flow.is_full = len(self._unparsed) > MAX_UNPARSED_BYTES
+        if self.flow.is_full:
+            self.flow.pause_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head = True
+        self._num_head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        target, separator, rest = self.url.partition(b"://")
+        if separator and b"/" not in target:  # an absolute target names the host, whatever Host says (RFC 9112)
+            authority = _END_OF_AUTHORITY.split(rest)[0]
+            self.headers[:] = [(name, value) for name, value in self.headers if name != b"host"]
+            self.headers.append((b"host", authority))
         super().on_headers_complete()
-        if not self.pipeline:
-            self._running = self.cycle
-        elif len(self.pipeline) > MAX_PIPELINED:
-            self.transport.close()
-        else:
+        if self.pipeline:
             self.flow.resume_reading()
+        else:
+            self._running = self.cycle
 
     def on_response_complete(self) -> None:
-        """The request that came next begins."""
+        """The request that came next begins, and others are parsed in its place."""
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         self._running = following
+        if following is None and self._refusal is not None:
+            self._hang_up(self._refusal)
+        elif not self.transport.is_closing():
+            self._parse()
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever runs hears of it, too."""
@@ -82,6 +131,20 @@ class Connection(HttpToolsProtocol):
         """A wish to change the protocol may be passed over; uvicorn's warning asks the operator to install something."""
 
     def _refuse(self, error: ApiError) -> None:
+        """Answer a request that cannot be read, after the ones before it, and hang up."""
+        if self.pipeline and self.cycle.more_body:  # it is the body of the last one that cannot be read
+            self.pipeline.popleft()
+        running = self._running
+        if running is None or running.response_complete:
+            self._hang_up(error)
+        elif not running.more_body:
+            self._refusal = error
+        elif not running.response_started:
+            self._hang_up(error)
+        else:  # its answer began before its body could be read, and cannot be taken back
+            self.transport.close()
+
+    def _hang_up(self, error: ApiError) -> None:
         body = error.body()
         head = (
             b"content-type: application/json\r\nconnection: close\r\n"

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings
 
 from engine.core.errors import ConfigError
 from server.config import ENV_PREFIX, Settings
+from server.setting_groups import SecuritySettings
 
 GROUPS: tuple[type[BaseModel], ...] = tuple(base for base in Settings.__bases__ if base is not BaseSettings)
 _SHORTER = {"num_threads": "--threads"}  # second spellings, on the command line alone
@@ -76,6 +77,7 @@ def load_settings(argv: Sequence[str]) -> Settings:
         hint = _suggestion(word, [flag(name) for name in Settings.model_fields]) if word.startswith("-") else ""
         raise ConfigError(f"{word} is not an argument of `quire serve`{hint or '; see `quire serve --help`.'}")
     _refuse_unknown_variables(os.environ)
+    _refuse_empty_protection(os.environ)
     flags = vars(given)
     try:
         return Settings(**flags)
@@ -119,6 +121,16 @@ def _refuse_unknown_variables(environ: Iterable[str]) -> None:
             known = [ENV_PREFIX + field.upper() for field in Settings.model_fields]
             raise ConfigError(
                 f"The variable {variable} is not a setting of Quire{_suggestion(variable.upper(), known) or '; unset it.'}"
+            )
+
+
+def _refuse_empty_protection(environ: Mapping[str, str]) -> None:
+    """An empty variable counts as absent, and an absent key is an open daemon."""
+    for variable, value in environ.items():
+        name = variable.upper().removeprefix(ENV_PREFIX).lower()
+        if variable.upper().startswith(ENV_PREFIX) and name in SecuritySettings.model_fields and not value.strip():
+            raise ConfigError(
+                f"The variable {variable} is empty, but a setting that protects needs a value; set it, or unset it."
             )
 
 

@@ -8,7 +8,8 @@ here, once a request, never once a token.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -26,11 +27,14 @@ from prometheus_client.registry import Collector
 from engine.core.stats import (
     REQUEST_BUCKETS_S,
 )
+from engine.core.types import Request
 from engine.loop import Engine
 from server.handoff import HandoffOutcome
 from server.metric_rows import METRICS, VLLM_METRICS, Family
 from server.tenant_metrics import TenantMetrics
+from server.timeline import Timeline
 from server.version import VERSION
+from server.vllm_metrics import VllmRequestMetrics
 
 MAX_NAMES = 64  # that clients choose; beyond this many they share the label "other"
 
@@ -54,6 +58,8 @@ class EngineCollector(Collector):
             labels = {**self._labels, "engine": "0"}
             for metric in VLLM_METRICS:
                 yield metric.family(stats, labels)
+            if self._engine.adapters.max_loras:
+                yield self._lora_requests()
 
     def _health(self) -> Iterator[Family]:
         health = self._engine.health()
@@ -76,6 +82,17 @@ class EngineCollector(Collector):
         )
         family.add_metric(list(self._labels.values()), len(self._engine.adapters.all()))
         return family
+
+    def _lora_requests(self) -> Family:
+        """As vLLM tells it to routers: the value is the time, the labels are lists."""
+        running, waiting = self._engine.adapters_in_use()
+        labels = {
+            "max_lora": str(self._engine.adapters.max_loras),
+            "waiting_lora_adapters": ",".join(waiting),
+            "running_lora_adapters": ",".join(running),
+        }
+        text = "LoRA adapters that running and waiting requests use; the value is when they were read."
+        return _info("vllm:lora_requests_info", text, labels, time.time())
 
     def _info(self) -> Iterator[Family]:
         config = self._engine.config
@@ -102,9 +119,9 @@ class EngineCollector(Collector):
             yield _info("vllm:cache_config_info", "KV cache settings.", cache)
 
 
-def _info(name: str, help_text: str, labels: Mapping[str, str]) -> Family:
+def _info(name: str, help_text: str, labels: Mapping[str, str], value: float = 1.0) -> Family:
     family = GaugeMetricFamily(name, help_text, labels=list(labels))
-    family.add_metric(list(labels.values()), 1.0)
+    family.add_metric(list(labels.values()), value)
     return family
 
 
@@ -155,11 +172,18 @@ class Metrics:
         )
         self._names: dict[Counter, set[str]] = {self._ignored: set(), self._adapter_requests: set()}
         self.tenants = TenantMetrics(self._registry)
+        length = engine.config.max_model_len
+        self._vllm = VllmRequestMetrics(self._registry, model_name, length) if compat_vllm else None
 
     def http_request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count one answered request. `route` is the route's template, never a raw path."""
         self._http_requests.labels(route, method, str(status)).inc()
         self._http_seconds.labels(route, method).observe(seconds)
+
+    def generation_ended(self, requests: Sequence[Request], timeline: Timeline) -> None:
+        """Count what an answer's requests came to."""
+        if self._vllm is not None:
+            self._vllm.ended(requests, timeline.completed())
 
     def grammar_compiled(self, seconds: float) -> None:
         """Count one grammar, well-formed or not. Any thread."""

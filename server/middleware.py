@@ -57,7 +57,9 @@ class RequestScope:
                 if IGNORED_FIELDS in state:
                     headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
                 if TENANT in state:
-                    headers.update(state[TENANT].headers())
+                    entry = state.get(ENTRY)
+                    is_open = isinstance(entry, Entry) and entry.generation is not None
+                    headers.update(state[TENANT].headers(entry.generation.num_drawn_tokens if is_open else 0))
             await send(message)
 
         try:
@@ -75,6 +77,8 @@ class RequestScope:
         entry = scope["state"].get(ENTRY)
         history = entry.log_fields if isinstance(entry, Entry) else {}
         if isinstance(entry, Entry):
+            if entry.generation is not None:
+                self._metrics.generation_ended(entry.requests, entry.generation.timeline)
             entry.close(status, seconds)
         level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes and scrapes come all the time
         if not logger.isEnabledFor(level):
@@ -93,16 +97,21 @@ class RequestScope:
         )
 
 
-class HeadAsGet:
-    """Outermost of all: what answers GET answers HEAD, without the body. To everything within it is a GET."""
+class OneSpelling:
+    """Outermost: what answers GET answers HEAD, without the body, and a path means the same with a slash at its end.
+
+    Everything within sees a GET, and no such slash: a redirect would lose the body of a POST.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; uvicorn, which keeps its own scope, lets no body of such an answer out."""
+        """Pass on; uvicorn, which keeps its own scope, lets no body of an answer to HEAD out."""
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await self._app(scope, receive, send)
 
 

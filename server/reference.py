@@ -167,7 +167,7 @@ def _cell(text: str) -> str:
 
 def reference() -> str:
     """The page as it has to be."""
-    return Reference(describe([module.router for module in API], needs_key=False)).render()
+    return Reference(describe([module.router for module in API])).render()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr
+from pydantic_core import PydanticCustomError
 from pydantic_settings import NoDecode
 
 from engine.core.config import (
@@ -29,6 +30,7 @@ from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
 from server.app_config import AppConfig
 from server.lora_modules import read_modules
+from server.origins import read_hosts, read_origins
 
 _ENGINE = EngineConfig(model="")  # where the defaults are spelled
 _APP = AppConfig(model="", served_model_names=())
@@ -55,12 +57,25 @@ def _split(value: object) -> object:
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
+def _split_keys(value: object) -> object:
+    """As above, but an empty key is refused: left out, it would open the daemon to all."""
+    keys = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if isinstance(keys, list) and not (
+        keys and all(not isinstance(key, str) or (key and key == key.strip()) for key in keys)
+    ):
+        sentence = "a key is empty, or begins or ends with a space; give every key, or leave the setting out"
+        raise PydanticCustomError("empty_key", sentence)
+    return keys
+
+
 def _none_if_auto(value: object) -> object:
     return None if value == "auto" else value
 
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys)]
+Hosts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_hosts)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(read_origins)]
 
 Json = Annotated[str | dict[str, Any] | None, NoDecode]  # the engine reads it
 LoraModules = Annotated[tuple[LoraModule, ...], NoDecode, BeforeValidator(read_modules)]
@@ -342,7 +357,16 @@ class SecuritySettings(BaseModel):
         "tenants share cached prompts, and can tell from times and usage which others have sent; off, only those of "
         "--pinned-prefixes",
     )
-    allowed_origins: Names = _setting((), "ORIGIN", "origins that browsers may call from (CORS)", unset="none")
+    allowed_hosts: Hosts = _setting(
+        (),
+        "NAME",
+        "host names to answer to without a key, beside IP addresses and localhost; *.example.com and * are patterns",
+        unset="none; with a key, any name",
+    )
+    allowed_origins: Origins = _setting(
+        (), "ORIGIN", "origins whose pages may call from a browser (CORS); * is any", unset="none"
+    )
+    protect_metrics: bool = _setting(_APP.protect_metrics, "", "ask for a key on /metrics and /version, too")
 
 
 class LoggingSettings(BaseModel):

@@ -103,14 +103,17 @@ class Account:
         self._tokens = self._fill() - num_drawn_tokens
         self._metrics.closed(self.tenant.name, usage, spans)
 
-    def headers(self) -> dict[str, str]:
-        """What a client is told of its limits, in OpenAI's words; of requests the limit is on those open at once."""
+    def headers(self, num_drawn_tokens: int = 0) -> dict[str, str]:
+        """The limits in OpenAI's headers, less the tokens that the answer has drawn and that `close` will charge.
+
+        The limit on requests is on those that are open together.
+        """
         told: dict[str, str] = {}
         if (most := self.tenant.max_concurrent_requests) is not None:
             told["x-ratelimit-limit-requests"] = str(most)
             told["x-ratelimit-remaining-requests"] = str(max(most - self.num_open, 0))
         if (rate := self.tenant.tokens_per_minute) is not None:
-            tokens = self._fill()
+            tokens = self._fill() - num_drawn_tokens
             told["x-ratelimit-limit-tokens"] = str(rate)
             told["x-ratelimit-remaining-tokens"] = str(max(int(tokens), 0))
             told["x-ratelimit-reset-tokens"] = f"{(rate - tokens) * 60 / rate:.3f}s"
@@ -173,6 +176,6 @@ class Tenancy:
 
     def find(self, keys: Iterable[str]) -> Account | None:
         """Whose one of some keys is; in a time that tells nothing of how much of it was right."""
-        shown = [sha256(key.encode("latin-1")).digest() for key in keys]
+        shown = [sha256(key.encode("latin-1")).digest() for key in keys if key]  # an empty key is no key
         found = [account for digest in shown for known, account in self._owners if hmac.compare_digest(digest, known)]
         return found[0] if found else None

@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.core.errors import ConfigError
 from server.yaml_file import DuplicateKeyError, read_yaml
 
 DEFAULT = "default"  # what those are called together who are none of the file's: keys of --api-key
+
+_NOTHING = sha256(b"").digest()
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -47,13 +49,21 @@ class Tenant:
 
 
 class _Terms(BaseModel):
-    """What tiers and tenants have in common; None is not said."""
+    """What tiers and tenants have in common; None is not said, and may not be: a limit without a value limits nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     weight: float | None = Field(None, ge=0.001, le=1000)
     max_concurrent_requests: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_null(cls, content: Any) -> Any:
+        empty = [name for name, value in content.items() if value is None] if isinstance(content, dict) else []
+        if empty:
+            raise PydanticCustomError("empty", "{name} has no value; give one, or remove it", {"name": empty[0]})
+        return content
 
 
 class _Tenant(_Terms):
@@ -147,6 +157,10 @@ def _digests(entry: _Tenant) -> list[bytes]:
     for text in _listed(entry.key_sha256):
         if len(text) != 64 or not set(text.lower()) <= set("0123456789abcdef"):
             raise ValueError(f"in which key_sha256 of tenant {entry.name} is not 64 hexadecimal digits")
+        if bytes.fromhex(text) == _NOTHING:
+            raise ValueError(
+                f"in which key_sha256 of tenant {entry.name} is the digest of an empty key; make it of the key itself"
+            )
         found.append(bytes.fromhex(text))
     if not found:
         raise ValueError(f"in which tenant {entry.name} has no key; give it key, key_env or key_sha256")

@@ -26,6 +26,13 @@ class Spans(NamedTuple):
     num_accepted: int  # ... and of these, those that were drawn
 
 
+class CompletedChoice(NamedTuple):
+    """A choice that came to its own end."""
+
+    num_tokens: int
+    inference_s: float  # first scheduled until last token
+
+
 @dataclass(slots=True)
 class _Choice:
     num_tokens: int = 0
@@ -54,6 +61,16 @@ class Timeline:
     def finish_reasons(self) -> list[FinishReason | None]:
         """One a choice; None while it goes on."""
         return [choice.finish_reason for choice in self._choices]
+
+    def completed(self) -> list[CompletedChoice | None]:
+        """One a choice; None for one that goes on, or was cut short."""
+        ends = (FinishReason.STOP, FinishReason.LENGTH)
+        return [
+            CompletedChoice(choice.num_tokens, choice.prefill_s + choice.decode_s)
+            if choice.finish_reason in ends
+            else None
+            for choice in self._choices
+        ]
 
     @property
     def is_dropped(self) -> bool:

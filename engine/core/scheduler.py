@@ -69,6 +69,16 @@ class Scheduler:
         """True while any sequence lives or any plan is in flight."""
         return bool(self._roster.requests or self._flights)
 
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running sequences, and of waiting ones. Any thread: it reads copies."""
+        running, waiting = set[str](), set[str]()
+        for siblings in list(self._roster.requests.values()):
+            for seq in list(siblings):
+                if seq.params.adapter is not None:
+                    is_running = seq.status in (Status.PREFILL, Status.RUNNING)
+                    (running if is_running else waiting).add(seq.params.adapter.name)
+        return sorted(running), sorted(waiting)
+
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:

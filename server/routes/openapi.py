@@ -6,7 +6,7 @@ so is what holds on every path: a field may be null, an error has one shape. Eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_type_hints
 
 from fastapi import APIRouter
@@ -16,7 +16,6 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from server.auth import PROBE_PATHS
 from server.protocol.base import RequestBody, ResponseBody
 from server.version import VERSION
 
@@ -51,21 +50,23 @@ def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | s
     return {200: answer}
 
 
-def openapi_router(routers: Sequence[APIRouter], *, needs_key: bool) -> APIRouter:
-    """A route that describes those of `routers`."""
+def openapi_router(routers: Sequence[APIRouter], *, needs_key: bool, open_paths: Collection[str]) -> APIRouter:
+    """A route that describes those of `routers`; `open_paths` need no key in any case."""
     router = APIRouter()
     document = b""
 
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         nonlocal document
-        document = document or to_json(describe(routers, needs_key=needs_key))
+        document = document or to_json(describe(routers, needs_key=needs_key, open_paths=open_paths))
         return Response(document, media_type="application/json")
 
     return router
 
 
-def describe(routers: Sequence[APIRouter], *, needs_key: bool) -> dict[str, Any]:
+def describe(
+    routers: Sequence[APIRouter], *, needs_key: bool = False, open_paths: Collection[str] = ()
+) -> dict[str, Any]:
     """The OpenAPI document."""
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     document = get_openapi(title="Quire", version=VERSION, routes=routes)
@@ -80,7 +81,7 @@ def describe(routers: Sequence[APIRouter], *, needs_key: bool) -> dict[str, Any]
                     "content": {"application/json": {"schema": schemas[body]}},
                 }
             _add_errors(operation["responses"])
-            if needs_key and route.path in PROBE_PATHS:
+            if needs_key and route.path in open_paths:
                 operation["security"] = []
     if needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

@@ -59,7 +59,7 @@ async def ask(app: Any, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://t", timeout=300) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=300) as client,
     ):
         answers = await asyncio.gather(
             *(client.post(COMPLETIONS if "prompt" in body else PATH, json=body) for body in bodies)

@@ -59,7 +59,8 @@ def oracle(transformers_smollm2: Any) -> Oracle:
 def http() -> Iterator[TestClient]:
     engine = build_engine(EngineConfig(model=str(PATH), dtype="float32", **POOL), lambda progress: None)
     app = AppConfig(model=str(PATH), served_model_names=("smol",), shutdown_timeout_s=0.0)
-    with TestClient(create_app(engine, load_tokenizer(str(PATH)), app)) as client:
+    served = create_app(engine, load_tokenizer(str(PATH)), app)
+    with TestClient(served, base_url="http://127.0.0.1") as client:
         yield client
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from pathlib import Path
 
+import httpx
 import pytest
+from fake_adapters import AdaptableParrot, read_adapter
+from harness import CONFIG as HTTP_CONFIG
+from harness import Live, eventually
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
@@ -289,3 +297,95 @@ def test_drafts_are_counted_by_their_place() -> None:
         assert found == [2, 6, 6]
         by_place = families[f"{prefix}spec_decode_num_accepted_tokens_per_pos"]
         assert [value(by_place, position=str(place)) for place in range(3)] == [2, 2, 2]
+
+
+# -- of requests, under vLLM's names -----------------------------------------------------------------------------------
+
+SECONDS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680, float("inf")]
+TOKENS = [1, 2, 5, 10, 20, 50, 100, 200, 500, float("inf")]  # up to the harness' context of 512
+REQUEST_HISTOGRAMS = {
+    "vllm:request_inference_time_seconds": SECONDS,
+    "vllm:request_params_n": [1, 2, 5, 10, 20, float("inf")],
+    "vllm:request_params_max_tokens": TOKENS,
+    "vllm:request_max_num_generation_tokens": TOKENS,
+}
+
+
+def sums(text: str) -> dict[str, tuple[float, float]]:
+    """Count and sum of each histogram of requests."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in REQUEST_HISTOGRAMS:
+            values = {sample.name.removeprefix(family.name): sample.value for sample in family.samples}
+            found[family.name.removeprefix("vllm:request_")] = values["_count"], values["_sum"]
+    return found
+
+
+def test_requests_are_told_in_vllms_types_labels_and_buckets(serve: Callable[..., Live]) -> None:
+    live = serve(metrics_compat="vllm")
+    families = {family.name: family for family in text_string_to_metric_families(httpx.get(live.url + "/metrics").text)}
+    for name, bounds in REQUEST_HISTOGRAMS.items():
+        family = families[name]
+        assert family.type == "histogram"
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        assert [float(sample.labels["le"]) for sample in buckets] == bounds
+        assert all(sample.labels.keys() == {"model_name", "engine", "le"} for sample in buckets)
+        assert {(sample.labels["model_name"], sample.labels["engine"]) for sample in buckets} == {("parrot", "0")}
+    assert "vllm:lora_requests_info" not in families, "there is no room for adapters"
+    assert "vllm:request_params_n" not in httpx.get(serve().url + "/metrics").text
+
+
+def test_completed_requests_are_counted_once_with_their_parameters(serve: Callable[..., Live]) -> None:
+    live = serve(metrics_compat="vllm", step_s=0.01)
+    with httpx.Client(base_url=live.url) as http:
+        http.post(
+            "/v1/completions", json={"prompt": ["ab|", "c|"], "n": 2, "max_tokens": 7}
+        )  # 3 + 3, 2 + 2 with the end
+        http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "stream": True})
+        http.post("/v1/embeddings", json={"input": "abc"})
+        http.post("/v1/completions", json={"prompt": ""})
+        with http.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 400, "stream": True}) as left:
+            next(left.iter_lines())
+        eventually(lambda: live.context.client.num_open == 0)
+        counted = sums(http.get("/metrics").text)
+    assert counted["params_n"] == (4, 2 + 2 + 1 + 1)
+    assert counted["params_max_tokens"] == (3, 7 + 7 + 4)
+    longest = counted["max_num_generation_tokens"]
+    assert longest[0] == 4
+    assert 2 + 1 + 4 <= longest[1] <= 3 + 2 + 4
+    assert counted["inference_time_seconds"][0] == 6
+    assert counted["inference_time_seconds"][1] > 4 * 0.01
+
+
+def test_adapters_in_use_are_told_as_routers_read_them(serve: Callable[..., Live], tmp_path: Path) -> None:
+    (tmp_path / "by1").write_text("1")
+    adapters = Adapters(read_adapter, max_loras=3)
+    for name in ("b", "a"):
+        adapters.load(name, str(tmp_path / "by1"))
+    live = serve(
+        metrics_compat="vllm",
+        adapters=adapters,
+        runner=AdaptableParrot,
+        config=replace(HTTP_CONFIG, max_num_seqs=1),
+        step_s=0.05,
+    )
+
+    def told() -> tuple[str, str, str]:
+        (sample,) = next(
+            family.samples
+            for family in text_string_to_metric_families(httpx.get(live.url + "/metrics").text)
+            if family.name == "vllm:lora_requests_info"
+        )
+        assert abs(sample.value - time.time()) < 3600, "the value is the time"
+        labels = sample.labels
+        assert labels.keys() == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+        return labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"]
+
+    assert told() == ("3", "", "")
+    body = {"prompt": "x", "max_tokens": 400, "stream": True}
+    with ExitStack() as stack:
+        for index, name in enumerate(("a", "b", "a")):
+            stack.enter_context(httpx.stream("POST", live.url + "/v1/completions", json={**body, "model": name}))
+            eventually(lambda open_=index + 1: live.engine.stats.num_running + live.engine.stats.num_waiting == open_)
+        assert told() == ("3", "a", "a,b")
+    eventually(lambda: told() == ("3", "", ""))

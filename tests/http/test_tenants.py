@@ -73,6 +73,37 @@ def test_tokens_a_minute_are_spent_on_prompts_and_answers(live: Live) -> None:
         assert int(refused.headers["retry-after"]) >= 60
 
 
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_the_header_counts_the_answer_that_it_comes_with(
+    live: Live, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = live.context.tenancy.find(["poor-key"])
+    monkeypatch.setattr(account, "_clock", lambda: account._filled_s)  # nothing is refilled meanwhile
+    with client(live, "poor-key") as poor:
+        answered = poor.post(path, json=ENDPOINTS[path])
+        assert answered.status_code == 200, answered.text
+        eventually(lambda: account.num_open == 0)
+        assert account._tokens < 30
+        assert answered.headers["x-ratelimit-remaining-tokens"] == str(int(account._tokens))
+        later = poor.get("/v1/models")
+        assert later.headers["x-ratelimit-remaining-tokens"] == str(int(account._tokens))
+
+
+def test_the_header_of_a_stream_is_sent_before_its_answer(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = live.context.tenancy.find(["poor-key"])
+    monkeypatch.setattr(account, "_clock", lambda: account._filled_s)
+    live.gate.close()
+    body = {"prompt": "abc|", "max_tokens": 3, "stream": True}
+    with client(live, "poor-key") as poor, poor.stream("POST", "/v1/completions", json=body) as stream:
+        assert stream.headers["x-ratelimit-remaining-tokens"] == str(30 - len("abc|")), (
+            "its prompt is charged, and no more"
+        )
+        live.gate.open()
+        stream.read()
+        eventually(lambda: account.num_open == 0)
+        assert poor.get("/v1/models").headers["x-ratelimit-remaining-tokens"] == str(30 - len("abc|") - 3)
+
+
 def test_the_engine_is_told_whose_a_request_is(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key decides; what a client calls its user does not."""
     seen = []

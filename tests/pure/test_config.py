@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from server.app_config import AppConfig
 from server.config import Settings
 from server.flags import GROUPS, flag, load_settings, make_parser, name_origins
 from server.model_source import find_model
-from server.setting_groups import LogFormat
+from server.setting_groups import LogFormat, SecuritySettings
 from server.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -142,9 +143,105 @@ def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
 def test_an_empty_variable_and_an_empty_file_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quire.yaml"
     file.write_text("")
-    monkeypatch.setenv("QUIRE_API_KEY", "")
+    monkeypatch.setenv("QUIRE_SEED", "")
     monkeypatch.setenv("QUIRE_PORT", "")
     assert load_settings(["--config", str(file)]) == Settings(config=file)
+
+
+PROTECTIVE = [name for name in Settings.model_fields if name in SecuritySettings.model_fields]
+
+
+@pytest.mark.parametrize("name", PROTECTIVE)
+@pytest.mark.parametrize("empty", ["", " ", "\t"])
+def test_an_empty_variable_opens_nothing(name: str, empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"quire_{name}" if name == "tenants" else f"QUIRE_{name.upper()}", empty)
+    assert fault().endswith("is empty, but a setting that protects needs a value; set it, or unset it.")
+
+
+@pytest.mark.parametrize("name", PROTECTIVE)
+def test_a_key_of_the_file_without_a_value_opens_nothing(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text(f"{name.replace('_', '-')}:\n")
+    assert "to nothing, but a setting that protects needs a value" in fault("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    "value", ['""', "[]", '[""]', '" "', "[k, ' ']", '"k,"', '",k"', '"k,,l"', "[k, null]", "['k ']"]
+)
+def test_an_empty_key_in_the_file_is_refused(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text(f"api-key: {value}\n")
+    assert fault("--config", str(file)).startswith("--api-key is not understood")
+
+
+@pytest.mark.parametrize("keys", [[""], [" "], ["\t"], ["k", ""], [" k"]])
+def test_an_empty_key_on_the_command_line_is_refused(keys: list[str]) -> None:
+    sentence = "a key is empty, or begins or ends with a space; give every key, or leave the setting out."
+    assert fault("--api-key", *keys) == f"--api-key is not understood; {sentence}"
+
+
+def test_an_empty_key_among_those_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "first,")
+    assert "a key is empty" in fault()
+    monkeypatch.setenv("QUIRE_API_KEY", "first, second")
+    assert load_settings([]).app_config("m", "m").api_keys == ("first", "second")
+
+
+def test_metrics_are_not_protected_without_a_key() -> None:
+    with pytest.raises(ConfigError, match="--protect-metrics needs a key to ask for; set --api-key or --tenants"):
+        load_settings(["--protect-metrics"]).check_together()
+    load_settings(["--protect-metrics", "--api-key", "k"]).check_together()
+
+
+@pytest.mark.parametrize(
+    ("given", "origins"),
+    [
+        (['["*"]'], ("*",)),
+        (["*"], ("*",)),
+        (['["https://a.b", "tauri://localhost"]'], ("https://a.b", "tauri://localhost")),
+        (["https://a.b", "http://c:3000"], ("https://a.b", "http://c:3000")),
+        (["https://a.b,http://c"], ("https://a.b", "http://c")),
+        (["HTTPS://A.b:443/"], ("https://a.b",)),
+        (["http://[::1]:80"], ("http://[::1]",)),
+        (["chrome-extension://*", "moz-extension://*", "null"], ("chrome-extension://*", "moz-extension://*", "null")),
+        (["chrome-extension://abcdefgh"], ("chrome-extension://abcdefgh",)),
+        (["[]"], ()),
+    ],
+)
+def test_origins_are_taken_as_vllm_takes_them_too(
+    given: list[str], origins: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_settings(["--allowed-origins", *given]).allowed_origins == origins
+    file = tmp_path / "quire.yaml"
+    file.write_text(json.dumps({"allowed-origins": given}))
+    assert load_settings(["--config", str(file)]).allowed_origins == origins
+    if len(given) == 1:
+        monkeypatch.setenv("QUIRE_ALLOWED_ORIGINS", given[0])
+        assert load_settings([]).allowed_origins == origins
+
+
+@pytest.mark.parametrize(
+    "given", ["a.b", "https://", "https://a.b/path", "http://*", "https://*.a.b", "://a", '["*"', "[1]"]
+)
+def test_what_is_no_origin_is_refused(given: str) -> None:
+    assert fault("--allowed-origins", given).startswith(f"--allowed-origins is {[given]!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        (["Quire.", "b_c"], ("quire", "b_c")),
+        (['["*"]'], ("*",)),
+        (["*.example.com,localhost"], ("*.example.com", "localhost")),
+    ],
+)
+def test_hosts_are_names(given: list[str], hosts: tuple[str, ...]) -> None:
+    assert load_settings(["--allowed-hosts", *given]).allowed_hosts == hosts
+
+
+@pytest.mark.parametrize("given", ["http://a", "a:80", "a/b", "[::1]", "a b", "*a", "**", "é.example", "[1]", "[[]"])
+def test_what_is_no_host_name_is_refused(given: str) -> None:
+    assert fault("--allowed-hosts", given).startswith(f"--allowed-hosts is {[given]!r}; ")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +272,7 @@ def test_every_application_setting_reaches_the_application() -> None:
     """Each set to something that is not its default."""
     argv = [
         "--served-model-name", "first", "second", "--api-key", "k", "--allowed-origins", "https://a.b",
+        "--allowed-hosts", "a.b", "--protect-metrics",
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--max-stored-responses", "8", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
@@ -189,7 +287,9 @@ def test_every_application_setting_reaches_the_application() -> None:
         model="here",
         served_model_names=("first", "second"),
         api_keys=("k",),
+        allowed_hosts=("a.b",),
         allowed_origins=("https://a.b",),
+        protect_metrics=True,
         max_body_bytes=1 << 20,
         max_logprobs=7,
         max_stored_responses=8,

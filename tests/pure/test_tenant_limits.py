@@ -60,6 +60,22 @@ def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("tenants: [{name: a, key: ' k'}]", "begins or ends with a space"),
         ("tenants: [{name: a, key_env: NOT_THERE}]", "the variable NOT_THERE, which is not set"),
         ("tenants: [{name: a, key_sha256: abc}]", "key_sha256 of tenant a is not 64 hexadecimal digits"),
+        (
+            f"tenants: [{{name: a, key_sha256: {sha256(b'').hexdigest()}}}]",
+            "key_sha256 of tenant a is the digest of an empty key",
+        ),
+        (
+            f"tenants: [{{name: a, key_sha256: ['{'0' * 64}', {sha256().hexdigest().upper()}]}}]",
+            "the digest of an empty key",
+        ),
+        ("tenants: [{name: a, key: ''}]", "a key of tenant a is empty, or begins or ends with a space"),
+        ("tenants: [{name: a, key: [k, ' ']}]", "a key of tenant a is empty, or begins or ends with a space"),
+        ("tenants: [{name: a, key: []}]", "tenant a has no key"),
+        ("tenants: [{name: a, key: k, tokens_per_minute: }]", "tenants.0 is wrong: tokens_per_minute has no value"),
+        (
+            "tiers: {t: {max_concurrent_requests: null}}\ntenants: [{name: a, key: k}]",
+            "tiers.t is wrong: max_concurrent_",
+        ),
         ("tenants: [{name: a b, key: k}]", "tenants.0.name is wrong: String should match pattern"),
         ("tenants: [{name: default, key: k}]", "the name default is what all those are called"),
         ("tenants: [{name: a, key: k}, {name: a, key: l}]", "the name a is there twice"),

@@ -1,0 +1,134 @@
+"""Host names and origins: the entries of --allowed-hosts and --allowed-origins, and what headers are compared with.
+
+Start-up thread and event loop. Standard library and pydantic only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Collection
+from ipaddress import IPv6Address
+from typing import NamedTuple
+
+from pydantic_core import PydanticCustomError
+
+ANY = "*"
+NO_ORIGIN = "null"  # of sandboxed frames and of pages read from a file
+_AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::(?P<port>[0-9]*))?")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_NAME = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")
+_PORTS = {"http": "80", "https": "443"}
+
+
+class Authority(NamedTuple):
+    """What a Host header names: host[:port], the host in lower case and without a final dot."""
+
+    host: str
+    port: str  # empty where none is given
+    is_address: bool  # an IP address: no name that DNS could point elsewhere
+
+    @staticmethod
+    def parse(text: str) -> Authority | None:
+        """None for what is no host and port."""
+        match = _AUTHORITY.fullmatch(text)
+        if match is None:
+            return None
+        port = match["port"] or ""
+        if match["v6"] is not None:
+            try:
+                return Authority(f"[{IPv6Address(match['v6'])}]", port, is_address=True)
+            except ValueError:
+                return None
+        name = match["name"].lower().removesuffix(".")
+        return Authority(name, port, _is_ipv4(name)) if name else None
+
+
+def _is_ipv4(name: str) -> bool:
+    """True for 127.0.0.1, and for 127.1 and 0x7f000001 too, which mean the same to browsers, curl and the resolver."""
+    try:
+        socket.inet_aton(name)
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback_name(name: str) -> bool:
+    """True for localhost and the names under it, which never leave the machine (RFC 6761)."""
+    return name == "localhost" or name.endswith(".localhost")
+
+
+def names_host(allowed: Collection[str], name: str) -> bool:
+    """Whether an entry of --allowed-hosts is this name; `*.example.com` is every name under example.com."""
+    parents = [f"*{name[index:]}" for index, letter in enumerate(name) if letter == "."]
+    return not {ANY, name, *parents}.isdisjoint(allowed)
+
+
+def is_same_origin(origin: str, host: str) -> bool:
+    """Whether an Origin and a Host header name one server. The scheme may differ: a proxy in front may speak TLS."""
+    scheme, _, rest = origin.partition("://")
+    ours, theirs = Authority.parse(host), Authority.parse(rest)
+    default = _PORTS.get(scheme)
+    if default is None or ours is None or theirs is None:
+        return False
+    return ours.host == theirs.host and (ours.port or default) == (theirs.port or default)
+
+
+def names_origin(allowed: Collection[str], origin: str) -> bool:
+    """Whether an entry of --allowed-origins is this Origin; `chrome-extension://*` is every extension."""
+    scheme, separator, _ = origin.partition("://")
+    return ANY in allowed or origin in allowed or bool(separator and f"{scheme}://{ANY}" in allowed)
+
+
+def read_hosts(value: object) -> tuple[str, ...]:
+    """The entries of --allowed-hosts. Raises PydanticCustomError."""
+    names = [name.lower().removesuffix(".") for name in _items(value)]
+    for name in names:
+        if name != ANY and not _NAME.fullmatch(name):
+            sentence = "write host names without scheme or port, such as quire or *.example.com, or * for any"
+            raise PydanticCustomError("host_name", sentence)
+    return tuple(names)
+
+
+def read_origins(value: object) -> tuple[str, ...]:
+    """The entries of --allowed-origins, spelled as browsers send them. Raises PydanticCustomError."""
+    origins = [_origin(item) for item in _items(value)]
+    if None in origins:
+        sentence = (
+            "write origins such as https://chat.example, http://localhost:3000, tauri://localhost or "
+            "chrome-extension://*, or * for any"
+        )
+        raise PydanticCustomError("origin", sentence)
+    return tuple([origin for origin in origins if origin is not None])
+
+
+def _items(value: object) -> list[str]:
+    """Texts of a list, of text with commas, or of a JSON list as vLLM has it; a list may hold such texts, too."""
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")]
+        except ValueError:
+            raise PydanticCustomError("json_list", 'a JSON list looks like ["first", "second"]') from None
+        return _items(value) if text.startswith("[") else [item for item in value if item]
+    if not isinstance(value, list | tuple):
+        raise PydanticCustomError("list", "it must be a list of names")
+    if not all(isinstance(item, str) for item in value):
+        raise PydanticCustomError("list", "it must be a list of names")
+    return [item for each in value for item in _items(each)]
+
+
+def _origin(text: str) -> str | None:
+    if text in (ANY, NO_ORIGIN):
+        return text
+    scheme, separator, rest = text.lower().removesuffix("/").partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        return None
+    if rest == ANY and scheme not in _PORTS:
+        return f"{scheme}://{ANY}"
+    authority = Authority.parse(rest)
+    if authority is None:
+        return None
+    port = "" if authority.port in ("", _PORTS.get(scheme)) else f":{authority.port}"
+    return f"{scheme}://{authority.host}{port}"
