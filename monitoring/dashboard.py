@@ -273,6 +273,13 @@ ROWS = (
                 (("{{instance}}", f"quire_engine_seconds_since_step{{{ENGINE}}}"),),
             ),
             Panel(
+                "Event loop lag",
+                "Longest time in the last minute that no stream or probe was served.",
+                "timeseries",
+                "s",
+                (("{{instance}}", f"quire_event_loop_lag_seconds{{{PROCESS}}}"),),
+            ),
+            Panel(
                 "Process memory",
                 "Resident memory of the daemon.",
                 "timeseries",

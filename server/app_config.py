@@ -20,6 +20,7 @@ class AppConfig:
     tenants: Path | None = None  # the file of those who may call, each with a key of its own
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     max_body_bytes: int = 32 * 1024 * 1024
+    max_json_values: int = 1_000_000  # of a body; server/json_values.py says how they count
     data_dir: Path | None = None  # where files and batches are kept; None: there are none
     max_file_bytes: int = 200 * 1024 * 1024  # of an upload
     max_logprobs: int = 20

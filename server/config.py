@@ -122,6 +122,7 @@ class Settings(
             tenants=self.tenants,
             allowed_origins=self.allowed_origins,
             max_body_bytes=self.max_body_bytes,
+            max_json_values=self.max_json_values,
             data_dir=self.data_dir,
             max_file_bytes=self.max_file_bytes,
             max_logprobs=self.max_logprobs,

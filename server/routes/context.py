@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
@@ -14,6 +16,7 @@ from engine.core.adapter import Adapter
 from engine.loop import Engine
 from server.app_config import AppConfig
 from server.batches.service import BatchService
+from server.bodies import BodyReader, is_large
 from server.client import EngineClient
 from server.errors import ApiError, shorten
 from server.handoff import Receiver, Sender
@@ -35,6 +38,10 @@ MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread, so th
 MAX_TOLD_FIELDS = 20
 
 Body = TypeVar("Body", bound=RequestBody)
+Result = TypeVar("Result")
+
+_IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
+_ASIDE = ThreadPoolExecutor(1, "quire-aside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Context:
     standing: Standing
     ledger: Ledger
     responses: ResponseStore
+    bodies: BodyReader
     started_s: int  # Unix time
     batches: BatchService | None = None  # without --data-dir there are none
     sender: Sender | None = None  # of a prefill daemon
@@ -119,8 +127,8 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         if encoding.strip().lower() != "identity":
             message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
             raise ApiError(400, "unsupported_media_type", message)
-        body = model.model_validate_json(await request.body())
-        names = body.ignored_fields()
+        body = await _read(request, context, model)
+        names = await aside(body.ignored_fields)
         if names and context.config.strict_fields:
             message = f"Unknown fields: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message, names[0])
@@ -129,6 +137,28 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         return body
 
     return read
+
+
+async def _read(request: Request, context: Context, model: type[Body]) -> Body:
+    """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+    _IS_LARGE.set(is_large(raw))
+    if _IS_LARGE.get():
+        return await context.bodies.read(model, raw)
+    return context.bodies.read_here(model, raw)
+
+
+async def aside(function: Callable[[], Result]) -> Result:
+    """Run what takes time in proportion to the request's body: on a worker thread if that is large, else here.
+
+    The threads run Python, so the event loop gets the GIL back within milliseconds. There is one, as each of several
+    would take its turn.
+    """
+    if not _IS_LARGE.get():
+        return function()
+    return await asyncio.get_running_loop().run_in_executor(_ASIDE, function)
 
 
 def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:

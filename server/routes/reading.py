@@ -13,7 +13,7 @@ from engine.core.types import Pooling, PromptInfo
 from server.choice import Delta, TextRules
 from server.protocol.embeddings import EmbeddingBody, Embeddings
 from server.protocol.score import ScoreBody, Scores
-from server.routes.context import InContext, json_body
+from server.routes.context import InContext, aside, json_body
 from server.routes.generate import all_deltas, answer_id, begin, engine_requests, with_timings
 from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
@@ -53,11 +53,11 @@ async def create_score(
     model = context.check_model(body.model)
     params = body.reading_params(context.limits, prompt_logprobs=0)
     special = body.add_special_tokens
-    wholes = body.wholes(context.config.max_body_bytes)
+    wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
     contexts = await context.encode(body.text_1, "text_1", add_special_tokens=special)
     prompts = await context.encode(wholes, "text_2", add_special_tokens=special)
-    firsts = body.first_scored(contexts, prompts)
     body.check_lengths(prompts, "text_2", context.limits)
+    firsts = await aside(lambda: body.first_scored(contexts, prompts))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     answer, generation = begin(http, context, requests, TextRules())
     deltas = await all_deltas(http, answer, generation, body)

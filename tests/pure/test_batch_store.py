@@ -20,6 +20,7 @@ from server.batches.outputs import write_files
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
 from server.batches.thread import Result, StoreThread
 from server.batches.worker import BatchWorker
+from server.bodies import BodyReader
 from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
 
 FILE = "file-" + "a" * 32
@@ -215,7 +216,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
 
     async def leave() -> None:
         thread = SlowStore(store)
-        worker = BatchWorker(thread, folder, max_running=2, max_line_bytes=100)
+        worker = BatchWorker(thread, folder, BodyReader(1000), max_running=2, max_line_bytes=100)
         nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
         worker.start(nobody, nobody, Stats(), is_dead=lambda: False)
         await asyncio.to_thread(is_asked.wait, 60)

@@ -73,14 +73,29 @@ def test_ignored_names_are_fit_for_a_header() -> None:
     assert all(name.isascii() and name.isprintable() and len(name) < 300 for name in names)
 
 
+NUMBERS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "priority",
+    "top_logprobs",
+)
+WRONG: dict[str, Any] = {name: {} for name in NUMBERS}
+
+
 def test_a_validation_message_is_short_and_never_repeats_the_input() -> None:
     secret = "hunter2" * 1000
     with pytest.raises(ValidationError) as wrong:
-        ChatBody.model_validate({"messages": [{"role": secret, "content": 5}] * 500})
+        ChatBody.model_validate({"messages": [{"role": secret, "content": 5}] * 500, **WRONG})
     error = to_api_error(wrong.value)
     assert "hunter2" not in error.message
     assert error.message.count(";") == MAX_ENTRIES
-    assert error.param == "messages.0.role"
+    assert "messages.1" not in error.message, "a list stops at its first fault"
 
 
 def test_what_nobody_foresaw_is_told_nothing_about() -> None:
