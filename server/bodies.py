@@ -19,6 +19,7 @@ from pydantic_core import to_json
 from server.children import Child, ChildCrashError, ChildError, ChildTimeoutError
 from server.errors import ApiError
 from server.json_values import check_count, most_values, read, unpack
+from server.slow_thread import run_slowly
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +42,17 @@ class BodyReader:
         """`max_values` JSON values are the most that a body may have; see server/json_values.py for how they count."""
         self._max_values = max_values
         self.child = Child("server.body_child", limit_s=MAX_READ_S)
-        # One after the other: each of these threads would take its turn of the GIL before the event loop's next.
-        self._thread = ThreadPoolExecutor(1, "quire-bodies")
+        self._asking = ThreadPoolExecutor(1, "quire-bodies")
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
         """A large body as a model; `raw` is emptied. Raises ApiError, ValidationError or ClientError."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_large, model, raw)
+        parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
+        return await run_slowly(lambda: model.model_validate(unpack(parts)))
 
     def read_here(self, model: type[Checked], raw: bytes | bytearray) -> Checked:
         """The same on the calling thread; a small body is read there, too."""
         if is_large(raw):
-            return self._read_large(model, bytearray(raw))
+            return model.model_validate(unpack(self._ask(model, bytearray(raw))))
         check_count(raw, self._max_values)
         return read(model, raw)
 
@@ -64,10 +65,7 @@ class BodyReader:
     def close(self) -> None:
         """End the child."""
         self.child.close()
-        self._thread.shutdown(wait=False)
-
-    def _read_large(self, model: type[Checked], raw: bytearray) -> Checked:
-        return model.model_validate(unpack(self._ask(model, raw)))
+        self._asking.shutdown(wait=False)
 
     def _ask(self, model: type[BaseModel], raw: bytearray, member: str | None = None) -> list[bytearray]:
         header = {"model": f"{model.__module__}:{model.__qualname__}", "most": self._max_values, "member": member}

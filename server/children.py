@@ -183,14 +183,13 @@ class _Pipes:
                 raise self._ended() from None
 
     def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
+        data = bytearray()  # it grows: to fill so many bytes with zeros would hold the GIL
+        while len(data) < size:
             self._await(self._out, select.POLLIN)
-            num = os.readv(self._out, [view[:_PIECE_BYTES]])
-            if not num:
+            piece = os.read(self._out, min(size - len(data), _PIECE_BYTES))
+            if not piece:
                 raise self._ended()
-            view = view[num:]
+            data += piece
         return data
 
     def _await(self, file: int, event: int) -> None:

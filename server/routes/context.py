@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
@@ -27,6 +26,7 @@ from server.middleware import IGNORED_FIELDS
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
 from server.response_store import ResponseStore
+from server.slow_thread import run_slowly
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.tenancy import Tenancy
@@ -41,7 +41,6 @@ Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
 
 _IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
-_ASIDE = ThreadPoolExecutor(1, "quire-aside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +150,8 @@ async def _read(request: Request, context: Context, model: type[Body]) -> Body:
 
 
 async def aside(function: Callable[[], Result]) -> Result:
-    """Run what takes time in proportion to the request's body: on a worker thread if that is large, else here.
-
-    The threads run Python, so the event loop gets the GIL back within milliseconds. There is one, as each of several
-    would take its turn.
-    """
-    if not _IS_LARGE.get():
-        return function()
-    return await asyncio.get_running_loop().run_in_executor(_ASIDE, function)
+    """Run what takes time in proportion to the request's body: on the slow thread if that is large, else here."""
+    return await run_slowly(function) if _IS_LARGE.get() else function()
 
 
 def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:

@@ -29,11 +29,14 @@ from server.protocol.reading import ReadingBody
 from server.protocol.sampling import SamplingBody, seconds
 from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.routes.context import Context
+from server.slow_thread import run_slowly
 from server.sse import EventStream
 from server.structured.spec import GrammarSpec
 from server.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
+
+MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written beside the event loop
 
 
 def engine_requests(
@@ -131,7 +134,11 @@ async def respond(
             standing=partial(context.standing.sentence, [request.request_id for request in requests]),
         )
     deltas = await all_deltas(http, answer, generation, body)
-    return with_timings(form.answer(deltas, generation.usage), generation, body)
+    usage = generation.usage
+    size = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
+    is_short = size <= MAX_INLINE_TOKENS and sum(len(request.prompt) for request in requests) <= MAX_INLINE_TOKENS
+    document = form.answer(deltas, usage) if is_short else await run_slowly(lambda: form.answer(deltas, usage))
+    return with_timings(document, generation, body)
 
 
 async def all_deltas(

@@ -25,6 +25,7 @@ from server.routes.context import Context, InContext, Result, aside, json_body
 from server.routes.conversation import Asked, prepare, prompt_ids
 from server.routes.generate import respond
 from server.routes.openapi import answers
+from server.slow_thread import run_slowly
 
 router = APIRouter()
 
@@ -116,7 +117,7 @@ async def _chat(context: Context, body: InputBody) -> ChatBody:
 
 async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Result:
     """Run what works on so many stored bytes, on a worker thread if they, or the request's body, are many."""
-    return await (asyncio.to_thread(function) if num_bytes > INLINE_BYTES else aside(function))
+    return await (run_slowly(function) if num_bytes > INLINE_BYTES else aside(function))
 
 
 async def _form(context: Context, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
@@ -127,8 +128,11 @@ async def _form(context: Context, body: ResponsesBody, asked: Asked, model: str)
     keeps = context.responses.is_open and body.store is not False
     items = await aside(lambda: to_json([item.document() for item in body.input])) if keeps else b""
 
-    def keep(document: bytes) -> None:
-        name = f"{envelope.id_prefix}_{envelope.answer_id}"
-        context.responses.put(StoredResponse(name, body.previous_response_id, items, document))
+    loop = asyncio.get_running_loop()
 
-    return ResponseForm(body, envelope, asked.params, writer, keep if keeps else None)
+    def keep(document: bytes) -> None:  # a long answer is written on another thread
+        name = f"{envelope.id_prefix}_{envelope.answer_id}"
+        stored = StoredResponse(name, body.previous_response_id, items, document)
+        loop.call_soon_threadsafe(context.responses.put, stored)
+
+    return await aside(lambda: ResponseForm(body, envelope, asked.params, writer, keep if keeps else None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -12,6 +11,7 @@ from server.protocol.logprobs import token_text
 from server.protocol.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
 from server.routes.context import InContext, aside, json_body
 from server.routes.openapi import answers
+from server.slow_thread import run_slowly
 
 router = APIRouter()
 
@@ -34,7 +34,7 @@ async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(jso
             answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
         return answer.json_bytes()
 
-    made = document() if len(ids) <= MAX_INLINE_TOKENS else await asyncio.to_thread(document)
+    made = document() if len(ids) <= MAX_INLINE_TOKENS else await run_slowly(document)
     return Response(made, media_type="application/json")
 
 
