@@ -161,20 +161,26 @@ class Prober:
     @contextlib.contextmanager
     def probing(self) -> Iterator[Prober]:
         """Probe until left."""
-        thread = threading.Thread(target=self._run)
-        thread.start()
+        threads = [threading.Thread(target=self._probe), threading.Thread(target=self._weigh)]
+        for thread in threads:
+            thread.start()
         try:
             yield self
         finally:
             self._is_over.set()
-            thread.join()
+            for thread in threads:
+                thread.join()
 
     def ms(self, share: float) -> float:
         """The delay that this share of the probes does not exceed."""
         ordered = sorted(self.delays_s)
         return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
-    def _run(self) -> None:
+    def _weigh(self) -> None:
+        while self._pid is not None and not self._is_over.wait(PROBE_EVERY_S):
+            self.largest = max(self.largest, family_bytes(self._pid))
+
+    def _probe(self) -> None:
         connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=TIMEOUT_S)
         due_s = time.perf_counter()
         while not self._is_over.is_set():
@@ -184,8 +190,6 @@ class Prober:
             while due_s <= now:  # all that were due while this one waited
                 self.delays_s.append(now - due_s)
                 due_s += PROBE_EVERY_S
-            if self._pid is not None:
-                self.largest = max(self.largest, family_bytes(self._pid))
             time.sleep(max(due_s - time.perf_counter(), 0))
         connection.close()
 
@@ -263,7 +267,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
-    run_case(target, pid, WARM_UP, 0.0)  # the first large body starts the child
+    run_case(target, pid, WARM_UP, max(options.seconds, 2.0))  # the first large body starts the child
     prober = Prober(target, pid)
     with prober.probing():
         time.sleep(max(options.seconds, 1.0))
