@@ -21,7 +21,8 @@ import pytest
 from fastapi.routing import APIRoute
 from harness import Live, eventually
 
-from loadtest.hostile import family_bytes
+from loadtest.__main__ import main
+from loadtest.hostile import cases, family_bytes
 from server import bodies as bodies_module
 from server.app import API
 from server.bodies import INLINE_BYTES, BodyReader
@@ -256,7 +257,8 @@ LONG = "The quick brown fox, " * 50
 HEAVY: dict[str, tuple[str, Callable[[], bytes]]] = {
     "ids": (COMPLETIONS, lambda: json.dumps({"prompt": [70_000 + index for index in range(900_000)]}).encode()),
     "batch of ids": ("/v1/embeddings", lambda: json.dumps({"input": [[70_000] * 400] * 2000}).encode()),
-    "integers as messages": (CHAT, lambda: b'{"messages":[%s]}' % b",".join([b"1"] * 15_000_000)),
+    "integers as messages": (CHAT, lambda: b'{"messages":[%s]}' % b",".join([b"1"] * 500_000)),
+    "30 MB of them": (CHAT, lambda: b'{"messages":[%s]}' % b",".join([b"1"] * 15_000_000)),
     "messages": (CHAT, lambda: json.dumps({"messages": [{"role": "user", "content": LONG}] * 11_000}).encode()),
     "tiny messages": (CHAT, lambda: json.dumps({"messages": [{"role": "user", "content": "x"}] * 20_000}).encode()),
     "one message": (CHAT, lambda: json.dumps({"messages": [{"role": "user", "content": LONG * 28_000}]}).encode()),
@@ -285,6 +287,18 @@ def test_daemon_and_child_grow_by_64_mib_and_4_times_the_body(daemon: tuple[str,
         watching.join()
     assert before < largest, "nothing was measured"
     assert largest - before < 64 * MIB + 4 * len(body), f"it grew by {(largest - before) / MIB:.0f} MiB"
+
+
+def test_hostile_bodies_can_be_measured(large: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether probes were late is the machine's matter; that every case makes JSON, and is answered, is not."""
+    flags = ["--base-url", large.url, "--pid", str(os.getpid()), "--seconds", "0.2", "--only", "unknown fields"]
+    assert main(["hostile", *flags]) in (0, 1)
+    out = capsys.readouterr().out
+    assert re.search(r"a million unknown fields .* MiB +\d+ x 400\n", out)
+    assert re.search(r"a thousand unknown fields .* MiB +\d+ x 200\n", out)
+    for case in cases():
+        if case.name != "100,000 brackets" and "30 MB" not in case.name:
+            json.loads(case.make())
 
 
 def test_the_reader_can_be_used_from_any_thread_and_logs_what_failed(caplog: pytest.LogCaptureFixture) -> None:

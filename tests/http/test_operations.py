@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import httpx
@@ -13,6 +14,14 @@ GUARDED = (
     "/v1/models", "/v1/models/parrot", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/metrics",
     "/version", "/load", "/docs", "/openapi.json", "/nowhere", "/health/", "//health", "/v1/engine/live", "/page", "/page/",
 )  # fmt: skip
+
+
+def test_the_lag_of_the_event_loop_is_shown(http: httpx.Client) -> None:
+    def lag_s() -> float:
+        [value] = re.findall(r"^quire_event_loop_lag_seconds (\S+)$", http.get("/metrics").text, re.MULTILINE)
+        return float(value)
+
+    eventually(lambda: lag_s() > 0)  # no timer is on time, so it has been sampled
 
 
 @pytest.fixture
