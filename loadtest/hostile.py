@@ -35,6 +35,8 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/messages",
 )
 
+_ECHO = {"prompt": [*range(1000, 9000)], "max_tokens": 1, "echo": True, "logprobs": 5}
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -113,6 +115,7 @@ def cases() -> Sequence[Case]:
         Case("900,000 token ids", COMPLETIONS, lambda: _json({"prompt": list(range(900_000)), "max_tokens": 1})),
         Case("1,000 prompts of 900 ids", COMPLETIONS, lambda: _json({"prompt": [[7] * 900] * 1000, "max_tokens": 1})),
         Case("1,000 choices", COMPLETIONS, lambda: _json({"prompt": ["x"] * 1000, "max_tokens": 64, "logprobs": 5})),
+        Case("8,000 ids echoed with logprobs", COMPLETIONS, lambda: _json(_ECHO)),
         Case("2,000 inputs of 400 ids", "/v1/embeddings", lambda: _json({"input": [[7] * 400] * 2000})),
         Case("a prompt of 30 MB", "/tokenize", lambda: _json({"prompt": text * 30_000})),
         Case(

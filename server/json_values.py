@@ -121,7 +121,7 @@ def unpack(parts: list[bytearray]) -> Any:
     """The document that was packed. Empties the list as it goes."""
     parts.reverse()
     root: Any
-    root, places = json.loads(parts.pop())
+    root, places = from_json(parts.pop())
     holder = [root]
     for at, code in places:
         part = parts.pop()

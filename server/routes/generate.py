@@ -21,7 +21,7 @@ from server.choice import Delta, TextRules
 from server.client import Answer
 from server.disconnect import unless_disconnected
 from server.errors import to_api_error
-from server.generation import Generation
+from server.generation import ChoiceDelta, Generation
 from server.ledger import Entry
 from server.middleware import ENTRY, REQUEST_ID
 from server.protocol.form import Form
@@ -37,6 +37,7 @@ from server.tenancy import TENANT, Account
 logger = logging.getLogger(__name__)
 
 MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written beside the event loop
+MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
 
 
 def engine_requests(
@@ -171,7 +172,8 @@ async def _frames(generation: Generation, body: SamplingBody, form: Form) -> Asy
         if opening := form.opening():
             yield opening
         while news := await generation.next_deltas():
-            yield form.news(news, lambda: generation.usage)
+            frames = partial(form.news, news, lambda: generation.usage)
+            yield await run_slowly(frames) if _tells_long_prompt(news) else frames()
         metrics = None
         if body.include_metrics:
             await generation.settle()
@@ -184,3 +186,11 @@ async def _frames(generation: Generation, body: SamplingBody, form: Form) -> Asy
             logger.exception("a stream failed")
         last = form.failure(to_api_error(error))
     yield last
+
+
+def _tells_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
+    """True for the first of an answer that repeats a long prompt, or tells its log probabilities."""
+    return any(
+        delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT
+        for _, delta in news
+    )
