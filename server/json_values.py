@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -20,6 +21,7 @@ STRING_WEIGHT = 4  # a text or a field's name
 _PIECE_BYTES = 1 << 16
 _LONG_TEXT = 256  # characters; a longer string travels by itself
 _LONG_LIST = 32  # items; a longer list of integers travels as an array
+_SLICE = 4096  # items of a list or object that are read in one call, which holds the GIL for 1 ms
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Place = list[str | int]
@@ -96,6 +98,10 @@ def _without_long(value: Any, at: Place, places: list[tuple[Place, str]], parts:
         places.append((at, ""))
         parts.append(value.encode())
         return None
+    if isinstance(value, dict | list) and len(value) > _SLICE and (whole := _sliced(value)) is not None:
+        places += [(at, "{" if isinstance(value, dict) else "[")] * len(whole)
+        parts += whole
+        return type(value)()
     if isinstance(value, dict):
         return {name: _without_long(item, [*at, name], places, parts) for name, item in value.items()}
     if not isinstance(value, list):
@@ -106,6 +112,18 @@ def _without_long(value: Any, at: Place, places: list[tuple[Place, str]], parts:
     places.append((at, numbers.typecode))
     parts.append(numbers.tobytes())
     return None
+
+
+def _sliced(value: dict[str, Any] | list[Any]) -> list[bytes] | None:
+    """A long list or object of scalars as JSON of parts of it; integers that fit an array are left to that."""
+    scalars = value.values() if isinstance(value, dict) else value
+    if set(map(type, scalars)) & {dict, list} or (isinstance(value, list) and _numbers(value) is not None):
+        return None
+    starts = range(0, len(value), _SLICE)
+    if isinstance(value, list):
+        return [json.dumps(value[start : start + _SLICE]).encode() for start in starts]
+    items = iter(value.items())
+    return [json.dumps(dict(islice(items, _SLICE))).encode() for _ in starts]
 
 
 def _numbers(values: list[Any]) -> array[int] | None:
@@ -125,12 +143,16 @@ def unpack(parts: list[bytearray]) -> Any:
     holder = [root]
     for at, code in places:
         part = parts.pop()
-        value: Any = part.decode() if not code else _list(code, part)
         target: Any = holder
         step: str | int = 0
         for following in at:
             target, step = target[step], following
-        target[step] = value
+        if code == "{":
+            target[step].update(from_json(part))
+        elif code == "[":
+            target[step].extend(from_json(part))
+        else:
+            target[step] = _list(code, part) if code else part.decode()
     return holder[0]
 
 

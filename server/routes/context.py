@@ -101,7 +101,7 @@ class Context:
 
         if sum(map(len, texts)) <= MAX_INLINE_CHARS:
             return encode_all()
-        return await asyncio.to_thread(encode_all)
+        return await (run_slowly(encode_all) if _IS_LARGE.get() else asyncio.to_thread(encode_all))
 
 
 async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own

@@ -44,6 +44,15 @@ def test_the_count_is_exact_wherever_the_document_is_cut(
         assert count_values(raw) == weight(document) <= most_values(raw)
 
 
+@pytest.mark.parametrize("size", [3, 4, 5, 9])
+def test_what_is_long_travels_in_slices(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_values, "_SLICE", 4)
+    names = {f"n{index}": index / 2 for index in range(size)}
+    for each in (names, [*names], [None] * size, [{}] * size, ["x" * 300] * size, {"a": {"b": [[*names], names]}}):
+        assert unpack([bytearray(part) for part in pack(each)]) == each
+    assert len(pack(names)) == 1 + (-(-size // 4) if size > 4 else 0)
+
+
 @settings(deadline=None)
 @given(DOCUMENTS, st.integers(0, 400), st.lists(st.integers(-(2**70), 2**70), min_size=30, max_size=40))
 def test_a_document_arrives_as_it_left(document: Any, length: int, numbers: list[int]) -> None:
