@@ -21,6 +21,7 @@ from server.app_config import AppConfig
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
+from server.bodies import BodyReader
 from server.client import EngineClient
 from server.cross_site import Cors, CrossSiteGuard
 from server.handoff import Receiver, Sender, open_exchange
@@ -94,6 +95,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     live_view = LiveView(engine)
     exchange = None if config.role == "both" else open_exchange(engine, config)
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
+    bodies = BodyReader(config.max_json_values)
     context = Context(
         engine=engine,
         client=EngineClient(engine),
@@ -108,7 +110,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
-        batches=_batches(engine, config),
+        bodies=bodies,
+        batches=_batches(engine, config, bodies),
         sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
         receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
     )
@@ -122,6 +125,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         context.client.start()
+        metrics.loop_lag.start()
         if prefixes:
             await compute_prefixes(prefixes, context)
         if service is not None and not context.client.is_draining:
@@ -142,6 +146,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         if service is not None:
             service.close()
         context.grammars.close()
+        context.bodies.close()
+        metrics.loop_lag.stop()
 
     app = FastAPI(
         title="Quire",
@@ -169,12 +175,12 @@ def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
     return None if config.tenants is None else read_tenants(config.tenants, config.api_keys)
 
 
-def _batches(engine: Engine, config: AppConfig) -> BatchService | None:
+def _batches(engine: Engine, config: AppConfig, bodies: BodyReader) -> BatchService | None:
     """Of lines as many run as the engine has seats, so that they can fill it while nothing else does."""
     if config.data_dir is None:
         return None
     max_running = engine.config.max_num_seqs
-    return BatchService(config.data_dir, max_running=max_running, max_line_bytes=config.max_body_bytes)
+    return BatchService(config.data_dir, bodies, max_running=max_running, max_line_bytes=config.max_body_bytes)
 
 
 def _line_app(context: Context) -> FastAPI:

@@ -23,6 +23,7 @@ class AppConfig:
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     protect_metrics: bool = False  # /metrics and /version ask for a key, too
     max_body_bytes: int = 32 * 1024 * 1024
+    max_json_values: int = 1_000_000  # of a body; server/json_values.py says how they count
     data_dir: Path | None = None  # where files and batches are kept; None: there are none
     max_file_bytes: int = 200 * 1024 * 1024  # of an upload
     max_logprobs: int = 20

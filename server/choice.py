@@ -66,8 +66,8 @@ class Choice:
     """accept events until `is_done`; take what has come up so far."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
-        context = () if rules.echo else prompt
-        self._detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=rules.skip_special_tokens)
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None  # made for the first token: what only reads prompts has none
         self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None
         self._prompt = prompt
         self._rules = rules
@@ -92,11 +92,16 @@ class Choice:
             if self.is_done:
                 return True
         if event.finish_reason is not None:
-            self._read(self._detokenizer.flush())
+            self._read(self._detokenizer.flush() if self._detokenizer else "")
             if self._reader is not None:
                 self._show(self._reader.finish())
             self._finish(event.finish_reason, event.stop_reason)
         return self.is_done
+
+    @property
+    def num_echoed(self) -> int:
+        """Tokens of the prompt that its first event has read."""
+        return len(self._prompt) if self._rules.echo else 0
 
     def drop(self) -> None:
         """End without an answer, instead of by the error that says why."""
@@ -119,7 +124,7 @@ class Choice:
         for position, token_id in enumerate(self._prompt):
             if prompt.logprobs is not None:
                 self._note(token_id, prompt.logprobs[position])
-            text = self._detokenizer.push(token_id)
+            text = self._push(token_id)
             self._num_chars += len(text)
             self._delta.text += text
 
@@ -130,7 +135,14 @@ class Choice:
             self._note(token_id, logprob)
         is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
         if is_shown and token_id not in self._rules.hidden_ids:
-            self._read(self._detokenizer.push(token_id))
+            self._read(self._push(token_id))
+
+    def _push(self, token_id: int) -> str:
+        if self._detokenizer is None:
+            context = () if self._rules.echo else self._prompt
+            skip = self._rules.skip_special_tokens
+            self._detokenizer = Detokenizer(self._tokenizer, context, skip_special_tokens=skip)
+        return self._detokenizer.push(token_id)
 
     def _note(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self._delta.logprob_ids.append(token_id)

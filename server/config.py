@@ -121,6 +121,7 @@ class Settings(
             allowed_origins=self.allowed_origins,
             protect_metrics=self.protect_metrics,
             max_body_bytes=self.max_body_bytes,
+            max_json_values=self.max_json_values,
             data_dir=self.data_dir,
             max_file_bytes=self.max_file_bytes,
             max_logprobs=self.max_logprobs,

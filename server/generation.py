@@ -5,17 +5,21 @@ Event loop only. Between the mailbox (client.py) and the JSON (protocol/); knows
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, FinishReason, Request
+from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from server.choice import Choice, Delta, TextRules
 from server.client import Answer
 from server.protocol.usage import Usage
+from server.slow_thread import run_slowly
 from server.text import Tokenizer
 from server.timeline import Timeline
 
+TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has a thousand
+MAX_INLINE_ECHO = 256  # tokens of a prompt that are read on the event loop, about 5 ms
 _DRAWN = (None, FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -94,7 +98,12 @@ class Generation:
         """Wait for the end; one delta a choice, in order."""
         while self._num_open:
             await self._listen()
-        return [choice.take() for choice in self._choices]
+        deltas = []
+        for number, choice in enumerate(self._choices, start=1):
+            deltas.append(choice.take())
+            if not number % TURN_EVENTS:
+                await asyncio.sleep(0)
+        return deltas
 
     async def settle(self) -> None:
         """Wait until the engine has ended every choice too: with a stop string that is a step later. After the last delta."""
@@ -104,7 +113,9 @@ class Generation:
     async def _listen(self) -> list[int]:
         """Take in what has happened; returns the choices that heard of it."""
         heard: dict[int, None] = {}  # ordered, each once
-        for prompt, event in await self._answer.take():
+        for number, (prompt, event) in enumerate(await self._answer.take(), start=1):
+            if not number % TURN_EVENTS:
+                await asyncio.sleep(0)  # others have their turn
             index = prompt * self._n + event.choice
             choice = self._choices[index]
             self.timeline.hear(index, event)
@@ -120,7 +131,7 @@ class Generation:
                 if self._pinned_tokens is not None:
                     self._pinned_tokens.setdefault(prompt, event.prompt.num_pinned_tokens)
             try:
-                is_done = choice.accept(event)
+                is_done = await _accept(choice, event)
             except QuireError:
                 self._answer.close(AbortCause.ERROR)  # one failed, so the others are not wanted either
                 raise
@@ -131,3 +142,10 @@ class Generation:
                     self._answer.stop(event)
             heard[index] = None
         return list(heard)
+
+
+async def _accept(choice: Choice, event: TokenEvent) -> bool:
+    """Have a choice take in an event; a long prompt that it repeats is read beside the event loop."""
+    if event.prompt is not None and choice.num_echoed > MAX_INLINE_ECHO:
+        return await run_slowly(lambda: choice.accept(event))
+    return choice.accept(event)

@@ -15,6 +15,7 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Gauge,
     GCCollector,
     PlatformCollector,
     ProcessCollector,
@@ -30,6 +31,7 @@ from engine.core.stats import (
 from engine.core.types import Request
 from engine.loop import Engine
 from server.handoff import HandoffOutcome
+from server.loop_lag import LoopLag
 from server.metric_rows import METRICS, VLLM_METRICS, Family
 from server.tenant_metrics import TenantMetrics
 from server.timeline import Timeline
@@ -170,6 +172,12 @@ class Metrics:
             ("outcome",),
             registry=self._registry,
         )
+        self.loop_lag = LoopLag()
+        Gauge(
+            "quire_event_loop_lag_seconds",
+            "Longest time that the event loop was held up, in the last half minute to a minute.",
+            registry=self._registry,
+        ).set_function(lambda: self.loop_lag.seconds)
         self._names: dict[Counter, set[str]] = {self._ignored: set(), self._adapter_requests: set()}
         self.tenants = TenantMetrics(self._registry)
         length = engine.config.max_model_len

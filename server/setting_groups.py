@@ -305,6 +305,12 @@ class HttpSettings(BaseModel):
     host: str = _setting("127.0.0.1", "ADDR", "address to bind; 0.0.0.0 opens the daemon to the network")
     port: int = _setting(8000, "PORT", "port to bind; 0 takes a free one", ge=0, le=65535)
     max_body_bytes: ByteSize = _setting(_APP.max_body_bytes, "SIZE", "largest request body, such as 32MiB", ge=1)
+    max_json_values: int = _setting(
+        _APP.max_json_values,
+        "N",
+        "most JSON values in a request body, by the memory they take: a string counts as 4, a list or an object as 32",
+        ge=1,
+    )
     max_logprobs: int = _setting(_APP.max_logprobs, "N", "most logprobs a request may ask for", ge=0)
     max_stored_responses: int = _setting(
         _APP.max_stored_responses, "N", "answers of /v1/responses that are kept to be continued; 0 keeps none", ge=0

@@ -34,6 +34,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_of_letter()
+_LONG_DECODE = 1024  # tokens, about 0.3 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids, with U+FFFD for broken UTF-8."""
+        if len(token_ids) > _LONG_DECODE:  # unlike `decode` this gives up the GIL
+            return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def to_json(self) -> str:

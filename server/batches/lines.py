@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
-from pydantic_core import to_json
 
-from server.errors import shorten, to_api_error
+from server.bodies import BodyReader
+from server.errors import ApiError, shorten, to_api_error
 from server.protocol.batches import BatchLine, LineError
 
 MAX_LINES = 50_000
@@ -42,7 +42,9 @@ class Piece:
     is_last: bool = False
 
 
-def read_piece(path: Path, endpoint: str, max_line_bytes: int, *, start: int = 0, number: int = 1) -> Piece:
+def read_piece(
+    path: Path, endpoint: str, bodies: BodyReader, max_line_bytes: int, *, start: int = 0, number: int = 1
+) -> Piece:
     """Check lines from `start` on, whose first is line `number`; blank ones are passed over."""
     piece = Piece(number, start)
     with path.open("rb") as file:
@@ -57,34 +59,36 @@ def read_piece(path: Path, endpoint: str, max_line_bytes: int, *, start: int = 0
                 piece.errors.append(LineError(code="request_too_large", message=message, line=piece.next_number))
                 piece.is_last = True
                 break
-            _check(raw, endpoint, piece)
+            _check(raw, endpoint, bodies, piece)
             piece.end += len(raw)
             piece.next_number += 1
     return piece
 
 
-def read_body(path: Path, start: int, size: int) -> bytes:
-    """The request body in a line that has been checked."""
+def read_body(path: Path, bodies: BodyReader, start: int, size: int) -> bytes:
+    """The request body in a line that has been checked; what is no JSON number stays for the endpoint to refuse."""
     with path.open("rb") as file:
         file.seek(start)
-        line = BatchLine.model_validate_json(_text(file.read(size), start))
-    return to_json(line.body, inf_nan_mode="constants")  # what is no JSON number stays for the endpoint to refuse
+        text = _text(file.read(size), start)
+    return bodies.read_member(BatchLine, text, "body")
 
 
 def _text(raw: bytes, start: int) -> bytes:
     return raw.removeprefix(_BOM) if not start else raw
 
 
-def _check(raw: bytes, endpoint: str, piece: Piece) -> None:
-    """Note a line, or what is wrong with it."""
+def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
+    """Note a line, or what is wrong with it. Raises ApiError where that could not be found out."""
     text = _text(raw, piece.end)
     if not text.strip():
         return
     fault: LineError | None = None
     try:
-        line = BatchLine.model_validate_json(text)
-    except ValidationError as error:
+        line = bodies.read_here(BatchLine, text)
+    except (ApiError, ValidationError) as error:
         told = to_api_error(error)
+        if told.status >= 500:
+            raise
         fault = LineError(code=told.code, message=told.message, param=told.param)
     else:
         if line.url != endpoint:

@@ -22,6 +22,7 @@ from server.batches.store import Store
 from server.batches.thread import StoreThread
 from server.batches.upload import Form
 from server.batches.worker import BatchWorker
+from server.bodies import BodyReader
 from server.errors import ApiError, shorten
 from server.protocol.batches import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
 from server.tenancy import Tenancy
@@ -33,13 +34,15 @@ MAX_OPEN_BATCHES = 100
 class BatchService:
     """Opened with the folder; runs batches from `start` to `stop`, answers until `close`."""
 
-    def __init__(self, path: Path, *, max_running: int, max_line_bytes: int) -> None:
+    def __init__(self, path: Path, bodies: BodyReader, *, max_running: int, max_line_bytes: int) -> None:
         """Raises ConfigError for a folder that cannot be used."""
         self._folder = DataFolder(path)
         store = Store(self._folder.database)
         self._folder.sweep(store.file_ids())
         self._store = StoreThread(store)
-        self._worker = BatchWorker(self._store, self._folder, max_running=max_running, max_line_bytes=max_line_bytes)
+        self._worker = BatchWorker(
+            self._store, self._folder, bodies, max_running=max_running, max_line_bytes=max_line_bytes
+        )
         self._endpoints: Collection[str] = ()
 
     def start(

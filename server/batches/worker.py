@@ -31,6 +31,8 @@ from server.batches.lines import MAX_ERRORS, MAX_LINES, read_body, read_piece
 from server.batches.outputs import answered, unanswered, write_files
 from server.batches.store import OpenBatch, Outcome, PendingLine, Store
 from server.batches.thread import StoreThread
+from server.bodies import BodyReader
+from server.errors import ApiError
 from server.protocol.batches import Batch, BatchStatus, LineError, LineErrors
 from server.tenancy import Account, Tenancy
 
@@ -61,9 +63,12 @@ class _NotNowError(Exception):
 class BatchWorker:
     """Start it once with who is to be asked, wake it when a batch came or changed, stop it once."""
 
-    def __init__(self, store: StoreThread, folder: DataFolder, *, max_running: int, max_line_bytes: int) -> None:
+    def __init__(
+        self, store: StoreThread, folder: DataFolder, bodies: BodyReader, *, max_running: int, max_line_bytes: int
+    ) -> None:
         self._store = store
         self._folder = folder
+        self._bodies = bodies
         self._max_running = max_running
         self._max_line_bytes = max_line_bytes
         self._running: dict[Key, Running] = {}  # the oldest first
@@ -217,7 +222,12 @@ class BatchWorker:
             message = f"The server ended {MAX_ATTEMPTS} times while this request ran; it is not tried again."
             return unanswered(line, "too_many_attempts", message)
         try:
-            document = await asyncio.to_thread(read_body, self._folder.path_of(line.file_id), line.start, line.size)
+            path = self._folder.path_of(line.file_id)
+            document = await asyncio.to_thread(read_body, path, self._bodies, line.start, line.size)
+        except ApiError as error:
+            if error.status >= 500:
+                raise
+            return unanswered(line, error.code, error.message)
         except (OSError, ValueError) as error:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", "The input file cannot be read any more; upload it again.")
@@ -257,7 +267,9 @@ class BatchWorker:
         path, start, number, total = self._folder.path_of(batch.input_file_id), 0, 1, 0
         errors: list[LineError] = []
         while True:
-            read = partial(read_piece, path, batch.endpoint, self._max_line_bytes, start=start, number=number)
+            read = partial(
+                read_piece, path, batch.endpoint, self._bodies, self._max_line_bytes, start=start, number=number
+            )
             try:
                 piece = await asyncio.to_thread(read)
             except OSError as error:

@@ -6,9 +6,9 @@ import re
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from server.protocol.base import RequestBody
+from server.protocol.base import RequestBody, check_num_fields
 
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -172,6 +172,12 @@ class BatchLine(BaseModel):
     method: Literal["POST"]
     url: str
     body: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        check_num_fields(data)
+        return data
 
 
 class PageQuery(BaseModel):

@@ -139,8 +139,8 @@ class CompletionForm:
         self._mould = ChunkMould(Completion(**self._fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [self._choice(index, delta) for index, delta in enumerate(self._best(deltas))]
-        return Completion(**self._fields, choices=choices, usage=usage).json_bytes()
+        choices = (self._choice(index, delta) for index, delta in enumerate(self._best(deltas)))
+        return self._mould.cast_all(choices, usage=usage)
 
     def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """Of each prompt's answers the n likeliest, best first."""

@@ -96,7 +96,8 @@ class Conversation(RequestBody):
         return self.chat_template_kwargs
 
     def render(self, limits: Limits) -> str:
-        """The prompt's text. Raises InvalidRequestError where the template refuses."""
+        """The prompt's text. Raises InvalidRequestError where the template refuses, or what it is given cannot fit."""
+        limits.check_num_chars(sum(len(message.content) for message in self.messages), "messages")
         wants_prompt = self.add_generation_prompt
         messages = [message.for_template() for message in self.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in self.shown_tools()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,10 +54,14 @@ class ChunkMould:
 
     def cast(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
         """A whole chunk. `usage` is given, perhaps as None, where the client asked for it."""
+        return self.cast_all([choice], **usage)
+
+    def cast_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
+        """The same with several choices, each written by itself: a thousand in one call would hold the GIL for long."""
         tail = b"]}"
         for value in usage.values():
             tail = b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
-        return self._head + choice.json_bytes() + tail
+        return self._head + b",".join([choice.json_bytes() for choice in choices]) + tail
 
 
 def new_call_id(prefix: str, length: int) -> str:

@@ -55,11 +55,15 @@ class Limits:
 
         Encoding costs a second and 180 MB for every million characters, so what cannot fit must not get that far.
         """
+        self.check_num_chars(len(text), param)
+
+    def check_num_chars(self, num: int, param: str) -> None:
+        """The same of a text that is not made yet."""
         most = self.max_model_len * self.tokenizer.max_token_chars
-        if len(text) > most:
+        if num > most:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, into which at most {most} "
-                f"characters fit, but {param} has {len(text)}; shorten it.",
+                f"characters fit, but {param} has {num}; shorten it.",
                 param=param,
             )
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from server.protocol.completions import Completion, CompletionBody, CompletionForm
 from server.protocol.form import Chunks, Envelope
-from server.routes.context import InContext, json_body
+from server.routes.context import InContext, aside, json_body
 from server.routes.generate import answer_id, constrain, engine_requests, respond
 from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
@@ -23,7 +23,8 @@ async def create_completion(
 ) -> Response:
     """Continue one or several prompts."""
     model = context.check_model(body.model)
-    params = await constrain(context, body.grammar_spec(), body.params(context.limits))
+    wanted, grammar = await aside(lambda: (body.params(context.limits), body.grammar_spec()))
+    params = await constrain(context, grammar, wanted)
     ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     prompts = [body.truncate(prompt, context.limits) for prompt in ids]
     requests = engine_requests(context, body, prompts, [params] * len(prompts))

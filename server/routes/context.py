@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
@@ -14,6 +15,7 @@ from engine.core.adapter import Adapter
 from engine.loop import Engine
 from server.app_config import AppConfig
 from server.batches.service import BatchService
+from server.bodies import BodyReader, is_large
 from server.client import EngineClient
 from server.errors import ApiError, shorten
 from server.handoff import Receiver, Sender
@@ -26,6 +28,7 @@ from server.protocol.conversation import Conversation
 from server.protocol.limits import Limits
 from server.public_prefixes import PublicPrefixes
 from server.response_store import ResponseStore
+from server.slow_thread import run_slowly
 from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.tenancy import Tenancy, owner_of
@@ -38,6 +41,9 @@ MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread, so th
 MAX_TOLD_FIELDS = 20
 
 Body = TypeVar("Body", bound=RequestBody)
+Result = TypeVar("Result")
+
+_IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Context:
     standing: Standing
     ledger: Ledger
     responses: ResponseStore
+    bodies: BodyReader
     started_s: int  # Unix time
     batches: BatchService | None = None  # without --data-dir there are none
     sender: Sender | None = None  # of a prefill daemon
@@ -90,7 +97,9 @@ class Context:
 
     async def render(self, body: Conversation) -> str:
         """A conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
-        return await asyncio.to_thread(body.render, self.limits) if body.is_long else body.render(self.limits)
+        if body.is_long or _IS_LARGE.get():
+            return await run_slowly(lambda: body.render(self.limits))
+        return body.render(self.limits)
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text, without holding up the event loop. Raises ContextLengthError for a hopeless one."""
@@ -102,7 +111,7 @@ class Context:
 
         if sum(map(len, texts)) <= MAX_INLINE_CHARS:
             return encode_all()
-        return await asyncio.to_thread(encode_all)
+        return await (run_slowly(encode_all) if _IS_LARGE.get() else asyncio.to_thread(encode_all))
 
 
 async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own
@@ -141,8 +150,8 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         if encoding.strip().lower() != "identity":
             message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
             raise ApiError(400, "unsupported_media_type", message)
-        body = model.model_validate_json(await request.body())
-        names = body.ignored_fields()
+        body = await _read(request, context, model)
+        names = await aside(body.ignored_fields)
         if names and context.config.strict_fields:
             message = f"Unknown fields: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message, names[0])
@@ -151,6 +160,22 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         return body
 
     return read
+
+
+async def _read(request: Request, context: Context, model: type[Body]) -> Body:
+    """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+    _IS_LARGE.set(is_large(raw))
+    if _IS_LARGE.get():
+        return await context.bodies.read(model, raw)
+    return context.bodies.read_here(model, raw)
+
+
+async def aside(function: Callable[[], Result]) -> Result:
+    """Run what takes time in proportion to the request's body: on the slow thread if that is large, else here."""
+    return await run_slowly(function) if _IS_LARGE.get() else function()
 
 
 def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:

@@ -12,7 +12,7 @@ from server.errors import ApiError
 from server.protocol.chat import ChatBody
 from server.protocol.form import Envelope
 from server.protocol.limits import num_common
-from server.routes.context import Context
+from server.routes.context import Context, aside
 from server.routes.generate import answer_id, constrain, engine_requests
 
 
@@ -47,7 +47,8 @@ async def prompt_ids(context: Context, body: ChatBody) -> tuple[str, list[int]]:
 async def count_common(context: Context, body: ChatBody, text: str, prompt: Sequence[int]) -> int:
     """How many tokens of a prompt, rendered as `text`, another conversation begins with; 0 of one that cannot be."""
     try:
-        common = text[: num_common(await context.render(body), text)]
+        rendered = await context.render(body)
+        common = await aside(lambda: text[: num_common(rendered, text)])
         [ids] = await context.encode([common], "messages", add_special_tokens=body.add_special_tokens)
     except (ClientError, ApiError):
         return 0
@@ -57,13 +58,15 @@ async def count_common(context: Context, body: ChatBody, text: str, prompt: Sequ
 async def prepare(context: Context, body: ChatBody) -> Asked:
     """Raises ClientError or ApiError for what cannot be answered."""
     text, prompt = await prompt_ids(context, body)
-    params = body.params(context.limits, len(prompt))
-    params = await constrain(context, body.message_grammar(context.limits), params)
-    params = body.with_thoughts(params, context.limits, text)
+    limits = context.limits
+    params = await aside(lambda: body.params(limits, len(prompt)))
+    params = await constrain(context, await aside(lambda: body.message_grammar(limits)), params)
+
+    params = body.with_thoughts(params, limits, text)
     return Asked(
         text=text,
         prompt=prompt,
         params=params,
-        rules=body.message_rules(params, context.limits, text),
+        rules=body.message_rules(params, limits, text),
         requests=engine_requests(context, body, [prompt], [params]),
     )

@@ -21,7 +21,7 @@ from server.choice import Delta, TextRules
 from server.client import Answer
 from server.disconnect import unless_disconnected
 from server.errors import to_api_error
-from server.generation import Generation
+from server.generation import ChoiceDelta, Generation
 from server.handoff import Receiver
 from server.ledger import Entry
 from server.middleware import ENTRY, REQUEST_ID
@@ -30,11 +30,15 @@ from server.protocol.reading import ReadingBody
 from server.protocol.sampling import SamplingBody, seconds
 from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.routes.context import Context
+from server.slow_thread import run_slowly
 from server.sse import EventStream
 from server.structured.spec import GrammarSpec
 from server.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
+
+MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written beside the event loop
+MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
 
 
 def engine_requests(
@@ -138,7 +142,11 @@ async def respond(
             standing=partial(context.standing.sentence, [request.request_id for request in requests]),
         )
     deltas = await all_deltas(http, answer, generation, body)
-    return with_timings(form.answer(deltas, generation.usage), generation, body)
+    usage = generation.usage
+    size = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
+    is_short = size <= MAX_INLINE_TOKENS and sum(len(request.prompt) for request in requests) <= MAX_INLINE_TOKENS
+    document = form.answer(deltas, usage) if is_short else await run_slowly(lambda: form.answer(deltas, usage))
+    return with_timings(document, generation, body)
 
 
 async def all_deltas(
@@ -171,7 +179,8 @@ async def _frames(generation: Generation, body: SamplingBody, form: Form) -> Asy
         if opening := form.opening():
             yield opening
         while news := await generation.next_deltas():
-            yield form.news(news, lambda: generation.usage)
+            frames = partial(form.news, news, lambda: generation.usage)
+            yield await run_slowly(frames) if _tells_long_prompt(news) else frames()
         metrics = None
         if body.include_metrics:
             await generation.settle()
@@ -184,3 +193,11 @@ async def _frames(generation: Generation, body: SamplingBody, form: Form) -> Asy
             logger.exception("a stream failed")
         last = form.failure(to_api_error(error))
     yield last
+
+
+def _tells_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
+    """True for the first of an answer that repeats a long prompt, or tells its log probabilities."""
+    return any(
+        delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT
+        for _, delta in news
+    )

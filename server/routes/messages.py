@@ -14,7 +14,7 @@ from engine.core.types import Request as EngineRequest
 from server.protocol.chat import ChatBody
 from server.protocol.messages import CountBody, MessagesBody
 from server.protocol.messages_form import AnthropicError, AnthropicMessage, MessageForm
-from server.routes.context import Context, InContext, json_body
+from server.routes.context import Context, InContext, aside, json_body
 from server.routes.conversation import Asked, count_common, prepare, prompt_ids
 from server.routes.generate import respond
 from server.routes.openapi import answers
@@ -34,7 +34,7 @@ async def create_message(
     """Answer a conversation."""
     model = context.check_model(body.model)
     with body.own_names():
-        chat = body.to_chat()
+        chat = await aside(body.to_chat)
         asked = await prepare(context, chat)
         requests = await _retaining(context, body, chat, asked)
         form = MessageForm(asked.envelope("msg", model, context), call_id_length=context.limits.call_id_length)
@@ -45,7 +45,7 @@ async def _retaining(context: Context, body: MessagesBody, chat: ChatBody, asked
     """The requests, with what cache_control asks for."""
     pins = asked.requests[0].pins
     if context.engine.config.pinned_share:
-        for seconds, beginning in body.retained(chat):
+        for seconds, beginning in await aside(lambda: body.retained(chat)):
             whole = len(asked.prompt)
             num = whole if beginning is None else await count_common(context, beginning, asked.text, asked.prompt)
             pins += (Pin(num, seconds),)
@@ -57,5 +57,5 @@ async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(js
     """How many tokens the prompt has."""
     context.check_model(body.model)
     with body.own_names():
-        _, ids = await prompt_ids(context, body.to_chat())
+        _, ids = await prompt_ids(context, await aside(body.to_chat))
     return {"input_tokens": len(ids)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Annotated
 
@@ -13,10 +12,11 @@ from engine.core.types import Pooling, PromptInfo
 from server.choice import Delta, TextRules
 from server.protocol.embeddings import EmbeddingBody, Embeddings
 from server.protocol.score import ScoreBody, Scores
-from server.routes.context import InContext, json_body
-from server.routes.generate import all_deltas, answer_id, begin, engine_requests, with_timings
+from server.routes.context import InContext, aside, json_body
+from server.routes.generate import MAX_INLINE_TOKENS, all_deltas, answer_id, begin, engine_requests, with_timings
 from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
+from server.slow_thread import run_slowly
 
 router = APIRouter()
 
@@ -40,7 +40,7 @@ async def create_embeddings(
         data = [body.shape(index, _prompt(delta).pooled or ()) for index, delta in enumerate(deltas)]
         return Embeddings(object="list", model=model, data=data, usage=generation.usage).json_bytes()
 
-    made = document() if len(deltas) <= MAX_INLINE_VECTORS else await asyncio.to_thread(document)
+    made = document() if len(deltas) <= MAX_INLINE_VECTORS else await run_slowly(document)
     return with_timings(made, generation, body)
 
 
@@ -53,24 +53,28 @@ async def create_score(
     model = context.check_model(body.model)
     params = body.reading_params(context.limits, prompt_logprobs=0)
     special = body.add_special_tokens
-    wholes = body.wholes(context.config.max_body_bytes)
+    wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
     contexts = await context.encode(body.text_1, "text_1", add_special_tokens=special)
     prompts = await context.encode(wholes, "text_2", add_special_tokens=special)
-    firsts = body.first_scored(contexts, prompts)
     body.check_lengths(prompts, "text_2", context.limits)
+    firsts = await aside(lambda: body.first_scored(contexts, prompts))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     answer, generation = begin(http, context, requests, TextRules())
     deltas = await all_deltas(http, answer, generation, body)
-    pairs = enumerate(zip(deltas, firsts, strict=True))
-    scores = Scores(
-        id=f"score-{answer_id(requests)}",
-        object="list",
-        created=int(time.time()),
-        model=model,
-        data=[body.shape(index, _prompt(delta).logprobs or (), first) for index, (delta, first) in pairs],
-        usage=generation.usage,
-    )
-    return with_timings(scores.json_bytes(), generation, body)
+
+    def document() -> bytes:
+        pairs = enumerate(zip(deltas, firsts, strict=True))
+        return Scores(
+            id=f"score-{answer_id(requests)}",
+            object="list",
+            created=int(time.time()),
+            model=model,
+            data=[body.shape(index, _prompt(delta).logprobs or (), first) for index, (delta, first) in pairs],
+            usage=generation.usage,
+        ).json_bytes()
+
+    num_tokens = sum(map(len, prompts))
+    return with_timings(document() if num_tokens <= MAX_INLINE_TOKENS else await run_slowly(document), generation, body)
 
 
 def _prompt(delta: Delta) -> PromptInfo:

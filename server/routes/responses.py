@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -11,17 +12,20 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from server.bodies import INLINE_BYTES
 from server.errors import ApiError, shorten, unsupported
+from server.protocol.chat import ChatBody
 from server.protocol.form import new_call_id
 from server.protocol.responses import InputBody, ResponsesBody
 from server.protocol.responses_form import ResponseForm
 from server.protocol.responses_items import Item
 from server.protocol.responses_output import OutputWriter, ResponseDocument
 from server.response_store import StoredResponse
-from server.routes.context import Context, InContext, InOwner, json_body
+from server.routes.context import Context, InContext, InOwner, Result, aside, json_body
 from server.routes.conversation import Asked, prepare, prompt_ids
 from server.routes.generate import respond
 from server.routes.openapi import answers
+from server.slow_thread import run_slowly
 
 router = APIRouter()
 
@@ -45,9 +49,9 @@ async def create_response(
     if body.store and not context.responses.is_open:
         raise unsupported("store", "this server stores no responses (--max-stored-responses); leave it out.")
     with body.own_names():
-        chat = body.to_chat(_earlier(context, owner, body))
+        chat = await _chat(context, owner, body)
         asked = await prepare(context, chat)
-        form = _form(context, owner, body, asked, model)
+        form = await _form(context, owner, body, asked, model)
         return await respond(http, context, chat, asked.requests, asked.rules, form)
 
 
@@ -58,7 +62,7 @@ async def count_input_tokens(
     """How many tokens the prompt has."""
     context.check_model(body.model)
     with body.own_names():
-        _, ids = await prompt_ids(context, body.to_chat(_earlier(context, owner, body)))
+        _, ids = await prompt_ids(context, await _chat(context, owner, body))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -81,7 +85,8 @@ async def delete_response(context: InContext, owner: InOwner, response_id: str) 
 async def list_input_items(http: Request, context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
     """What a stored response was asked, without what it continues."""
     page = Page.model_validate(dict(http.query_params))
-    items = json.loads(context.responses.find(owner, response_id).input_items)
+    stored = context.responses.find(owner, response_id)
+    items = await _unless_small(stored.num_bytes, lambda: json.loads(stored.input_items))
     if page.order == "desc":
         items.reverse()
     if page.after is not None:
@@ -95,25 +100,39 @@ async def list_input_items(http: Request, context: InContext, owner: InOwner, re
     return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(items) > page.limit}
 
 
-def _earlier(context: Context, owner: str, body: InputBody) -> Sequence[Item]:
-    """The items of all turns that this one continues. Raises a 404 if one of them is gone."""
-    items: list[Item] = []
-    if body.previous_response_id is not None:
-        for turn in context.responses.chain(owner, body.previous_response_id):
-            items += _ITEMS.validate_json(turn.input_items)
+async def _chat(context: Context, owner: str, body: InputBody) -> ChatBody:
+    """The chat, with all turns that this one continues. Raises a 404 if one of them is gone."""
+    previous = body.previous_response_id
+    turns = [] if previous is None else context.responses.chain(owner, previous)
+
+    def make() -> ChatBody:
+        items: list[Item] = []
+        for turn in turns:
+            items += _ITEMS.validate_python(json.loads(turn.input_items))
             items += _ITEMS.validate_python(json.loads(turn.document)["output"])
-    return items
+        return body.to_chat(items)
+
+    return await _unless_small(sum(turn.num_bytes for turn in turns), make)
 
 
-def _form(context: Context, owner: str, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
+async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Result:
+    """Run what works on so many stored bytes, on a worker thread if they, or the request's body, are many."""
+    return await (run_slowly(function) if num_bytes > INLINE_BYTES else aside(function))
+
+
+async def _form(context: Context, owner: str, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
     envelope = asked.envelope("resp", model, context)
     length = context.limits.call_id_length
     writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
 
-    def keep(document: bytes) -> None:
-        items = to_json([item.document() for item in body.input])
-        name = f"{envelope.id_prefix}_{envelope.answer_id}"
-        context.responses.put(owner, StoredResponse(name, body.previous_response_id, items, document))
-
     keeps = context.responses.is_open and body.store is not False
-    return ResponseForm(body, envelope, asked.params, writer, keep if keeps else None)
+    items = await aside(lambda: to_json([item.document() for item in body.input])) if keeps else b""
+
+    loop = asyncio.get_running_loop()
+
+    def keep(document: bytes) -> None:  # a long answer is written on another thread
+        name = f"{envelope.id_prefix}_{envelope.answer_id}"
+        stored = StoredResponse(name, body.previous_response_id, items, document)
+        loop.call_soon_threadsafe(context.responses.put, owner, stored)
+
+    return await aside(lambda: ResponseForm(body, envelope, asked.params, writer, keep if keeps else None))

@@ -7,17 +7,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from server.protocol.base import ResponseBody
 from server.protocol.logprobs import token_text
 from server.protocol.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
-from server.routes.context import InContext, json_body
+from server.routes.context import InContext, aside, json_body
 from server.routes.openapi import answers
+from server.slow_thread import run_slowly
 
 router = APIRouter()
 
 
-def _json(answer: ResponseBody) -> Response:
-    return Response(answer.json_bytes(), media_type="application/json")
+MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread, so that other requests are not held up
 
 
 @router.post("/tokenize", responses=answers(Tokenized))
@@ -28,10 +27,15 @@ async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(jso
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     param = "messages" if body.prompt is None else "prompt"
     [ids] = await context.encode([text], param, add_special_tokens=special)
-    answer = Tokenized(count=len(ids), max_model_len=context.limits.max_model_len, tokens=ids)
-    if body.return_token_strs:
-        answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
-    return _json(answer)
+
+    def document() -> bytes:
+        answer = Tokenized(count=len(ids), max_model_len=context.limits.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
+        return answer.json_bytes()
+
+    made = document() if len(ids) <= MAX_INLINE_TOKENS else await run_slowly(document)
+    return Response(made, media_type="application/json")
 
 
 @router.get("/tokenizer_info")
@@ -48,5 +52,9 @@ async def detokenize(
 ) -> Response:
     """The text of some token ids, special tokens spelled out."""
     context.check_model(body.model)
-    context.limits.check_ids(body.tokens, "tokens")
-    return _json(Detokenized(prompt=context.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+    def document() -> bytes:
+        context.limits.check_ids(body.tokens, "tokens")
+        return Detokenized(prompt=context.tokenizer.decode(body.tokens, skip_special_tokens=False)).json_bytes()
+
+    return Response(await aside(document), media_type="application/json")

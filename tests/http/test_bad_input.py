@@ -244,7 +244,24 @@ def test_other_content_types_are_refused(http: httpx.Client) -> None:
 
 def test_a_long_list_of_faults_is_told_in_short(http: httpx.Client) -> None:
     messages = [{"role": "x" * 10_000, "content": index} for index in range(1000)]
-    assert "more" in error_of(http.post(CHAT, json={"messages": messages}), 400)["message"]
+    message = error_of(http.post(CHAT, json={"messages": messages}), 400)["message"]
+    assert "messages.0.role" in message
+    assert "messages.1" not in message
+    fields = (
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "n",
+        "user",
+        "stream",
+        "stop",
+    )
+    faults: dict[str, Any] = {name: {} for name in (*fields, "cache_salt")}
+    assert "and 2 more" in error_of(http.post(CHAT, json={**HELLO, **faults}), 400)["message"]
 
 
 def test_unknown_models_routes_and_methods(http: httpx.Client) -> None:

@@ -170,7 +170,8 @@ def test_files_come_and_go(client: openai.OpenAI, served: Live, tmp_path: Path) 
 BAD_LINES: list[tuple[dict[str, Any] | str, str, str | None]] = [
     ("{", "invalid_json", None),
     ("[]", "invalid_type", None),
-    ("[" * 100_000, "invalid_json", None),
+    ("[" * 10_000, "invalid_json", None),
+    ("[" * 100_000, "too_many_values", None),
     (completion("x") | {"method": "GET"}, "invalid_value", "method"),
     (completion("x") | {"url": "/v1/chat/completions"}, "invalid_value", "url"),
     (completion("x") | {"custom_id": ""}, "invalid_value", "custom_id"),

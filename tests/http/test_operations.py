@@ -20,6 +20,14 @@ GUARDED = (
 )  # fmt: skip
 
 
+def test_the_lag_of_the_event_loop_is_shown(http: httpx.Client) -> None:
+    def lag_s() -> float:
+        [value] = re.findall(r"^quire_event_loop_lag_seconds (\S+)$", http.get("/metrics").text, re.MULTILINE)
+        return float(value)
+
+    eventually(lambda: lag_s() > 0)  # no timer is on time, so it has been sampled
+
+
 @pytest.fixture
 def locked(serve: Serve) -> str:
     return serve(api_keys=("first", "sécond")).url

@@ -21,6 +21,7 @@ from server.batches.outputs import write_files
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
 from server.batches.thread import Result, StoreThread
 from server.batches.worker import BatchWorker
+from server.bodies import BodyReader
 from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
 from server.tenancy import Tenancy
 from server.tenant_file import DEFAULT
@@ -303,7 +304,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
 
     async def leave() -> None:
         thread = SlowStore(store)
-        worker = BatchWorker(thread, folder, max_running=2, max_line_bytes=100)
+        worker = BatchWorker(thread, folder, BodyReader(1000), max_running=2, max_line_bytes=100)
         nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
         tenancy = Tenancy((), None, TenantMetrics(CollectorRegistry()))
         worker.start(nobody, nobody, Stats(), lambda: False, tenancy)

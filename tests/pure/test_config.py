@@ -272,7 +272,7 @@ def test_every_application_setting_reaches_the_application() -> None:
     """Each set to something that is not its default."""
     argv = [
         "--served-model-name", "first", "second", "--api-key", "k", "--allowed-origins", "https://a.b",
-        "--allowed-hosts", "a.b", "--protect-metrics",
+        "--allowed-hosts", "a.b", "--protect-metrics", "--max-json-values", "6",
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--max-stored-responses", "8", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
@@ -291,6 +291,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         allowed_origins=("https://a.b",),
         protect_metrics=True,
         max_body_bytes=1 << 20,
+        max_json_values=6,
         max_logprobs=7,
         max_stored_responses=8,
         page=False,

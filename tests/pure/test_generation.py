@@ -23,7 +23,7 @@ from engine.core.types import (
 )
 from server.choice import TextRules
 from server.client import EngineClient
-from server.generation import Generation
+from server.generation import TURN_EVENTS, Generation
 
 
 class Bytes:
@@ -78,6 +78,21 @@ class Desk:
         for each in events:
             self.engine.deliver([each])
         await asyncio.sleep(0)
+
+
+def test_a_step_of_many_choices_lets_others_have_their_turn() -> None:
+    async def run() -> int:
+        desk = Desk(requests(90))
+        turns, hearing = 0, asyncio.ensure_future(desk.generation.all_deltas())
+        await asyncio.sleep(0)
+        desk.engine.deliver([event("a", f"r{index}", **END) for index in range(90)])
+        while not hearing.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert [delta.text for delta in hearing.result()] == ["a"] * 90
+        return turns
+
+    assert asyncio.run(run()) > 90 / TURN_EVENTS
 
 
 END = {"finish_reason": FinishReason.LENGTH}

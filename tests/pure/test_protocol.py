@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from pydantic import ValidationError
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
 from server.errors import MAX_ENTRIES, ApiError, to_api_error
-from server.protocol.base import RequestBody
+from server.protocol.base import MAX_FIELDS, RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.completions import CompletionBody
 from server.protocol.limits import Limits
+from server.protocol.messages import MessagesBody
+from server.protocol.responses import ResponsesBody
 from server.protocol.sampling import StreamOptions
 from server.protocol.tokens import DetokenizeBody, TokenizeBody
 from server.text import SamplingDefaults
@@ -73,14 +76,61 @@ def test_ignored_names_are_fit_for_a_header() -> None:
     assert all(name.isascii() and name.isprintable() and len(name) < 300 for name in names)
 
 
+NUMBERS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "priority",
+    "top_logprobs",
+)
+WRONG: dict[str, Any] = {name: {} for name in NUMBERS}
+
+
 def test_a_validation_message_is_short_and_never_repeats_the_input() -> None:
     secret = "hunter2" * 1000
     with pytest.raises(ValidationError) as wrong:
-        ChatBody.model_validate({"messages": [{"role": secret, "content": 5}] * 500})
+        ChatBody.model_validate({"messages": [{"role": secret, "content": 5}] * 500, **WRONG})
     error = to_api_error(wrong.value)
     assert "hunter2" not in error.message
     assert error.message.count(";") == MAX_ENTRIES
-    assert error.param == "messages.0.role"
+    assert "messages.1" not in error.message, "a list stops at its first fault"
+
+
+def _request_bodies(base: type[RequestBody] = RequestBody) -> Iterator[type[RequestBody]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _request_bodies(each)
+
+
+def _collections(schema: Any) -> Iterator[dict[str, Any]]:
+    """All lists and dicts within a core schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict", "set", "frozenset", "tuple"):
+            yield schema
+        for inner in schema.values():
+            yield from _collections(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from _collections(inner)
+
+
+@pytest.mark.parametrize("body", list(dict.fromkeys(_request_bodies())), ids=lambda body: body.__name__)
+def test_every_list_and_dict_of_a_body_stops_at_its_first_fault(body: type[RequestBody]) -> None:
+    found = list(_collections(body.__pydantic_core_schema__))
+    assert [schema for schema in found if not schema.get("fail_fast") and schema["type"] in ("list", "dict")] == []
+    assert body not in (ChatBody, MessagesBody, ResponsesBody) or len(found) > 5
+
+
+@pytest.mark.parametrize("body", list(dict.fromkeys(_request_bodies())), ids=lambda body: body.__name__)
+def test_no_object_of_a_body_has_many_fields(body: type[RequestBody]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        body.model_validate({f"u{index}": 1 for index in range(MAX_FIELDS + 1)})
+    assert "send at most 1024" in to_api_error(refused.value).message
 
 
 def test_what_nobody_foresaw_is_told_nothing_about() -> None:
