@@ -49,8 +49,11 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
-from engine.runtime.lora.loader import LoraLoader, check_folder, naming
+from engine.runtime.lora.config import check_folder, naming
+from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.models.config_file import is_native
 from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
@@ -68,6 +71,16 @@ _MIN_COPIED_TOKENS = {"cpu": 1, "cuda": 32}
 _FIRST_BLOCK_SIZE = 16  # of --block-size auto, until it is known which are fast
 _MAX_QUEUED_REQUESTS = 1024
 _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in times of what the pool holds
+
+
+def check_foreign(config: EngineConfig) -> None:
+    """Raise ModelLoadError if the model is for transformers' code, which cannot run it; reads its config alone."""
+    path = resolve_model_path(config.model, config.revision, weights=False)
+    if is_native(config, path):
+        return
+    from engine.runtime.models.transformers_adapter import read_foreign_config
+
+    read_foreign_config(path)
 
 
 def build_engine(config: EngineConfig, report: Report) -> Engine:
@@ -90,7 +103,6 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         report(Progress("attention", describe_choice(config.attention_backend, device)))
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
-    _check_model_len(config, model)
     _share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
@@ -344,14 +356,6 @@ def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _check_model_len(config: EngineConfig, model: CausalLM) -> None:
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, but the model was made for {model.max_model_len} positions; "
-            f"set it to at most {model.max_model_len}."
-        )
 
 
 def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:

@@ -85,26 +85,12 @@ def load_speculation(
     asked = SpeculativeConfig.read(config.speculative_config)
     if asked.model is None:
         return Speculation(asked, config, device)
-    own = replace(
-        config,
-        model=asked.model,
-        revision=asked.revision,
-        quantization=asked.quantization,
-        max_model_len=None,
-        load_format=config.load_format if config.load_format == "dummy" else "auto",
-        lora_modules=(),
-        max_loras=None,
-        allow_runtime_lora_updating=False,
-    )
+    own = config.of_draft(asked)
     try:
         model = load_model(own, device, resolve_dtype(own, device), report)
     except (ConfigError, ModelLoadError) as error:
         raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
-    if model.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"--speculative-config: the draft model {asked.model} has {model.vocab_size} tokens and the model "
-            f"{target.vocab_size}; choose one of the same family, whose tokenizer is the same."
-        )
+    asked.check_vocabulary(model.vocab_size, target.vocab_size)
     return Speculation(asked, config, device, model)
 
 

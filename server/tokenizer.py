@@ -6,16 +6,18 @@ one class serves both sources. Knows no weights and no engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from engine.core.errors import InvalidRequestError, ModelLoadError
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
+from engine.model_check import check_entries
+from engine.regular_file import read_json
 from server.chat_template import ChatTemplate
 from server.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from server.text import SamplingDefaults
@@ -23,6 +25,12 @@ from server.text import SamplingDefaults
 # Names under which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
+)
+
+# Text of several scripts, which other tokenizers than the model's encode to other ids.
+PROBE = (
+    "The quick brown fox jumps over 1,234,567 lazy dogs; it's \u00fcber-schnell, \u00e9l\u00e9gant and 42% cheaper.\n"
+    "def f(x):\n    return {'a': [x ** 2, None]}  # \u0434\u0430, \u4f60\u597d, \U0001f98a\n"
 )
 
 
@@ -78,6 +86,15 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids, with U+FFFD for broken UTF-8."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ConfigError if ordinary text is encoded to ids that a model of this vocabulary does not have."""
+        beyond = max(self.encode(PROBE, add_special_tokens=True), default=0)
+        if beyond >= vocab_size:
+            raise ConfigError(
+                f"The tokenizer encodes text to the id {beyond}, and the model has {vocab_size} tokens; name the model's own "
+                "with --tokenizer."
+            )
 
     def to_json(self) -> str:
         """All of it, as a tokenizer.json has it."""
@@ -159,6 +176,8 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
 
 
 def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+    if Path(source).is_dir():
+        check_entries(Path(source))
     from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
 
     try:
@@ -177,7 +196,7 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
     ends: set[int] = set() if loaded.eos_token_id is None else {loaded.eos_token_id}
     for config in (generation, _json_file(source, "config.json", revision)):
         named = config.get("eos_token_id")
-        ends.update(named if isinstance(named, list) else [] if named is None else [named])
+        ends.update(token_id for token_id in (named if isinstance(named, list) else [named]) if type(token_id) is int)
     template = loaded.chat_template
     special = {role: token for role, token in loaded.special_tokens_map.items() if isinstance(token, str)}
     return backend, Vocabulary(
@@ -193,7 +212,10 @@ def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     path = cached_file(source, name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
-    content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    try:
+        content = read_json(Path(path)) if path else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -201,6 +223,9 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
     """What a generation_config recommends; one that does not sample is greedy."""
     names = [field.name for field in fields(SamplingDefaults)]
     named = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in named.items():
+        if type(value) not in (int, float) or not isfinite(value):
+            raise ModelLoadError(f"generation_config.json: {name!r} is {value!r:.80}, not a number; mend or remove it.")
     if named and generation.get("do_sample") is False:
         named["temperature"] = 0.0
     return SamplingDefaults(**named)

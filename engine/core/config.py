@@ -7,7 +7,7 @@ Both are frozen and validated at birth. Where a value depends on the device or t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -161,6 +161,29 @@ class EngineConfig:
         _require(
             len(names) <= num_loras(self),
             f"--max-loras is {self.max_loras}, less than the {len(names)} of --lora-modules; raise it.",
+        )
+
+    def check_length(self, longest: int) -> None:
+        """Raise ConfigError if more positions are asked for than the model was made for."""
+        asked = self.max_model_len
+        _require(
+            asked is None or asked <= longest,
+            f"--max-model-len is {asked}, but the model was made for {longest} positions; set it to at most {longest}.",
+        )
+
+    def of_draft(self, asked: SpeculativeConfig) -> EngineConfig:
+        """The settings that the draft model of `asked` is loaded with."""
+        assert asked.model is not None, "n-grams need no model"
+        return replace(
+            self,
+            model=asked.model,
+            revision=asked.revision,
+            quantization=asked.quantization,
+            max_model_len=None,
+            load_format=self.load_format if self.load_format == "dummy" else "auto",
+            lora_modules=(),
+            max_loras=None,
+            allow_runtime_lora_updating=False,
         )
 
 

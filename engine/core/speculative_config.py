@@ -54,6 +54,14 @@ class SpeculativeConfig:
             raise ConfigError(f"{_FLAG}: {stray} is for the method {other}, and the method is {method}; leave it out.")
         return cls(**{**_filled(values), "method": method})
 
+    def check_vocabulary(self, num_tokens: int, of_target: int) -> None:
+        """Raise ConfigError if the draft model's tokens cannot be those of the model it drafts for."""
+        if num_tokens != of_target:
+            raise ConfigError(
+                f"{_FLAG}: the draft model {self.model} has {num_tokens} tokens and the model {of_target}; choose one of "
+                "the same family, whose tokenizer is the same."
+            )
+
     def __post_init__(self) -> None:
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFTS),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.runtime.models.rope import RopeConfig
+from engine.runtime.models.rope_config import RopeConfig
 
 
 class Activation(Enum):

@@ -13,7 +13,7 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.runtime.models.config import Activation, LayerConfig, ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.hf_config import HFConfig
-from engine.runtime.models.rope import RopeConfig, read_rope
+from engine.runtime.models.rope_config import RopeConfig, read_rope
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,

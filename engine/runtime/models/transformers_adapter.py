@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -24,6 +25,7 @@ from engine.core.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
+from engine.runtime.models.config_file import read_model_config
 from engine.runtime.weights.checkpoint import Report
 
 _IMPLEMENTATION = "quire_paged"
@@ -39,13 +41,14 @@ def load_adapter(
         raise ModelLoadError(
             f"{path}: GGUF files are served by Quire's own models only; drop --model-impl transformers."
         )
-    hf_config = _read_config(path)
+    hf_config = read_foreign_config(path)
+    max_positions = _max_positions(hf_config, path)
+    config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
     dummy = config.load_format == "dummy"
     model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
-    served_len = config.max_model_len or _max_positions(hf_config, path)
-    _fix_ropes(model, served_len, path)
-    return TransformersModel(model, _max_positions(hf_config, path), str(path))
+    _fix_ropes(model, config.max_model_len or max_positions, path)
+    return TransformersModel(model, max_positions, str(path))
 
 
 class TransformersModel:
@@ -158,15 +161,16 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = max(query.shape[-1], value.shape[-1])  # one for all in the pool; zeros change no score and add nothing
+    q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module types its attributes as Tensor | Module
     if isinstance(quire_attention, _Overhear):
-        _check(module, q, k, v, attention_mask)
+        _check(module, attention_mask)
         spec = AttentionSpec(
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
+            head_dim=width,
+            scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
             window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
@@ -174,22 +178,22 @@ def _attend(
         quire_attention.hear(layer, spec)
     if quire_attention is None:
         raise ValueError("its code does not hand keyword arguments down to attention")
-    return quire_attention(layer, q, k, v)[None], None
+    return quire_attention(layer, q, k, v)[None, ..., : value.shape[-1]], None
 
 
 AttentionInterface.register(_IMPLEMENTATION, _attend)
 
 
-def _check(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def _check(module: nn.Module, mask: Tensor | None) -> None:
     if mask is not None:
         raise ValueError("it builds an attention mask or bias of its own")
     if getattr(module, "is_causal", True) is False:
         raise ValueError("its attention is not causal")
-    if not q.shape[2] == k.shape[2] == v.shape[2]:
-        raise ValueError(f"its keys have {k.shape[2]} dimensions a head and its values {v.shape[2]}")
 
 
-def _read_config(path: Path) -> Any:
+def read_foreign_config(path: Path) -> Any:
+    """The config of a model folder as transformers reads it. Raises ModelLoadError for a model that cannot be served."""
+    read_model_config(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except _LOADING_ERRORS as error:
@@ -207,8 +211,6 @@ def _read_config(path: Path) -> Any:
         raise _refusal(path, f"{kind.__name__} keeps a recurrent state")
     if not kind._supports_attention_backend:  # noqa: SLF001 - likewise
         raise _refusal(path, f"transformers cannot exchange the attention of {kind.__name__}")
-    if getattr(config, "quantization_config", None):
-        raise ModelLoadError(f"{path}: the weights are quantized ('quantization_config'), which is not supported yet.")
     return config
 
 
