@@ -17,7 +17,8 @@ from engine.adapters import Adapters
 from engine.connector.base import Layout
 from engine.core.block_size import CANDIDATES, BlockSizeChooser, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.plan import StepResult
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
@@ -255,13 +256,22 @@ def _warm_up_cuda(
         if config.kv_cache_memory_bytes is None:
             hold_to_share(device, config.gpu_memory_utilization)
         for plan in (*full_steps(settings, vocab_size), *other_steps(settings)):
-            runner.run(plan).wait()
+            _require_finite(runner.run(plan).wait())
     report(Progress("memory", describe_use(device)))
+
+
+def _require_finite(result: StepResult) -> None:
+    """Raise ModelLoadError if the model's logits are not numbers, which no request could be answered from."""
+    if result.errors:
+        raise ModelLoadError(
+            "The model's first forward pass gave numbers that are not finite: its weights are damaged, its config.json is "
+            "wrong, or --dtype has too small a range; download it again, or try --dtype bfloat16 or float32."
+        )
 
 
 def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
     num_tokens = min(16, settings.max_model_len, settings.max_num_batched_tokens)
-    runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait()
+    _require_finite(runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait())
     library = native()
     if library is not None:
         library.keep_memory()  # now that all that lives long has its place

@@ -44,7 +44,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # it may be told
-        except TemplateError as error:
+        except (TemplateError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"The chat template cannot be read: {error}; give another with --chat-template."
             ) from error

@@ -21,6 +21,7 @@ from engine.core.swap_costs import FREE_SWAPS, SwapCosts
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "gguf", "int8", "fp8")
+ATTENTION_BACKENDS = ("auto", "cpu_native", "cpu", "torch", "reference", "triton", "torch_varlen", "flashinfer")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
@@ -92,6 +93,7 @@ class EngineConfig:
             ("device", DEVICES),
             ("model_impl", MODEL_IMPLS),
             ("cpu_kernels", CPU_KERNELS),
+            ("attention_backend", ATTENTION_BACKENDS),
             ("scheduling_policy", tuple(POLICIES)),
             ("prefix_cache_eviction", tuple(EVICTION_POLICIES)),
         ):

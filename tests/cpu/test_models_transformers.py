@@ -92,7 +92,7 @@ REFUSED = {
     "falcon": (Case("FalconConfig"), "attention of FalconForCausalLM"),
     "mamba": (Case("MambaConfig", {"state_size": 8}), "linear_attention"),
     "llama4": (Case("Llama4TextConfig", {"num_local_experts": 2}), "chunked_attention"),
-    "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "encoder-decoder"),
+    "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "'bert' is an encoder"),
     "diffllama": (Case("DiffLlamaConfig"), "attends more than once"),
     "doge": (Case("DogeConfig"), "mask or bias of its own"),
     "nemotron": (Case("NemotronConfig"), "keyword arguments"),

@@ -134,12 +134,13 @@ def check_folder(folder: Path) -> LoraConfig:
             f"There is no folder {folder}; name one that PEFT has saved an adapter in.", param="lora_path"
         )
     config = read_config(folder)
-    if (folder / WEIGHTS).exists():
-        try:
-            check_regular(folder / WEIGHTS)
-        except OSError as error:
-            raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
+    try:
+        check_regular(folder / WEIGHTS)
         return config
+    except FileNotFoundError:
+        pass  # told below
+    except OSError as error:
+        raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
     if (folder / "adapter_model.bin").exists():
         raise AdapterLoadError(
             f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "

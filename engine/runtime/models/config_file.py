@@ -1,4 +1,4 @@
-"""The config.json of a model folder, as the models read it; no torch, so that it is read before anything slow.
+"""The config.json of a model folder and the names of its weights, as the models read them; without torch, so early.
 
 A checkpoint of the Gemma 3 lineage with vision holds the text model's settings under `text_config`; they stand in for the
 whole, as the text model is served alone.
@@ -52,9 +52,10 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     values = read_object(folder / "config.json")
     refuse_unservable(values, str(folder / "config.json"))
     text = values.get("text_config")
-    if values.get("model_type") == "gemma3" and isinstance(text, Mapping):
-        return {**_GEMMA3, **text, "model_type": "gemma3_text"}
-    return values
+    if values.get("model_type") != "gemma3" or not isinstance(text, Mapping):
+        return values
+    stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
+    return {**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}
 
 
 def is_native(config: EngineConfig, path: Path) -> bool:

@@ -22,7 +22,7 @@ from engine.runtime.models.families import read_config
 from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import Isa, native
-from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, fill
+from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, check_size, fill
 from engine.runtime.weights.dummy import fill_dummy
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 
@@ -138,6 +138,7 @@ def _load_decoder(
     checkpoint = _open(path, config.load_format)
     model_config = read_config(checkpoint.config, checkpoint.source)
     config.check_length(model_config.max_positions)
+    check_size(config, checkpoint, model_config.num_weights, dtype)
     served_len = config.max_model_len or model_config.max_positions
     model = Decoder(
         model_config,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from engine.core.errors import ModelLoadError
 from engine.runtime.models.hf_config import HFConfig
 
 if TYPE_CHECKING:
@@ -56,8 +57,14 @@ class RopeConfig:
     scaling: Scaling
 
     def frequencies(self, served_len: int) -> Frequencies:
-        """For sequences of up to `served_len` positions."""
-        return self.scaling.frequencies(Basis(self.theta, self.dim, served_len))
+        """For sequences of up to `served_len` positions. Raises ModelLoadError for settings that give none."""
+        try:
+            found = self.scaling.frequencies(Basis(self.theta, self.dim, served_len))
+        except (ArithmeticError, ValueError) as error:
+            raise ModelLoadError(f"The config's rope settings give no frequencies ({error}): {self}.") from error
+        if not (found.inverse.isfinite().all() and math.isfinite(found.magnitude)):
+            raise ModelLoadError(f"The config's rope settings give frequencies that are not finite: {self}.")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +170,21 @@ class RopeReader(NamedTuple):
 
 
 def _linear(rope: RopeReader) -> Scaling:
-    return Linear(rope.params.number("factor"))
+    return Linear(rope.params.positive("factor"))
 
 
 def _dynamic(rope: RopeReader) -> Scaling:
-    return DynamicNTK(rope.params.number("factor"), rope.max_positions)
+    return DynamicNTK(rope.params.positive("factor"), rope.max_positions)
 
 
 def _llama3(rope: RopeReader) -> Scaling:
     p = rope.params
-    return Llama3(p.number("factor"), p.number("low_freq_factor"), p.number("high_freq_factor"), rope.trained_len)
+    return Llama3(p.positive("factor"), p.number("low_freq_factor"), p.number("high_freq_factor"), rope.trained_len)
 
 
 def _yarn(rope: RopeReader) -> Scaling:
     p = rope.params
-    factor = p.number("factor", rope.max_positions / rope.trained_len)
+    factor = p.positive("factor", rope.max_positions / rope.trained_len)
     magnitude = p.optional_number("attention_factor")
     if magnitude is None:
         mscale, mscale_all = p.number("mscale", 0.0), p.number("mscale_all_dim", 0.0)
@@ -198,7 +205,7 @@ def _longrope(rope: RopeReader) -> Scaling:
     p = rope.params
     magnitude = p.optional_number("attention_factor")
     if magnitude is None:
-        factor = p.number("factor", rope.max_positions / rope.trained_len)
+        factor = p.positive("factor", rope.max_positions / rope.trained_len)
         magnitude = math.sqrt(1 + math.log(factor) / math.log(rope.trained_len)) if factor > 1 else 1.0
     for key in ("short_factor", "long_factor"):
         if len(p.numbers(key)) != rope.dim // 2:
@@ -224,9 +231,16 @@ def read_rope(params: HFConfig, config: HFConfig, *, theta: float, head_dim: int
     if kind not in _SCALINGS:
         raise params.error("rope_type" if params.has("rope_type") else "type", f"one of {', '.join(_SCALINGS)}")
     # Phi-3 writes the trained length beside the rope object, and transformers lets that one win.
-    trained_len = config.optional_integer("original_max_position_embeddings")
+    trained_len = config.optional_size("original_max_position_embeddings")
     if trained_len is None:
-        trained_len = params.integer("original_max_position_embeddings", max_positions)
+        trained_len = params.size("original_max_position_embeddings", max_positions)
     dim = int(head_dim * partial)
-    scaling = _SCALINGS[kind](RopeReader(params, trained_len, dim, max_positions))
-    return RopeConfig(params.number("rope_theta", theta), dim, scaling)
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise ModelLoadError(
+            f"{config.source}: {dim} of a head's {head_dim} dimensions are to be rotated; it must be an even number of them."
+        )
+    try:
+        scaling = _SCALINGS[kind](RopeReader(params, trained_len, dim, max_positions))
+    except (ArithmeticError, ValueError) as error:
+        raise ModelLoadError(f"{params.source}: the rope settings give no frequencies ({error}).") from error
+    return RopeConfig(params.positive("rope_theta", theta), dim, scaling)

@@ -102,7 +102,7 @@ _OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswer
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_MAX_COUNT = 4096  # of layers, and of experts: some hundreds in the largest published models
+_MAX_LAYERS, _MAX_EXPERTS = 1024, 1 << 16  # published models have up to 128, and up to 16,384
 _MAX_SIZE = 1 << 40  # of any other size; what is allocated is checked against the weights
 
 
@@ -156,7 +156,7 @@ def _why(values: Mapping[str, Any]) -> str | None:
 def _check_counts(values: Mapping[str, Any], source: str) -> None:
     """Raise for numbers that no model has, before anything is made in such numbers."""
     for key, value in values.items():
-        most = _MAX_COUNT if key in (*_LAYER_COUNTS, *_EXPERT_COUNTS) else _MAX_SIZE
+        most = _MAX_LAYERS if key in _LAYER_COUNTS else _MAX_EXPERTS if key in _EXPERT_COUNTS else _MAX_SIZE
         if type(value) is int and abs(value) > most:
             raise ModelLoadError(
                 f"{source}: {key!r} is {str(value)[:20]}, more than any model has; the file is damaged."

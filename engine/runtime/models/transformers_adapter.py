@@ -26,11 +26,11 @@ from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
 from engine.runtime.models.config_file import read_model_config
-from engine.runtime.weights.checkpoint import Report
+from engine.runtime.weights.checkpoint import Report, check_size
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 
 _IMPLEMENTATION = "quire_paged"
 _SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, ImportError)
 
 
 def load_adapter(
@@ -45,6 +45,8 @@ def load_adapter(
     max_positions = _max_positions(hf_config, path)
     config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
+    checkpoint = SafetensorsCheckpoint(path)
+    check_size(config, checkpoint, _num_weights(hf_config, path), dtype)
     dummy = config.load_format == "dummy"
     model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
     _fix_ropes(model, config.max_model_len or max_positions, path)
@@ -74,12 +76,12 @@ class TransformersModel:
                 hidden = self.forward(torch.tensor([0, 2], device=device), positions, ears)
                 other = self.forward(torch.tensor([1, 2], device=device), positions, _Overhear(source))
                 vocab_size = self.logits(hidden).shape[-1]
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ModelLoadError):
             raise
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        except Exception as error:
             raise _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})") from error
         # This attention mixes no tokens, so a second token that knows the first has heard of it some other way.
-        if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2):
+        if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2, equal_nan=True):
             raise _refusal(source, "its tokens reach each other outside of attention")
         return vocab_size, ears.specs(self._body.config.get_text_config().num_hidden_layers)
 
@@ -196,11 +198,15 @@ def read_foreign_config(path: Path) -> Any:
     read_model_config(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except _LOADING_ERRORS as error:
-        raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from None
+    except Exception as error:  # a library's code over values that may be anything
+        raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from error
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise _refusal(path, "it is an encoder-decoder")
+    if text is not config:
+        raise _refusal(
+            path, "its language model is part of another model; leave --model-impl at auto, or serve a text model"
+        )
     foreign = set(getattr(text, "layer_types", None) or ()) - _SERVABLE_LAYERS
     if foreign:
         raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
@@ -212,6 +218,16 @@ def read_foreign_config(path: Path) -> Any:
     if not kind._supports_attention_backend:  # noqa: SLF001 - likewise
         raise _refusal(path, f"transformers cannot exchange the attention of {kind.__name__}")
     return config
+
+
+def _num_weights(hf_config: Any, path: Path) -> int:
+    """Elements of the model's parameters, counted without memory for them."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=_IMPLEMENTATION)
+    except Exception as error:
+        raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype) -> Any:
@@ -227,8 +243,10 @@ def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype)
             use_safetensors=True,
             output_loading_info=True,
         )
-    except _LOADING_ERRORS as error:
-        raise ModelLoadError(f"{path}: transformers cannot load it ({_line(error)}).") from None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a library's code over values that may be anything
+        raise ModelLoadError(f"{path}: transformers cannot load it ({_line(error)}).") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelLoadError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]!r} first.")
@@ -240,8 +258,10 @@ def _random(config: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype
         torch.manual_seed(config.seed)
         try:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=_IMPLEMENTATION)
-        except _LOADING_ERRORS as error:
-            raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a library's code over values that may be anything
+            raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
     return model
 
 

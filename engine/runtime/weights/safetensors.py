@@ -18,6 +18,8 @@ from engine.core.errors import ModelLoadError
 from engine.runtime.models.config_file import read_model_config, weight_files
 from engine.runtime.weights.checkpoint import StoredTensor
 
+_OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
+_BODY = ("embed_tokens.", "layers.", "norm.")
 _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
@@ -34,20 +36,37 @@ class SafetensorsCheckpoint:
             yield from _stored(path)
 
 
+def _language_name(name: str) -> str | None:
+    """A tensor's name as causal models have it; None for those of a vision tower."""
+    if name.removeprefix("model.").startswith(_OTHER_TOWERS):
+        return None
+    for prefix in ("language_model.model.", "model.language_model."):  # a language model inside another, old and new
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    if name.startswith(_BODY):  # a body saved without its head, as embedding models are
+        return "model." + name
+    return name.removeprefix("language_model.")
+
+
 def _stored(path: Path) -> Iterator[StoredTensor]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
         names = file.keys()
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from None
-    for name in names:
-        view = file.get_slice(name)
+    for stored_name in names:
+        name = _language_name(stored_name)
+        if name is None:
+            continue
+        view = file.get_slice(stored_name)
         shape, kind = tuple(view.get_shape()), view.get_dtype()
         if kind not in _ELEMENT_BYTES:
             raise ModelLoadError(
                 f"{path}: tensor {name!r} is stored as {kind}; Quire reads {', '.join(_ELEMENT_BYTES)} in safetensors."
             )
-        yield StoredTensor(name, shape, math.prod(shape) * _ELEMENT_BYTES[kind], str(path), partial(_copy, file, name))
+        yield StoredTensor(
+            name, shape, math.prod(shape) * _ELEMENT_BYTES[kind], str(path), partial(_copy, file, stored_name)
+        )
 
 
 def _copy(file: Any, name: str, target: Tensor) -> None:
