@@ -88,7 +88,11 @@ def check_types(metadata: Mapping[str, Any]) -> None:
     """Raise ModelLoadError for a key of the tokenizer whose value is of another type than its name says."""
     for key, (kind, *items) in _TYPES.items():
         value = metadata.get(f"tokenizer.{key}")
-        is_right = value is None or (type(value) is kind and (not items or {*map(type, value)} <= {*items}))
+        is_right = value is None or type(value) is kind
+        if isinstance(value, list) and items:
+            is_right = is_right and all(
+                issubclass(found, items[0]) and found is not bool for found in {*map(type, value)}
+            )
         if not is_right or (kind is int and value is not None and value < 0):
             wanted = f"a list of {items[0].__name__}" if items else kind.__name__
             raise ModelLoadError(f"The GGUF file's 'tokenizer.{key}' is {str(value)!r:.80}; it must be {wanted}.")

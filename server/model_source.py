@@ -80,7 +80,7 @@ def _check_kind(source: str, path: Path) -> None:
         return
     except (OSError, ValueError) as error:  # the latter for a null character
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ModelLoadError(f"{source!r} cannot be read: {why}; name a model folder or a .gguf file.") from error
+        raise ModelLoadError(f"{source!r:.200} cannot be read: {why}; name a model folder or a .gguf file.") from error
 
 
 def _is_local(source: str, path: Path) -> bool:

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": (Case("MambaConfig").build().to_dict(), "'mamba' has layers of type"),
     "qwen3_next": (
         transformers.Qwen3NextConfig(num_hidden_layers=4).to_dict(),
-        "'qwen3_next' has layers of type linear_attention, whose state is not keys and values",
+        "'qwen3_next' has layers of type linear_attention, which paged attention cannot serve",
     ),
     # as published: without layer_types
     "qwen3_next-short": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "layers of type linear_attention"),
@@ -133,6 +133,10 @@ SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         ],
         "has 127 tokens and the model 128; choose one of the same family",
     ),
+    "model-name-too-long": (lambda at: ["a" * 5000], "File name too long"),
+    "model-null": (lambda at: ["./\udcff" + "b" * 3], "There is no model at"),
+    "draft-name-too-long": (lambda at: ["--speculative-config", json.dumps({"model": "/" + "a" * 5000})], "too long"),
+    "adapter-name-too-long": (lambda at: ["--lora-modules", "a=/" + "a" * 5000], "too long"),
     "draft-absent": (
         lambda at: ["--speculative-config", json.dumps({"model": str(at / "none")})],
         "--speculative-config: the draft model could not be loaded: ",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def check_served(model: Any, folder: Path) -> None:
     assert answer.json()["choices"][0]["text"].split() == expected.split()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "phi", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_daemon_says_what_generate_says(name: str, tmp_path: Path) -> None:
     model = save_servable(CASES[name], tmp_path)
     check_served(model, tmp_path)
@@ -69,3 +71,26 @@ def test_a_body_that_was_saved_without_its_head_is_served(tmp_path: Path) -> Non
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     save_file(tensors, tmp_path / "model.safetensors")
     check_served(model, tmp_path)
+
+
+def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Path) -> None:
+    """Opening a FIFO blocks, and a device is read without end: neither may hold the daemon, or its end."""
+    save_servable(NATIVE["llama"], tmp_path)
+    kinds: dict[str, Callable[[Path], object]] = {
+        "fifo": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "loop": lambda path: path.symlink_to(path),
+        "folder": Path.mkdir,
+    }
+    with serving(str(tmp_path), "--allow-runtime-lora-updating", "--kv-cache-memory-bytes", "4MiB") as url:
+        for kind, make in kinds.items():
+            for name in ("adapter_config.json", "adapter_model.safetensors"):
+                folder = tmp_path / kind / name
+                folder.mkdir(parents=True)
+                if name != "adapter_config.json":
+                    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+                make(folder / name)
+                body = {"lora_name": "a", "lora_path": str(folder)}
+                answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120)
+                assert answer.status_code == 400, answer.text
+                assert f"{name} cannot be read" in answer.json()["error"]["message"]

@@ -129,7 +129,11 @@ def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 def check_folder(folder: Path) -> LoraConfig:
     """What can be told before there is a model. Raises AdapterNotFoundError or AdapterLoadError."""
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        raise AdapterLoadError(f"{folder!s:.200} cannot be read: {reason(error)}.") from None
+    if not is_folder:
         raise AdapterNotFoundError(
             f"There is no folder {folder}; name one that PEFT has saved an adapter in.", param="lora_path"
         )

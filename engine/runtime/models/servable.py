@@ -143,8 +143,8 @@ def _why(values: Mapping[str, Any]) -> str | None:
     if kind in _RECURRENT or layers:
         named = f"layers of type {', '.join(sorted(layers))}" if layers else "layers of type linear_attention"
         return (
-            f"{kind!r} has {named:.200}, whose state is not keys and values and cannot be paged; serve a model whose "
-            "layers are all attention, such as Qwen3"
+            f"{kind!r} has {named:.200}, which paged attention cannot serve; serve a model whose layers are all full or "
+            "sliding attention, such as Qwen3"
         )
     if kind not in _WITH_TEXT_TOWER and any(values.get(key) for key in _OTHER_INPUTS):
         return (

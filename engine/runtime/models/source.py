@@ -23,9 +23,13 @@ def resolve_model_path(model: str, revision: str | None = None, *, weights: bool
     Without `weights` only the small files are downloaded, from which a model may be refused.
     """
     path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelLoadError(f"{model:.200} cannot be read: {error.strerror}.") from error
+    if is_folder or (is_file and path.suffix == ".gguf"):
         return path
-    if path.is_file():
+    if is_file:
         raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
     if model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf" or model.count("/") > 1:
         raise ModelLoadError(f"{model} does not exist; name a model folder, a .gguf file or a Hugging Face id.")
