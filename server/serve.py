@@ -148,7 +148,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     name = app_config.served_model_names[0]
     log.info("loading %s from %s", name, app_config.model)
     engine, tokenizer = _load(plan)
-    tokenizer.check_ids(engine.vocab_size)
+    tokenizer.hold_to(engine.vocab_size)
     from server.app import create_app
     from server.daemon import run
 
@@ -212,7 +212,7 @@ def _load_front(plan: _Plan) -> TextTokenizer:
         model_sampling=settings.generation_config == "auto",
     )
     if plan.model.vocab_size is not None:
-        tokenizer.check_ids(plan.model.vocab_size)
+        tokenizer.hold_to(plan.model.vocab_size)
     check_draft_tokenizer(tokenizer, settings.speculative_config)
     return tokenizer
 

@@ -71,6 +71,7 @@ class TextTokenizer:
         vocabulary_ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary_ids.values()) + 1
         self.max_token_chars = max(map(len, vocabulary_ids))
+        self._num_ids: int | None = None  # of the model, where the tokenizer has more
         self.eos_token_ids = vocabulary.eos_token_ids
         self.description = {**vocabulary.special_tokens, "chat_template": vocabulary.chat_template}
         self.sampling_defaults = vocabulary.sampling_defaults
@@ -79,22 +80,33 @@ class TextTokenizer:
         """Token ids of a text, never truncated. Raises InvalidRequestError for a text that is not Unicode."""
         try:
             # Unlike `encode` this gives up the GIL: else a long text would stop the engine, wherever it is encoded.
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:  # the library's word for half of a surrogate pair, which JSON can spell
             raise InvalidRequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
+        if self._num_ids is not None and (beyond := max(ids, default=0)) >= self._num_ids:
+            raise InvalidRequestError(
+                f"The text holds {self._backend.id_to_token(beyond)!r:.80}, the tokenizer's id {beyond}, and the model has "
+                f"{self._num_ids} tokens."
+            )
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids, with U+FFFD for broken UTF-8."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise ConfigError if ordinary text is encoded to ids that a model of this vocabulary does not have."""
-        beyond = max(self.encode(PROBE, add_special_tokens=True), default=0)
-        if beyond >= vocab_size:
-            raise ConfigError(
-                f"The tokenizer encodes text to the id {beyond}, and the model has {vocab_size} tokens; name the model's own "
-                "with --tokenizer."
-            )
+    def hold_to(self, vocab_size: int) -> None:
+        """Refuse text with tokens that a model of this size has not, from now on; such ids would be read past its end.
+
+        Raises ConfigError if ordinary text has them, because it is another model's tokenizer.
+        """
+        self.eos_token_ids = frozenset(token_id for token_id in self.eos_token_ids if 0 <= token_id < vocab_size)
+        if self.vocab_size <= vocab_size:
+            return
+        self._num_ids = vocab_size
+        try:
+            self.encode(PROBE, add_special_tokens=True)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{error} Name the model's own tokenizer with --tokenizer.") from error
 
     def to_json(self) -> str:
         """All of it, as a tokenizer.json has it."""

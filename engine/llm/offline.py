@@ -79,7 +79,7 @@ class LLM:
         with StartupStory() as story:
             built = build_engine(config, story.report)
             text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
-            text.check_ids(built.vocab_size)
+            text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
         app = AppConfig(
             model=source.path,
@@ -195,7 +195,7 @@ class LLM:
             text, ids = prompt, self._encode(prompt, "prompt", add_special_tokens=True)
         else:
             ids = _token_ids(prompt)
-            limits.check_ids(ids, "prompt")
+            limits.hold_to(ids, "prompt")
         if not ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
         ids = body.truncate(ids, limits)

@@ -204,7 +204,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(backend))
     status, written = refusal(str(folder), "--load-format", "dummy")
     assert status == 2
-    assert "The tokenizer encodes text to the id 100, and the model has 5 tokens" in written.splitlines()[-1]
+    assert "'w100', the tokenizer's id 100, and the model has 5 tokens" in written.splitlines()[-1]
 
 
 def test_the_names_of_backends_are_those_of_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,23 @@ def test_a_body_that_was_saved_without_its_head_is_served(tmp_path: Path) -> Non
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     save_file(tensors, tmp_path / "model.safetensors")
     check_served(model, tmp_path)
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused_in_text(tmp_path: Path) -> None:
+    """Published tokenizers have such: Gemma 3's image token is beyond the vocabulary of its models for text."""
+    save_servable(NATIVE["llama"], tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    extra = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"] = [{"id": SIZES["vocab_size"], "content": "<image>"} | extra]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 128, -1, 10**9]}))
+    with serving(str(tmp_path), "--kv-cache-memory-bytes", "4MiB") as url:
+        body = {"prompt": "w5 <image> w7", "max_tokens": 3}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 400
+        assert "'<image>', the tokenizer's id 128, and the model has 128 tokens" in answer.json()["error"]["message"]
+        body = {"prompt": "w5 w7", "max_tokens": 3, "min_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=120).status_code == 200
 
 
 def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Path) -> None:
