@@ -23,6 +23,7 @@ from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine
+from engine.runtime import kv_cache
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
@@ -94,10 +95,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _load_kernels(config.cpu_kernels, report)
     else:
         choose_kernels("off")  # which would be compiled for nothing, at the first start on a machine
-    load_backend(config.attention_backend, device)  # a wrong name is told before minutes of loading
-    for module in config.lora_modules:
-        with naming(module):
-            check_folder(Path(module.path))
+    _check_early(config, device)
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
         check_card(device, dtype)
@@ -167,6 +165,16 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         store=store,
         layout=_layout(config, settings, runner, model.dtype),
     )
+
+
+def _check_early(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for what the device cannot do, and for adapters that are not there, before minutes of loading."""
+    if config.kv_cache_dtype == "fp8":
+        kv_cache.require_fp8(device)
+    load_backend(config.attention_backend, device)
+    for module in config.lora_modules:
+        with naming(module):
+            check_folder(Path(module.path))
 
 
 def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout | None:

@@ -55,7 +55,11 @@ def check_model(config: EngineConfig) -> ModelFacts:
 def _check_one(config: EngineConfig) -> ModelFacts:
     path = resolve_model_path(config.model, config.revision, weights=False)
     if path.suffix == ".gguf":
-        return ModelFacts(config.model_impl != "transformers", max_positions=_gguf_positions(config, path))
+        if config.model_impl == "transformers":
+            raise ConfigError(
+                f"--model-impl is 'transformers', and {path} is a GGUF file, which Quire's own models alone serve; leave it out."
+            )
+        return ModelFacts(True, max_positions=_gguf_positions(config, path))
     check_entries(path)
     values, source = read_model_config(path), str(path / "config.json")
     if config.load_format != "dummy" and Path(config.model).expanduser().is_dir():

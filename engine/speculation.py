@@ -47,7 +47,8 @@ class Speculation:
     def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
         """Have the runner draft, once it is known what that costs. Raises ConfigError where no draft would have room."""
         num_drafts = self.asked.num_speculative_tokens
-        _check_room(num_drafts, settings)
+        self.asked.check_room("--max-num-batched-tokens", settings.max_num_batched_tokens)
+        self.asked.check_room("--max-model-len", settings.max_model_len)
         drafter = self._drafter(settings)
         costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
         runner.speculate(drafter)
@@ -92,16 +93,3 @@ def load_speculation(
         raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
     asked.check_vocabulary(model.vocab_size, target.vocab_size)
     return Speculation(asked, config, device, model)
-
-
-def _check_room(num_drafts: int, settings: SchedulerConfig) -> None:
-    """A token and its drafts have to fit in a step and in a context (of which the pool always holds one)."""
-    for flag, room in (
-        ("--max-num-batched-tokens", settings.max_num_batched_tokens),
-        ("--max-model-len", settings.max_model_len),
-    ):
-        if room <= num_drafts:
-            raise ConfigError(
-                f"--speculative-config: num_speculative_tokens is {num_drafts}, and {flag} is {room}; a token and its drafts "
-                f"need {1 + num_drafts}, so lower the one or raise the other."
-            )

@@ -30,7 +30,7 @@ from server.config import Settings
 from server.flags import load_settings, name_origins
 from server.logs import configure_logging
 from server.model_source import check_tokenizer_source, find_model
-from server.setting_file import read_setting_file
+from server.setting_file import check_folder, read_setting_file
 from server.tenant_file import read_tenants
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ def _prepare(settings: Settings) -> _Plan:
         read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
+    offload_dir = None if engine_config.kv_offload_dir is None else Path(engine_config.kv_offload_dir)
+    check_folder("--kv-offload-dir", offload_dir)
+    check_folder("--kv-connector-dir", app_config.kv_connector_dir)
     if app_config.pinned_prefixes is not None:
         read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
     if settings.tokenizer is not None:

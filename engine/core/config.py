@@ -113,12 +113,16 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
         if self.speculative_config is not None:
-            SpeculativeConfig.read(self.speculative_config)
+            drafts = SpeculativeConfig.read(self.speculative_config)
+            drafts.check_room("--max-model-len", self.max_model_len)
+            drafts.check_room("--max-num-batched-tokens", self.max_num_batched_tokens)
             _require(
                 not self.async_scheduling,
                 "--async-scheduling plans a step before the tokens of the last one are known, and --speculative-config "
                 "begins with them; leave one of the two out.",
             )
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        _require(tokens is None or seqs is None or tokens >= seqs, _few_tokens(tokens, seqs))
         share = self.pinned_prefix_share
         _require(0.0 <= share < 1.0, f"--pinned-prefix-share is {share}; it must be at least 0 and less than 1.")
         threads = self.num_threads
@@ -248,8 +252,7 @@ class SchedulerConfig:
         assert self.num_layers == 1 or not self.num_speculative_tokens, "a drafter reads whole slices"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
-            f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "
-            f"({self.max_num_seqs}); every running sequence needs one token of a step's budget.",
+            _few_tokens(self.max_num_batched_tokens, self.max_num_seqs),
         )
         _require(
             self.policy in POLICIES, f"--scheduling-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}."
@@ -266,6 +269,13 @@ def num_loras(config: EngineConfig) -> int:
         return 0
     least = DEFAULT_MAX_LORAS if config.allow_runtime_lora_updating else 0
     return config.max_loras or max(len(config.lora_modules), least)
+
+
+def _few_tokens(tokens: int | None, seqs: int | None) -> str:
+    return (
+        f"--max-num-batched-tokens is {tokens}, less than --max-num-seqs ({seqs}); every running sequence needs one token "
+        "of a step's budget."
+    )
 
 
 def _flag(name: str) -> str:

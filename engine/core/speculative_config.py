@@ -62,6 +62,14 @@ class SpeculativeConfig:
                 "the same family, whose tokenizer is the same."
             )
 
+    def check_room(self, flag: str, room: int | None) -> None:
+        """Raise ConfigError if a token and its drafts are more than a step or a context may hold."""
+        if room is not None and room <= self.num_speculative_tokens:
+            raise ConfigError(
+                f"{_FLAG}: num_speculative_tokens is {self.num_speculative_tokens}, and {flag} is {room}; a token and its "
+                f"drafts need {1 + self.num_speculative_tokens}, so lower the one or raise the other."
+            )
+
     def __post_init__(self) -> None:
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFTS),

@@ -195,7 +195,7 @@ class LLM:
             text, ids = prompt, self._encode(prompt, "prompt", add_special_tokens=True)
         else:
             ids = _token_ids(prompt)
-            limits.hold_to(ids, "prompt")
+            limits.check_ids(ids, "prompt")
         if not ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
         ids = body.truncate(ids, limits)

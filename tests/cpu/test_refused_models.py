@@ -133,6 +133,28 @@ SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         ],
         "has 127 tokens and the model 128; choose one of the same family",
     ),
+    "gguf-impl": (lambda at: ["--model-impl", "transformers"], "is a GGUF file, which Quire's own models alone serve"),
+    "few-tokens": (
+        lambda at: ["--max-num-batched-tokens", "4", "--max-num-seqs", "8"],
+        "--max-num-batched-tokens is 4, less than --max-num-seqs (8)",
+    ),
+    "many-drafts": (
+        lambda at: [
+            "--speculative-config",
+            '{"method": "ngram", "num_speculative_tokens": 8}',
+            "--max-model-len",
+            "4",
+        ],
+        "num_speculative_tokens is 8, and --max-model-len is 4; a token and its drafts need 9",
+    ),
+    "offload-file": (
+        lambda at: ["--kv-offload-gib", "1", "--kv-offload-dir", "/dev/null"],
+        "--kv-offload-dir is '/dev/null', which cannot be used: /dev/null is no folder",
+    ),
+    "connector-file": (
+        lambda at: ["--role", "prefill", "--kv-connector-dir", "/dev/null/a"],
+        "--kv-connector-dir is '/dev/null/a', which cannot be used: /dev/null is no folder",
+    ),
     "model-name-too-long": (lambda at: ["a" * 5000], "File name too long"),
     "model-null": (lambda at: ["./\udcff" + "b" * 3], "There is no model at"),
     "draft-name-too-long": (lambda at: ["--speculative-config", json.dumps({"model": "/" + "a" * 5000})], "too long"),
