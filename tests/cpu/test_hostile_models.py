@@ -158,6 +158,16 @@ def test_what_is_impossible_is_named(change: dict[str, Any], sentence: str, tmp_
     assert sentence in found
 
 
+@pytest.mark.parametrize("impl", ["quire", "transformers"])
+def test_random_weights_are_compared_with_the_memory(impl: str, tmp_path: Path) -> None:
+    save_tiny(CASES["llama"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    changed(values | {"intermediate_size": 2**38}, tmp_path)
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", model_impl=impl)
+    found = outcome(lambda: load_model(config, CPU, torch.float32, lambda progress: None))
+    assert "GiB of weights, and this machine has" in found
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size"])
 def test_sizes_for_transformers_are_compared_with_the_weights(key: str, tmp_path: Path) -> None:
     save_tiny(ADAPTED["mixtral"], tmp_path)

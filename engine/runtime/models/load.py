@@ -23,7 +23,7 @@ from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Qua
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import Isa, native
 from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, check_size, fill
-from engine.runtime.weights.dummy import fill_dummy
+from engine.runtime.weights.dummy import check_room, fill_dummy
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
@@ -138,7 +138,10 @@ def _load_decoder(
     checkpoint = _open(path, config.load_format)
     model_config = read_config(checkpoint.config, checkpoint.source)
     config.check_length(model_config.max_positions)
-    check_size(config, checkpoint, model_config.num_weights, dtype)
+    if config.load_format == "dummy":
+        check_room(model_config.num_weights, dtype, device)
+    else:
+        check_size(checkpoint, model_config.num_weights)
     served_len = config.max_model_len or model_config.max_positions
     model = Decoder(
         model_config,

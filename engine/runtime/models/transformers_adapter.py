@@ -27,6 +27,7 @@ from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
 from engine.runtime.models.config_file import read_model_config
 from engine.runtime.weights.checkpoint import Report, check_size
+from engine.runtime.weights.dummy import check_room
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 
 _IMPLEMENTATION = "quire_paged"
@@ -45,9 +46,11 @@ def load_adapter(
     max_positions = _max_positions(hf_config, path)
     config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
-    checkpoint = SafetensorsCheckpoint(path)
-    check_size(config, checkpoint, _num_weights(hf_config, path), dtype)
-    dummy = config.load_format == "dummy"
+    dummy, num_weights = config.load_format == "dummy", _num_weights(hf_config, path)
+    if dummy:
+        check_room(num_weights, dtype, device)
+    else:
+        check_size(SafetensorsCheckpoint(path), num_weights)
     model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
     _fix_ropes(model, config.max_model_len or max_positions, path)
     return TransformersModel(model, max_positions, str(path))
@@ -289,7 +292,9 @@ def _fix_ropes(model: nn.Module, served_len: int, path: Path) -> None:
 
 
 def _refusal(source: object, why: str) -> ModelLoadError:
-    return ModelLoadError(f"{source} cannot be served: {why}.")
+    return ModelLoadError(
+        f"{source} cannot be served: {why}; serve a model of another family, such as Llama, Qwen3 or Mixtral."
+    )
 
 
 def _line(error: BaseException) -> str:

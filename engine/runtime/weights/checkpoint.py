@@ -13,16 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.core.config import EngineConfig
-from engine.core.errors import MemoryBudgetError, ModelLoadError
+from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.host_memory import available_memory
 from engine.runtime.native.quantised import QuantisedRows
 
 Report = Callable[[Progress], None]
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_GIB = 1 << 30
 _MARGIN = 1 << 24  # elements by which a config may be wrong and still be compared tensor by tensor
 # Buffers that old checkpoints carry and every model computes for itself.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
@@ -100,19 +97,11 @@ def fill(
         _require_tied(head, targets[_EMBEDDING])
 
 
-def check_size(config: EngineConfig, checkpoint: Checkpoint, num_weights: int, dtype: torch.dtype) -> None:
-    """Raise before memory is taken for a config that calls for far more weights than there are, or than there is room for.
+def check_size(checkpoint: Checkpoint, num_weights: int) -> None:
+    """Raise before memory is taken for a config that calls for far more weights than the files hold.
 
     A smaller difference is left to `fill`, which names the tensor.
     """
-    if config.load_format == "dummy":
-        num_bytes, room = num_weights * dtype.itemsize, available_memory()
-        if num_bytes > room and config.device != "cuda":
-            raise MemoryBudgetError(
-                f"{checkpoint.source} calls for {num_bytes / _GIB:.1f} GiB of weights, and this machine has {room / _GIB:.1f} "
-                "GiB of memory left; choose a smaller model or a smaller --dtype."
-            )
-        return
     stored = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors())
     if num_weights > 2 * stored + _MARGIN:
         raise ModelLoadError(
