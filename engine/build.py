@@ -17,12 +17,14 @@ from engine.adapters import Adapters
 from engine.connector.base import Layout
 from engine.core.block_size import CANDIDATES, choose, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.plan import StepResult
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.lengths import LengthsFile
 from engine.loop import Engine
+from engine.runtime import kv_cache
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
@@ -51,8 +53,11 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
-from engine.runtime.lora.loader import LoraLoader, check_folder, naming
+from engine.runtime.lora.config import check_folder, naming
+from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.models.config_file import is_native
 from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
@@ -72,6 +77,16 @@ _MAX_QUEUED_REQUESTS = 1024
 _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in times of what the pool holds
 
 
+def check_foreign(config: EngineConfig) -> None:
+    """Raise ModelLoadError if the model is for transformers' code, which cannot run it; reads its config alone."""
+    path = resolve_model_path(config.model, config.revision, weights=False)
+    if is_native(config, path):
+        return
+    from engine.runtime.models.transformers_adapter import read_foreign_config
+
+    read_foreign_config(path)
+
+
 def build_engine(config: EngineConfig, report: Report) -> Engine:
     """Load the model, size and allocate the pool, warm up; the engine is returned unstarted.
 
@@ -82,17 +97,13 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _load_kernels(config.cpu_kernels, report)
     else:
         choose_kernels("off")  # which would be compiled for nothing, at the first start on a machine
-    load_backend(config.attention_backend, device)  # a wrong name is told before minutes of loading
-    for module in config.lora_modules:
-        with naming(module):
-            check_folder(Path(module.path))
+    _check_early(config, device)
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
         check_card(device, dtype)
         report(Progress("attention", describe_choice(config.attention_backend, device)))
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
-    _check_model_len(config, model)
     _share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
@@ -156,6 +167,16 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         store=store,
         layout=_layout(config, settings, runner, model.dtype),
     )
+
+
+def _check_early(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for what the device cannot do, and for adapters that are not there, before minutes of loading."""
+    if config.kv_cache_dtype == "fp8":
+        kv_cache.require_fp8(device)
+    load_backend(config.attention_backend, device)
+    for module in config.lora_modules:
+        with naming(module):
+            check_folder(Path(module.path))
 
 
 def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout:
@@ -242,14 +263,25 @@ def _warm_up_cuda(
             runner.capture(report)
         if config.kv_cache_memory_bytes is None:
             hold_to_share(device, config.gpu_memory_utilization)
-        for plan in (*full_steps(settings, vocab_size), *other_steps(settings)):
+        for plan in full_steps(settings, vocab_size):
+            _require_finite(runner.run(plan).wait())
+        for plan in other_steps(settings):  # behind a context that was never computed: their numbers mean nothing
             runner.run(plan).wait()
     report(Progress("memory", describe_use(device)))
 
 
+def _require_finite(result: StepResult) -> None:
+    """Raise ModelLoadError if the model's logits are not numbers, which no request could be answered from."""
+    if result.errors:
+        raise ModelLoadError(
+            "The model's first forward pass gave numbers that are not finite: its weights are damaged, its config.json is "
+            "wrong, or --dtype has too small a range; download it again, or try --dtype bfloat16 or float32."
+        )
+
+
 def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
     num_tokens = min(16, settings.max_model_len, settings.max_num_batched_tokens)
-    runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait()
+    _require_finite(runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait())
     library = native()
     if library is not None:
         library.keep_memory()  # now that all that lives long has its place
@@ -363,14 +395,6 @@ def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _check_model_len(config: EngineConfig, model: CausalLM) -> None:
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"--max-model-len is {config.max_model_len}, but the model was made for {model.max_model_len} positions; "
-            f"set it to at most {model.max_model_len}."
-        )
 
 
 def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.errors import ModelLoadError
+from engine.regular_file import check_regular, reason
 
 _VERSIONS = (2, 3)  # one layout for little-endian files; version 1 had shorter lengths
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DEFAULT_ALIGNMENT = 32
+_MAX_ALIGNMENT = 1 << 20
 
 
 class TensorInfo(NamedTuple):
@@ -39,10 +41,11 @@ class GGUFHeader(NamedTuple):
 def read_header(path: Path) -> GGUFHeader:
     """Raises ModelLoadError for a file that is not whole."""
     try:
+        check_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
     except OSError as error:
-        raise ModelLoadError(f"The model file {path} cannot be read: {error.strerror}.") from None
+        raise ModelLoadError(f"The model file {path} cannot be read: {reason(error)}.") from None
     except (ValueError, struct.error) as error:  # an empty file cannot be mapped: a ValueError too
         raise ModelLoadError(
             f"The model file {path} is truncated or not a GGUF file ({error}); download it again."
@@ -67,7 +70,9 @@ class _Reader:
         infos = [self._info() for _ in range(num_tensors)]
         if len({info.name for info in infos}) != num_tensors:
             raise ValueError("it holds two tensors of one name")
-        alignment = int(metadata.get("general.alignment") or _DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
+            raise ValueError(f"its general.alignment is {alignment!r:.80}; it must be from 1 to {_MAX_ALIGNMENT}")
         start = -(-self._at // alignment) * alignment
         return GGUFHeader(metadata, [info._replace(start=start + info.start) for info in infos])
 

@@ -47,7 +47,8 @@ class Speculation:
     def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
         """Have the runner draft, once it is known what that costs. Raises ConfigError where no draft would have room."""
         num_drafts = self.asked.num_speculative_tokens
-        _check_room(num_drafts, settings)
+        self.asked.check_room("--max-num-batched-tokens", settings.max_num_batched_tokens)
+        self.asked.check_room("--max-model-len", settings.max_model_len)
         drafter = self._drafter(settings)
         costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
         runner.speculate(drafter)
@@ -85,37 +86,10 @@ def load_speculation(
     asked = SpeculativeConfig.read(config.speculative_config)
     if asked.model is None:
         return Speculation(asked, config, device)
-    own = replace(
-        config,
-        model=asked.model,
-        revision=asked.revision,
-        quantization=asked.quantization,
-        max_model_len=None,
-        load_format=config.load_format if config.load_format == "dummy" else "auto",
-        lora_modules=(),
-        max_loras=None,
-        allow_runtime_lora_updating=False,
-    )
+    own = config.of_draft(asked)
     try:
         model = load_model(own, device, resolve_dtype(own, device), report)
     except (ConfigError, ModelLoadError) as error:
         raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
-    if model.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"--speculative-config: the draft model {asked.model} has {model.vocab_size} tokens and the model "
-            f"{target.vocab_size}; choose one of the same family, whose tokenizer is the same."
-        )
+    asked.check_vocabulary(model.vocab_size, target.vocab_size)
     return Speculation(asked, config, device, model)
-
-
-def _check_room(num_drafts: int, settings: SchedulerConfig) -> None:
-    """A token and its drafts have to fit in a step and in a context (of which the pool always holds one)."""
-    for flag, room in (
-        ("--max-num-batched-tokens", settings.max_num_batched_tokens),
-        ("--max-model-len", settings.max_model_len),
-    ):
-        if room <= num_drafts:
-            raise ConfigError(
-                f"--speculative-config: num_speculative_tokens is {num_drafts}, and {flag} is {room}; a token and its drafts "
-                f"need {1 + num_drafts}, so lower the one or raise the other."
-            )

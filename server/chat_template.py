@@ -38,6 +38,8 @@ class ChatTemplate:
     """One compiled template. `special_tokens` are names such as bos_token that templates refer to."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        if not isinstance(source, str):  # a model's file may have anything in its place
+            raise ConfigError("The chat template cannot be read: it is no text; give another with --chat-template.")
         if len(source) > MAX_SOURCE:
             raise ConfigError(
                 f"The chat template has more than {MAX_SOURCE} characters; give another with --chat-template."

@@ -69,8 +69,38 @@ _NFC = ("qwen2", "deepseek-r1-qwen")  # composed characters, as these models' ow
 _BOS_BY_DEFAULT = ("llama", "llama-bpe", "llama3")
 
 
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "chat_template": (str,),
+    "ggml.model": (str,),
+    "ggml.pre": (str,),
+    "ggml.tokens": (list, str),
+    "ggml.merges": (list, str),
+    "ggml.scores": (list, float),
+    "ggml.token_type": (list, int),
+    "ggml.add_bos_token": (bool,),
+    "ggml.add_eos_token": (bool,),
+    "ggml.add_space_prefix": (bool,),
+    **{f"ggml.{role}_token_id": (int,) for role in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+}
+
+
+def check_types(metadata: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for a key of the tokenizer whose value is of another type than its name says."""
+    for key, (kind, *items) in _TYPES.items():
+        value = metadata.get(f"tokenizer.{key}")
+        is_right = value is None or type(value) is kind
+        if isinstance(value, list) and items:
+            is_right = is_right and all(
+                issubclass(found, items[0]) and found is not bool for found in {*map(type, value)}
+            )
+        if not is_right or (kind is int and value is not None and value < 0):
+            wanted = f"a list of {items[0].__name__}" if items else kind.__name__
+            raise ModelLoadError(f"The GGUF file's 'tokenizer.{key}' is {str(value)!r:.80}; it must be {wanted}.")
+
+
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file's metadata. Raises ModelLoadError for one that is missing or of an unknown kind."""
+    check_types(metadata)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")

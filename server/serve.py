@@ -1,8 +1,8 @@
-"""The process behind `quire serve`: settings, port, model, engine, HTTP, in this order, and an orderly end.
+"""The process behind `quire serve`: settings, small files, port, model, engine, HTTP, in this order, and an orderly end.
 
-The port is taken before anything slow, so that a port in use is told at once. Every fault before the server runs is one
-sentence and an exit status: 2 for a wrong setting, 1 for anything else; the traceback is shown at --log-level debug.
-Main thread; torch stays behind build_engine.
+Settings and the files they name are checked first, then the port is bound, then torch is imported and weights are read.
+Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
+traceback is shown at --log-level debug. Main thread; torch stays behind build_engine.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
+from engine.model_check import ModelFacts, check_model
+from server.app_config import AppConfig
 from server.batches.folder import DataFolder
-from server.chat_template import MAX_SOURCE
 from server.config import Settings
 from server.flags import load_settings, name_origins
 from server.logs import configure_logging
-from server.model_source import find_model
+from server.model_source import check_tokenizer_source, find_model
+from server.setting_file import check_folder, read_setting_file
 from server.tenant_file import read_tenants
 
 if TYPE_CHECKING:
+    from engine.loop import Engine
     from server.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire.serve")
@@ -51,8 +55,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     configure_logging(settings.log_level, settings.log_format)
     try:
+        plan = _prepare(settings)
         with bind(settings.host, settings.port) as listener:
-            return _serve(settings, listener)
+            return _serve(plan, listener)
     except QuireError as error:
         log.error(name_origins(str(error), settings, argv))  # noqa: TRY400 - one sentence for the user
         log.debug("it happened here:", exc_info=True)
@@ -94,11 +99,23 @@ def _explain(error: OSError, host: str, port: int) -> QuireError:
     return _PortError(f"{host}:{port} cannot be listened on: {error.strerror}.")
 
 
-def _serve(settings: Settings, listener: socket.socket) -> int:
+class _Plan(NamedTuple):
+    """All that is known before the port is bound."""
+
+    settings: Settings
+    engine: EngineConfig
+    app: AppConfig
+    model: ModelFacts
+    chat_template: str | None
+    started_s: float
+
+
+def _prepare(settings: Settings) -> _Plan:
+    """Check every setting and every small file it names; nothing slow is imported. Raises QuireError."""
     started_s = time.monotonic()
     source = find_model(settings.model)
     settings.check_together()
-    engine_config = settings.engine_config(source.path)  # a wrong setting is told before the seconds of importing
+    engine_config = settings.engine_config(source.path)
     app_config = settings.app_config(source.path, source.name)
     for module in settings.lora_modules:
         if module.name in app_config.served_model_names:
@@ -109,24 +126,32 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
         read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
+    offload_dir = None if engine_config.kv_offload_dir is None else Path(engine_config.kv_offload_dir)
+    check_folder("--kv-offload-dir", offload_dir)
+    check_folder("--kv-connector-dir", app_config.kv_connector_dir)
+    if app_config.pinned_prefixes is not None:
+        read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
+    if settings.tokenizer is not None:
+        check_tokenizer_source(settings.tokenizer)
+    chat_template = None if settings.chat_template is None else _read_template(settings.chat_template)
+    return _Plan(settings, engine_config, app_config, check_model(engine_config), chat_template, started_s)
 
+
+def _read_template(path: Path) -> str:
+    from server.chat_template import ChatTemplate  # jinja2
+
+    text = read_setting_file("--chat-template", path)
+    ChatTemplate(text, {})  # raises ConfigError for one that cannot be read
+    return text
+
+
+def _serve(plan: _Plan, listener: socket.socket) -> int:
+    settings, app_config = plan.settings, plan.app
     gc.disable()  # what start-up makes stays: looking through it again and again took 0.3 s; hide_from_collector ends it
-    from engine.build import build_engine
-    from server.startup import StartupStory
-
     name = app_config.served_model_names[0]
-    log.info("loading %s from %s", name, source.path)
-    # The front is got ready, 0.4 s of Python, while the library reads and packs the weights without the GIL.
-    with ThreadPoolExecutor(1) as aside, StartupStory() as story:
-        front = aside.submit(_load_front, settings, source.path)
-
-        def report(progress: Progress) -> None:
-            story.report(progress)
-            if front.done():
-                front.result()  # raises what is wrong with the tokenizer, before minutes of loading
-
-        engine = build_engine(engine_config, report)
-        tokenizer = front.result()
+    log.info("loading %s from %s", name, app_config.model)
+    engine, tokenizer = _load(plan)
+    tokenizer.hold_to(engine.vocab_size)
     from server.app import create_app
     from server.daemon import run
 
@@ -139,26 +164,58 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
     def announce() -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        log.info("ready in %.1f s: %s serves %s", time.monotonic() - started_s, url, name)
+        log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, name)
         log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys or app_config.tenants)))
 
     hide_from_collector()
     return run(app, listener, settings.shutdown_timeout, announce)
 
 
-def _load_front(settings: Settings, source: str) -> TextTokenizer:
+def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
+    """The engine and the tokenizer.
+
+    Two threads must not use the library transformers at the same time: it imports its modules as they are first used,
+    and the second thread finds them half made. So the front is loaded on a thread, 0.4 s of Python while the native
+    library reads and packs weights without the GIL, only where the engine does without transformers.
+    """
+    from engine.build import build_engine
+    from server.startup import StartupStory
+
+    with StartupStory() as story:
+        if not plan.model.is_native:
+            from engine.build import check_foreign
+
+            check_foreign(plan.engine)
+            tokenizer = _load_front(plan)
+            return build_engine(plan.engine, story.report), tokenizer
+        with ThreadPoolExecutor(1) as aside:
+            front = aside.submit(_load_front, plan)
+
+            def report(progress: Progress) -> None:
+                story.report(progress)
+                if front.done():
+                    front.result()  # raises what is wrong with the tokenizer, before minutes of loading
+
+            engine = build_engine(plan.engine, report)
+            return engine, front.result()
+
+
+def _load_front(plan: _Plan) -> TextTokenizer:
     """The tokenizer; and the modules of the HTTP side are imported."""
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
     from server.draft_tokenizer import check_draft_tokenizer
     from server.tokenizer import load_tokenizer
 
+    settings = plan.settings
     tokenizer = load_tokenizer(
-        settings.tokenizer or source,
+        settings.tokenizer or plan.engine.model,
         revision=settings.revision if settings.tokenizer is None else None,
-        chat_template=_read_template(settings.chat_template),
+        chat_template=plan.chat_template,
         model_sampling=settings.generation_config == "auto",
     )
+    if plan.model.vocab_size is not None:
+        tokenizer.hold_to(plan.model.vocab_size)
     check_draft_tokenizer(tokenizer, settings.speculative_config)
     return tokenizer
 
@@ -172,18 +229,6 @@ def hide_from_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        if not path.is_file() and path.exists():
-            raise ConfigError(f"--chat-template is {str(path)!r}, which is no regular file; name a file.")
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_SOURCE + 1)  # ChatTemplate refuses one that long
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template is {str(path)!r}, which cannot be read: {error}.") from error
 
 
 def _curl(url: str, name: str, *, has_key: bool) -> str:

@@ -6,16 +6,18 @@ one class serves both sources. Knows no weights and no engine.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from engine.core.errors import InvalidRequestError, ModelLoadError
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
+from engine.model_check import check_entries
+from engine.regular_file import read_json
 from server.chat_template import ChatTemplate
 from server.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from server.text import SamplingDefaults
@@ -23,6 +25,12 @@ from server.text import SamplingDefaults
 # Names under which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
+)
+
+# Text of several scripts, which other tokenizers than the model's encode to other ids.
+PROBE = (
+    "The quick brown fox jumps over 1,234,567 lazy dogs; it's \u00fcber-schnell, \u00e9l\u00e9gant and 42% cheaper.\n"
+    "def f(x):\n    return {'a': [x ** 2, None]}  # \u0434\u0430, \u4f60\u597d, \U0001f98a\n"
 )
 
 
@@ -64,6 +72,7 @@ class TextTokenizer:
         vocabulary_ids = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary_ids.values()) + 1
         self.max_token_chars = max(map(len, vocabulary_ids))
+        self._num_ids: int | None = None  # of the model, where the tokenizer has more
         self.eos_token_ids = vocabulary.eos_token_ids
         self.description = {**vocabulary.special_tokens, "chat_template": vocabulary.chat_template}
         self.sampling_defaults = vocabulary.sampling_defaults
@@ -72,15 +81,35 @@ class TextTokenizer:
         """Token ids of a text, never truncated. Raises InvalidRequestError for a text that is not Unicode."""
         try:
             # Unlike `encode` this gives up the GIL: else a long text would stop the engine, wherever it is encoded.
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:  # the library's word for half of a surrogate pair, which JSON can spell
             raise InvalidRequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
+        if self._num_ids is not None and (beyond := max(ids, default=0)) >= self._num_ids:
+            raise InvalidRequestError(
+                f"The text holds {self._backend.id_to_token(beyond)!r:.80}, the tokenizer's id {beyond}, and the model has "
+                f"{self._num_ids} tokens."
+            )
+        return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids, with U+FFFD for broken UTF-8."""
         if len(token_ids) > _LONG_DECODE:  # unlike `decode` this gives up the GIL
             return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def hold_to(self, vocab_size: int) -> None:
+        """Refuse text with tokens that a model of this size has not, from now on; such ids would be read past its end.
+
+        Raises ConfigError if ordinary text has them, because it is another model's tokenizer.
+        """
+        self.eos_token_ids = frozenset(token_id for token_id in self.eos_token_ids if 0 <= token_id < vocab_size)
+        if self.vocab_size <= vocab_size:
+            return
+        self._num_ids = vocab_size
+        try:
+            self.encode(PROBE, add_special_tokens=True)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{error} Name the model's own tokenizer with --tokenizer.") from error
 
     def to_json(self) -> str:
         """All of it, as a tokenizer.json has it."""
@@ -162,6 +191,8 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
 
 
 def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+    if Path(source).is_dir():
+        check_entries(Path(source))
     from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
 
     try:
@@ -180,7 +211,7 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
     ends: set[int] = set() if loaded.eos_token_id is None else {loaded.eos_token_id}
     for config in (generation, _json_file(source, "config.json", revision)):
         named = config.get("eos_token_id")
-        ends.update(named if isinstance(named, list) else [] if named is None else [named])
+        ends.update(token_id for token_id in (named if isinstance(named, list) else [named]) if type(token_id) is int)
     template = loaded.chat_template
     special = {role: token for role, token in loaded.special_tokens_map.items() if isinstance(token, str)}
     return backend, Vocabulary(
@@ -196,7 +227,10 @@ def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
     from transformers.utils import cached_file
 
     path = cached_file(source, name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
-    content = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    try:
+        content = read_json(Path(path)) if path else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -204,6 +238,9 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
     """What a generation_config recommends; one that does not sample is greedy."""
     names = [field.name for field in fields(SamplingDefaults)]
     named = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in named.items():
+        if type(value) not in (int, float) or not isfinite(value):
+            raise ModelLoadError(f"generation_config.json: {name!r} is {value!r:.80}, not a number; mend or remove it.")
     if named and generation.get("do_sample") is False:
         named["temperature"] = 0.0
     return SamplingDefaults(**named)

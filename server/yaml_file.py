@@ -9,6 +9,10 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
+from engine.regular_file import read_bytes
+
+_MAX_BYTES = 4 << 20
+
 
 class DuplicateKeyError(ConstructorError):
     """A mapping names a key twice; `problem` says which."""
@@ -45,4 +49,4 @@ class _Loader(yaml.SafeLoader):
 
 def read_yaml(path: Path) -> Any:
     """What is in a file. Raises OSError and yaml.YAMLError."""
-    return yaml.load(path.read_bytes(), _Loader)  # noqa: S506 - a SafeLoader
+    return yaml.load(read_bytes(path, _MAX_BYTES), _Loader)  # noqa: S506 - a SafeLoader

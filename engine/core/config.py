@@ -7,7 +7,7 @@ Both are frozen and validated at birth. Where a value depends on the device or t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from engine.core.speculative_config import SpeculativeConfig
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "gguf", "int8", "fp8")
+ATTENTION_BACKENDS = ("auto", "cpu_native", "cpu", "torch", "reference", "triton", "torch_varlen", "flashinfer")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
@@ -92,6 +93,7 @@ class EngineConfig:
             ("device", DEVICES),
             ("model_impl", MODEL_IMPLS),
             ("cpu_kernels", CPU_KERNELS),
+            ("attention_backend", ATTENTION_BACKENDS),
             ("scheduling_policy", tuple(POLICIES)),
             ("prefix_cache_eviction", tuple(EVICTION_POLICIES)),
         ):
@@ -111,12 +113,16 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{_flag(name)} is {value}; it must be at least 1.")
         if self.speculative_config is not None:
-            SpeculativeConfig.read(self.speculative_config)
+            drafts = SpeculativeConfig.read(self.speculative_config)
+            drafts.check_room("--max-model-len", self.max_model_len)
+            drafts.check_room("--max-num-batched-tokens", self.max_num_batched_tokens)
             _require(
                 not self.async_scheduling,
                 "--async-scheduling plans a step before the tokens of the last one are known, and --speculative-config "
                 "begins with them; leave one of the two out.",
             )
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        _require(tokens is None or seqs is None or tokens >= seqs, _few_tokens(tokens, seqs))
         share = self.pinned_prefix_share
         _require(0.0 <= share < 1.0, f"--pinned-prefix-share is {share}; it must be at least 0 and less than 1.")
         threads = self.num_threads
@@ -156,6 +162,29 @@ class EngineConfig:
         _require(
             len(names) <= num_loras(self),
             f"--max-loras is {self.max_loras}, less than the {len(names)} of --lora-modules; raise it.",
+        )
+
+    def check_length(self, longest: int) -> None:
+        """Raise ConfigError if more positions are asked for than the model was made for."""
+        asked = self.max_model_len
+        _require(
+            asked is None or asked <= longest,
+            f"--max-model-len is {asked}, but the model was made for {longest} positions; set it to at most {longest}.",
+        )
+
+    def of_draft(self, asked: SpeculativeConfig) -> EngineConfig:
+        """The settings that the draft model of `asked` is loaded with."""
+        assert asked.model is not None, "n-grams need no model"
+        return replace(
+            self,
+            model=asked.model,
+            revision=asked.revision,
+            quantization=asked.quantization,
+            max_model_len=None,
+            load_format=self.load_format if self.load_format == "dummy" else "auto",
+            lora_modules=(),
+            max_loras=None,
+            allow_runtime_lora_updating=False,
         )
 
 
@@ -213,8 +242,7 @@ class SchedulerConfig:
         assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
-            f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "
-            f"({self.max_num_seqs}); every running sequence needs one token of a step's budget.",
+            _few_tokens(self.max_num_batched_tokens, self.max_num_seqs),
         )
         _require(
             self.policy in POLICIES, f"--scheduling-policy is {self.policy!r}; choose one of {', '.join(POLICIES)}."
@@ -231,6 +259,13 @@ def num_loras(config: EngineConfig) -> int:
         return 0
     least = DEFAULT_MAX_LORAS if config.allow_runtime_lora_updating else 0
     return config.max_loras or max(len(config.lora_modules), least)
+
+
+def _few_tokens(tokens: int | None, seqs: int | None) -> str:
+    return (
+        f"--max-num-batched-tokens is {tokens}, less than --max-num-seqs ({seqs}); every running sequence needs one token "
+        "of a step's budget."
+    )
 
 
 def _flag(name: str) -> str:

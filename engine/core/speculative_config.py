@@ -54,6 +54,22 @@ class SpeculativeConfig:
             raise ConfigError(f"{_FLAG}: {stray} is for the method {other}, and the method is {method}; leave it out.")
         return cls(**{**_filled(values), "method": method})
 
+    def check_vocabulary(self, num_tokens: int, of_target: int) -> None:
+        """Raise ConfigError if the draft model's tokens cannot be those of the model it drafts for."""
+        if num_tokens != of_target:
+            raise ConfigError(
+                f"{_FLAG}: the draft model {self.model} has {num_tokens} tokens and the model {of_target}; choose one of "
+                "the same family, whose tokenizer is the same."
+            )
+
+    def check_room(self, flag: str, room: int | None) -> None:
+        """Raise ConfigError if a token and its drafts are more than a step or a context may hold."""
+        if room is not None and room <= self.num_speculative_tokens:
+            raise ConfigError(
+                f"{_FLAG}: num_speculative_tokens is {self.num_speculative_tokens}, and {flag} is {room}; a token and its "
+                f"drafts need {1 + self.num_speculative_tokens}, so lower the one or raise the other."
+            )
+
     def __post_init__(self) -> None:
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFTS),

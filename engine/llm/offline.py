@@ -30,6 +30,7 @@ from engine.llm.grammars import Grammars
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams, in_words
 from engine.loop import Engine
+from engine.model_check import check_model
 from server.app_config import AppConfig
 from server.choice import TextRules
 from server.draft_tokenizer import check_draft_tokenizer
@@ -72,11 +73,13 @@ class LLM:
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = _engine_config(source.path, {"lora_modules": modules, **engine})
+        check_model(config)
         from engine.build import build_engine  # torch, seconds
 
         with StartupStory() as story:
             built = build_engine(config, story.report)
             text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
+            text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
         app = AppConfig(
             model=source.path,

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.core.errors import ConfigError
+from engine.regular_file import check_regular
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 
@@ -30,6 +31,9 @@ class DataFolder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._files.mkdir(mode=0o700, exist_ok=True)
+            for name in ("lock", "batches.sqlite"):
+                if (path / name).exists():
+                    check_regular(path / name)
             self._lock = (path / "lock").open("w")
         except OSError as error:
             raise ConfigError(f"--data-dir is {str(path)!r}, which cannot be used: {error.strerror}.") from error

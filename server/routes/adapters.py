@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Annotated
 
@@ -10,6 +9,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
+from server.detached import run_detached
 from server.errors import ApiError
 from server.protocol.adapters import LoadAdapterBody, UnloadAdapterBody
 from server.routes.context import Context, InContext, InOwner, check_operator, json_body
@@ -38,7 +38,7 @@ async def load_lora_adapter(
             f"{body.lora_name!r} is what the model itself is called; choose another name.", param="lora_name"
         )
     async with context.adapter_turn:
-        await asyncio.to_thread(context.engine.adapters.load, body.lora_name, body.lora_path)
+        await run_detached(context.engine.adapters.load, body.lora_name, body.lora_path)
     log.info("loaded the adapter %r from %r", body.lora_name, body.lora_path)
     return PlainTextResponse(f"The adapter {body.lora_name!r} is loaded.\n")
 
@@ -50,6 +50,6 @@ async def unload_lora_adapter(
     """Forget an adapter. Requests that use it go on to their ends; its memory is given back with the last of them."""
     _check_allowed(context, owner)
     async with context.adapter_turn:
-        await asyncio.to_thread(context.engine.adapters.unload, body.lora_name)
+        await run_detached(context.engine.adapters.unload, body.lora_name)
     log.info("unloaded the adapter %r", body.lora_name)
     return PlainTextResponse(f"The adapter {body.lora_name!r} is unloaded.\n")

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Batch
 from engine.runtime.attention.pool import SMALLEST_PEAK, from_pool, to_pool
 from engine.runtime.attention.reference import dense_attention
@@ -223,8 +222,3 @@ def test_layers_with_different_windows_share_a_step() -> None:
             keys, values = (pool[:, tables[s]].flatten(1, 2)[:, :41].transpose(0, 1) for pool in (k_pool, v_pool))
             expected = dense_attention(spec, q[s : s + 1], keys, values, 40)
             torch.testing.assert_close(out[s : s + 1], expected, atol=2e-5, rtol=2e-5)
-
-
-def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigError, match="'flashy'; choose one of auto, cpu_native, cpu, torch, reference"):
-        load_backend("flashy", CPU)

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ModelLoadError
+from engine.model_check import check_model
 from engine.runtime.models import linear
 from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
@@ -164,6 +165,23 @@ def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }.items():
         with pytest.raises(ModelLoadError, match=sentence):
             resolve_model_path(name)
+
+
+def test_a_model_of_the_hub_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(model: str, *, allow_patterns: list[str], **_: object) -> str:
+        fetched.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    write_config(tmp_path, model_type="bert")
+    with pytest.raises(ModelLoadError, match="'bert' is an encoder"):
+        check_model(EngineConfig(model="some/encoder"))
+    assert "*.json" in fetched
+    assert "*.safetensors" not in fetched
 
 
 def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,23 @@ CASES = {
     "qwen3_moe": Case(
         "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     ),
+    "deepseek_v3": Case(
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
     "gpt_oss": Case("GptOssConfig", EXPERTS | {"head_dim": 16, "sliding_window": 8, "layer_types": WINDOWS}),
     "llama": Case("LlamaConfig"),
     "gemma2": Case("Gemma2Config", {"head_dim": 16, "sliding_window": 8}),
@@ -75,22 +92,7 @@ REFUSED = {
     "falcon": (Case("FalconConfig"), "attention of FalconForCausalLM"),
     "mamba": (Case("MambaConfig", {"state_size": 8}), "linear_attention"),
     "llama4": (Case("Llama4TextConfig", {"num_local_experts": 2}), "chunked_attention"),
-    "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "encoder-decoder"),
-    "deepseek_v3": (
-        Case(
-            "DeepseekV3Config",
-            {
-                "num_key_value_heads": 4,
-                "first_k_dense_replace": 3,
-                "kv_lora_rank": 16,
-                "q_lora_rank": 16,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 16,
-                "v_head_dim": 16,
-            },
-        ),
-        "keys have 24 dimensions a head and its values 16",
-    ),
+    "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "'bert' is an encoder"),
     "diffllama": (Case("DiffLlamaConfig"), "attends more than once"),
     "doge": (Case("DogeConfig"), "mask or bias of its own"),
     "nemotron": (Case("NemotronConfig"), "keyword arguments"),

@@ -140,11 +140,11 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_an_index_cannot_point_outside_its_folder(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
-    with pytest.raises(ModelLoadError, match=r"secret\.safetensors is missing") as refusal:
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "passwd", "", ".", None, 3, ["a"]])
+def test_an_index_names_weights_beside_itself(name: object, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelLoadError, match=r"the weights must be \.safetensors files beside it"):
         next(SafetensorsCheckpoint(folder).tensors())
-    assert ".." not in str(refusal.value)
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": 3}', "{}", "[]", "{"])

@@ -64,9 +64,9 @@ def test_a_long_conversation_is_rendered_beside_the_event_loop(
 
 
 def test_a_template_file_is_a_small_regular_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         _read_template(Path("/dev/zero"))
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         _read_template(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
         _read_template(tmp_path / "none")

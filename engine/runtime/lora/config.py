@@ -5,15 +5,20 @@ What would change the answer and is not understood is refused by its key; what o
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import AdapterLoadError
+from engine.core.config import LoraModule
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
+from engine.regular_file import check_regular, read_json, reason
+
+WEIGHTS = "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
 
 # Kinds of LoRA that compute something else. Off is what is false, empty or absent.
 _MUST_BE_OFF = (
@@ -59,10 +64,12 @@ def read_config(folder: Path) -> LoraConfig:
     """Raises AdapterLoadError, with the key that is wrong or not supported."""
     path = folder / "adapter_config.json"
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path, _MAX_CONFIG_BYTES)
     except FileNotFoundError:
         raise AdapterLoadError(f"{folder} has no adapter_config.json; name a folder that PEFT has saved.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise AdapterLoadError(f"{path} cannot be read: {reason(error)}.") from None
+    except ValueError as error:
         raise AdapterLoadError(f"{path} cannot be read as JSON: {error}.") from None
     if not isinstance(values, dict):
         raise AdapterLoadError(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
@@ -118,3 +125,38 @@ def _pattern(path: Path, values: Mapping[str, Any], key: str) -> dict[str, float
 def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
     """The first entry that is the module's name or its end, from a dot on."""
     return next((value for name, value in pattern.items() if f".{module}".endswith(f".{name}")), default)
+
+
+def check_folder(folder: Path) -> LoraConfig:
+    """What can be told before there is a model. Raises AdapterNotFoundError or AdapterLoadError."""
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        raise AdapterLoadError(f"{folder!s:.200} cannot be read: {reason(error)}.") from None
+    if not is_folder:
+        raise AdapterNotFoundError(
+            f"There is no folder {folder}; name one that PEFT has saved an adapter in.", param="lora_path"
+        )
+    config = read_config(folder)
+    try:
+        check_regular(folder / WEIGHTS)
+        return config
+    except FileNotFoundError:
+        pass  # told below
+    except OSError as error:
+        raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
+    if (folder / "adapter_model.bin").exists():
+        raise AdapterLoadError(
+            f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "
+            "safe_serialization=True."
+        )
+    raise AdapterLoadError(f"{folder} has no {WEIGHTS}; name a folder that PEFT has saved.")
+
+
+@contextmanager
+def naming(module: LoraModule) -> Iterator[None]:
+    """At start-up, a fault of an adapter is one of the setting that names it."""
+    try:
+        yield
+    except ClientError as error:
+        raise ConfigError(f"--lora-modules has {module.name}={module.path}: {error}") from error

@@ -7,8 +7,7 @@ the model before anything is read in full.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.core.config import LoraModule
-from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
+from engine.core.errors import AdapterLoadError
 from engine.runtime.lora.adapter import LoraAdapter, LowRank, Place, Target
-from engine.runtime.lora.config import LoraConfig, read_config
+from engine.runtime.lora.config import WEIGHTS, LoraConfig, check_folder
 from engine.runtime.models.linear import Linear
 from engine.runtime.native.arena import Arena
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_WEIGHTS = "adapter_model.safetensors"
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
@@ -156,34 +153,8 @@ class LoraLoader:
         return made
 
 
-def check_folder(folder: Path) -> LoraConfig:
-    """What can be told before there is a model. Raises AdapterNotFoundError or AdapterLoadError."""
-    if not folder.is_dir():
-        raise AdapterNotFoundError(
-            f"There is no folder {folder}; name one that PEFT has saved an adapter in.", param="lora_path"
-        )
-    config = read_config(folder)
-    if (folder / _WEIGHTS).exists():
-        return config
-    if (folder / "adapter_model.bin").exists():
-        raise AdapterLoadError(
-            f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "
-            "safe_serialization=True."
-        )
-    raise AdapterLoadError(f"{folder} has no {_WEIGHTS}; name a folder that PEFT has saved.")
-
-
-@contextmanager
-def naming(module: LoraModule) -> Iterator[None]:
-    """At start-up, a fault of an adapter is one of the setting that names it."""
-    try:
-        yield
-    except ClientError as error:
-        raise ConfigError(f"--lora-modules has {module.name}={module.path}: {error}") from error
-
-
 def _open(folder: Path) -> Any:
-    path = folder / _WEIGHTS
+    path = folder / WEIGHTS
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

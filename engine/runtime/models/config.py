@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.runtime.models.rope import RopeConfig
+from engine.runtime.models.rope_config import RopeConfig
 
 
 class Activation(Enum):
@@ -72,3 +72,10 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     merged_checkpoint: bool = False  # the checkpoint itself holds q, k, v (and gate, up) as one matrix (Phi-3)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the matrices, which are nearly all that is allocated."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2) + len(self.layers) * layer

@@ -13,7 +13,7 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.runtime.models.config import Activation, LayerConfig, ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.hf_config import HFConfig
-from engine.runtime.models.rope import RopeConfig, read_rope
+from engine.runtime.models.rope_config import RopeConfig, read_rope
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -45,7 +45,7 @@ def llama(hf: HFConfig) -> ModelConfig:
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
-    return replace(_common(hf), layers=_layers(hf, windows=[hf.optional_integer("sliding_window")] * _num_layers(hf)))
+    return replace(_common(hf), layers=_layers(hf, windows=[hf.optional_size("sliding_window")] * _num_layers(hf)))
 
 
 def qwen2(hf: HFConfig) -> ModelConfig:
@@ -77,7 +77,7 @@ def smollm3(hf: HFConfig) -> ModelConfig:
 
 def phi3(hf: HFConfig) -> ModelConfig:
     """Phi-3, Phi-3.5 and Phi-4 (mini and full)."""
-    windows = [hf.optional_integer("sliding_window")] * _num_layers(hf)
+    windows = [hf.optional_size("sliding_window")] * _num_layers(hf)
     return replace(_common(hf), merged_checkpoint=True, layers=_layers(hf, windows=windows))
 
 
@@ -93,12 +93,14 @@ def gemma2(hf: HFConfig) -> ModelConfig:
         _gemma_common(hf),
         activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         norm_placement=NormPlacement.SANDWICH,
-        attention_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         # null switches a cap off, absence means the family's own
-        attention_softcap=hf.optional_number("attn_logit_softcapping")
+        attention_softcap=hf.optional_positive("attn_logit_softcapping")
         if "attn_logit_softcapping" in hf.values
         else 50.0,
-        logit_softcap=hf.optional_number("final_logit_softcapping") if "final_logit_softcapping" in hf.values else 30.0,
+        logit_softcap=hf.optional_positive("final_logit_softcapping")
+        if "final_logit_softcapping" in hf.values
+        else 30.0,
         layers=_layers(hf, windows=_windows(hf, types)),
     )
 
@@ -107,14 +109,14 @@ def gemma3(hf: HFConfig) -> ModelConfig:
     """The text model: five window layers with a short rope base to one full layer with a long one."""
     period = hf.size("sliding_window_pattern", 6)
     types = [_SLIDING if (i + 1) % period else _FULL for i in range(_num_layers(hf))]
-    ropes = _ropes_by_type(hf, types, local_theta=hf.number("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
+    ropes = _ropes_by_type(hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
     return replace(
         _gemma_common(hf),
         activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         norm_placement=NormPlacement.SANDWICH,
         qk_norm=QKNorm.HEAD,
-        attention_scale=hf.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        logit_softcap=hf.optional_number("final_logit_softcapping"),
+        attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+        logit_softcap=hf.optional_positive("final_logit_softcapping"),
         layers=_layers(hf, windows=_windows(hf, types), ropes=ropes),
     )
 
@@ -127,7 +129,7 @@ def granite(hf: HFConfig) -> ModelConfig:
         embedding_multiplier=hf.number("embedding_multiplier", 1.0),
         residual_multiplier=hf.number("residual_multiplier", 1.0),
         attention_scale=hf.number("attention_multiplier", 1.0),
-        logit_multiplier=1.0 / hf.number("logits_scaling", 1.0),
+        logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
     )
 
 
@@ -139,7 +141,7 @@ def olmo2(hf: HFConfig) -> ModelConfig:
 def olmo3(hf: HFConfig) -> ModelConfig:
     """OLMo 2 with windows on three layers of four; only the full layers stretch their rope."""
     types = [_SLIDING if (i + 1) % 4 else _FULL for i in range(_num_layers(hf))]
-    theta = hf.number("rope_theta", 500_000.0)
+    theta = hf.positive("rope_theta", 500_000.0)
     ropes = _ropes_by_type(hf, types, local_theta=theta, theta=theta)
     return replace(
         _common(hf),
@@ -177,7 +179,7 @@ def _common(hf: HFConfig) -> ModelConfig:
         head_dim=_head_dim(hf),
         max_positions=_max_positions(hf),
         layers=_layers(hf),
-        norm_eps=hf.number("rms_norm_eps", 1e-6),
+        norm_eps=hf.positive("rms_norm_eps", 1e-6),
         activation=_activation(hf, "hidden_act", "silu"),
         tied_head=hf.flag("tie_word_embeddings"),
         attention_scale=_head_dim(hf) ** -0.5,
@@ -234,7 +236,7 @@ def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:
 
 
 def _windows(hf: HFConfig, types: Sequence[str]) -> list[int | None]:
-    return [hf.integer("sliding_window") if kind == _SLIDING else None for kind in _layer_types(hf, types)]
+    return [hf.size("sliding_window") if kind == _SLIDING else None for kind in _layer_types(hf, types)]
 
 
 def _qwen_windows(hf: HFConfig) -> list[int | None]:
@@ -247,7 +249,7 @@ def _qwen_windows(hf: HFConfig) -> list[int | None]:
 def _rope(hf: HFConfig, theta: float = 10_000.0) -> RopeConfig:
     """One rope for all layers: `rope_parameters` as transformers 5 writes it, else `rope_theta` and `rope_scaling`."""
     params = hf.section("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
-    return _rope_from(hf, params, theta=hf.number("rope_theta", theta))
+    return _rope_from(hf, params, theta=hf.positive("rope_theta", theta))
 
 
 def _ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, theta: float) -> list[RopeConfig | None]:
@@ -256,7 +258,7 @@ def _ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, th
     full = nested.section(_FULL) if nested.values else hf.section("rope_scaling")
     ropes = {
         _SLIDING: _rope_from(hf, nested.section(_SLIDING), theta=local_theta),
-        _FULL: _rope_from(hf, full, theta=hf.number("rope_theta", theta)),
+        _FULL: _rope_from(hf, full, theta=hf.positive("rope_theta", theta)),
     }
     return [ropes[kind] for kind in _layer_types(hf, types)]
 

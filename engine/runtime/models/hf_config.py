@@ -6,10 +6,13 @@ means absent. A value that is missing or of the wrong type is a ModelLoadError n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from engine.core.errors import ModelLoadError
+
+_MAX_SIZE = 1 << 40
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -25,15 +28,29 @@ class HFConfig:
         return self._read(key, int, default)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+        """An integer of at least 1, and no more than anything in memory can have of."""
         if self.integer(key, default) < 1:
             raise self.error(key, "an integer of at least 1")
+        if self.integer(key, default) > _MAX_SIZE:
+            raise self.error(key, f"at most {_MAX_SIZE}")
         return self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
         value = self.values.get(key)
-        # JSON writes 10000.0 and 10000 alike
-        return float(value) if type(value) is int else self._read(key, float, default)
+        if type(value) is int and abs(value) < _MAX_SIZE:  # JSON writes 10000.0 and 10000 alike
+            return float(value)
+        found = self._read(key, float, default)
+        if not math.isfinite(found):
+            raise self.error(key, "a finite number")
+        return found
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        found = self.number(key, default)
+        if found <= 0:
+            raise self.error(key, "a number above 0")
+        return found
 
     def flag(self, key: str, default: bool = False) -> bool:
         return self._read(key, bool, default)
@@ -44,14 +61,20 @@ class HFConfig:
     def optional_integer(self, key: str) -> int | None:
         return self.integer(key) if self.has(key) else None
 
+    def optional_size(self, key: str) -> int | None:
+        return self.size(key) if self.has(key) else None
+
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if self.has(key) else None
 
+    def optional_positive(self, key: str) -> float | None:
+        return self.positive(key) if self.has(key) else None
+
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers."""
+        """A list of finite numbers."""
         values = self._list(key)
-        if not all(isinstance(value, (int, float)) for value in values):
-            raise self.error(key, "a list of numbers")
+        if not all(isinstance(value, (int, float)) and abs(value) < _MAX_SIZE for value in values):
+            raise self.error(key, "a list of finite numbers")
         return tuple(float(value) for value in values)
 
     def texts(self, key: str) -> tuple[str, ...]:

@@ -16,14 +16,15 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.models.families import FAMILIES, read_config
+from engine.runtime.models.families import read_config
 from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import Isa, native
-from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, fill
-from engine.runtime.weights.dummy import fill_dummy
-from engine.runtime.weights.safetensors import SafetensorsCheckpoint, read_json
+from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, check_size, fill
+from engine.runtime.weights.dummy import check_room, fill_dummy
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,7 +33,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, telling `report` how far it is."""
     path = resolve_model_path(config.model, config.revision)
-    use_decoder = _use_decoder(config, path)
+    use_decoder = is_native(config, path)
     quantization = _resolve_quantization(config, path, device, use_decoder)
     if quantization is Quantization.FP8:
         _require_fp8(device, dtype)
@@ -126,12 +127,6 @@ def _require_adaptable(config: EngineConfig, dtype: torch.dtype, quantization: Q
         )
 
 
-def _use_decoder(config: EngineConfig, path: Path) -> bool:
-    if config.model_impl != "auto":
-        return config.model_impl == "quire"
-    return _is_gguf(path) or read_json(path / "config.json").get("model_type") in FAMILIES
-
-
 def _load_decoder(
     config: EngineConfig,
     path: Path,
@@ -141,11 +136,12 @@ def _load_decoder(
     report: Report,
 ) -> CausalLM:
     checkpoint = _open(path, config.load_format)
-    if checkpoint.config.get("quantization_config"):
-        raise ModelLoadError(
-            f"{checkpoint.source}: the weights are quantized ('quantization_config'), which is not supported yet."
-        )
     model_config = read_config(checkpoint.config, checkpoint.source)
+    config.check_length(model_config.max_positions)
+    if config.load_format == "dummy":
+        check_room(model_config.num_weights, dtype, device)
+    else:
+        check_size(checkpoint, model_config.num_weights)
     served_len = config.max_model_len or model_config.max_positions
     model = Decoder(
         model_config,
@@ -192,7 +188,7 @@ def _open(path: Path, load_format: str) -> Checkpoint:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    values = read_json(folder / "config.json")
+    values = read_model_config(folder)
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelLoadError(

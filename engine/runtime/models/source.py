@@ -5,6 +5,7 @@ No torch here: whoever needs the tokenizer beside the weights may ask as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,25 +17,32 @@ _DUPLICATES = ("consolidated*", "*/*")  # the same weights again, as their maker
 
 
 @cache
-def resolve_model_path(model: str, revision: str | None = None) -> Path:
-    """The local folder or .gguf file of `model`, downloading it from the hub if it is a name there."""
+def resolve_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local folder or .gguf file of `model`, downloading it from the hub if it is a name there.
+
+    Without `weights` only the small files are downloaded, from which a model may be refused.
+    """
     path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelLoadError(f"{model:.200} cannot be read: {error.strerror}.") from error
+    if is_folder or (is_file and path.suffix == ".gguf"):
         return path
-    if path.is_file():
+    if is_file:
         raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
     if model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf" or model.count("/") > 1:
         raise ModelLoadError(f"{model} does not exist; name a model folder, a .gguf file or a Hugging Face id.")
-    return _download(model, revision)
+    return _download(model, revision, _PATTERNS if weights else _PATTERNS[1:])
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, allow_patterns=list(_PATTERNS), ignore_patterns=list(_DUPLICATES)
+                model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_DUPLICATES)
             )
         )
     except (OSError, ValueError) as error:  # the hub's errors derive from one or the other

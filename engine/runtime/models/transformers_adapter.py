@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -24,11 +25,13 @@ from engine.core.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
-from engine.runtime.weights.checkpoint import Report
+from engine.runtime.models.config_file import read_model_config
+from engine.runtime.weights.checkpoint import Report, check_size
+from engine.runtime.weights.dummy import check_room
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 
 _IMPLEMENTATION = "quire_paged"
 _SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, ImportError)
 
 
 def load_adapter(
@@ -39,13 +42,18 @@ def load_adapter(
         raise ModelLoadError(
             f"{path}: GGUF files are served by Quire's own models only; drop --model-impl transformers."
         )
-    hf_config = _read_config(path)
+    hf_config = read_foreign_config(path)
+    max_positions = _max_positions(hf_config, path)
+    config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
-    dummy = config.load_format == "dummy"
+    dummy, num_weights = config.load_format == "dummy", _num_weights(hf_config, path)
+    if dummy:
+        check_room(num_weights, dtype, device)
+    else:
+        check_size(SafetensorsCheckpoint(path), num_weights)
     model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
-    served_len = config.max_model_len or _max_positions(hf_config, path)
-    _fix_ropes(model, served_len, path)
-    return TransformersModel(model, _max_positions(hf_config, path), str(path))
+    _fix_ropes(model, config.max_model_len or max_positions, path)
+    return TransformersModel(model, max_positions, str(path))
 
 
 class TransformersModel:
@@ -71,12 +79,12 @@ class TransformersModel:
                 hidden = self.forward(torch.tensor([0, 2], device=device), positions, ears)
                 other = self.forward(torch.tensor([1, 2], device=device), positions, _Overhear(source))
                 vocab_size = self.logits(hidden).shape[-1]
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ModelLoadError):
             raise
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        except Exception as error:
             raise _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})") from error
         # This attention mixes no tokens, so a second token that knows the first has heard of it some other way.
-        if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2):
+        if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2, equal_nan=True):
             raise _refusal(source, "its tokens reach each other outside of attention")
         return vocab_size, ears.specs(self._body.config.get_text_config().num_hidden_layers)
 
@@ -158,15 +166,16 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls: query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = max(query.shape[-1], value.shape[-1])  # one for all in the pool; zeros change no score and add nothing
+    q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module types its attributes as Tensor | Module
     if isinstance(quire_attention, _Overhear):
-        _check(module, q, k, v, attention_mask)
+        _check(module, attention_mask)
         spec = AttentionSpec(
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            scale=float(scaling) if scaling is not None else q.shape[2] ** -0.5,
+            head_dim=width,
+            scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
             window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
@@ -174,29 +183,33 @@ def _attend(
         quire_attention.hear(layer, spec)
     if quire_attention is None:
         raise ValueError("its code does not hand keyword arguments down to attention")
-    return quire_attention(layer, q, k, v)[None], None
+    return quire_attention(layer, q, k, v)[None, ..., : value.shape[-1]], None
 
 
 AttentionInterface.register(_IMPLEMENTATION, _attend)
 
 
-def _check(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def _check(module: nn.Module, mask: Tensor | None) -> None:
     if mask is not None:
         raise ValueError("it builds an attention mask or bias of its own")
     if getattr(module, "is_causal", True) is False:
         raise ValueError("its attention is not causal")
-    if not q.shape[2] == k.shape[2] == v.shape[2]:
-        raise ValueError(f"its keys have {k.shape[2]} dimensions a head and its values {v.shape[2]}")
 
 
-def _read_config(path: Path) -> Any:
+def read_foreign_config(path: Path) -> Any:
+    """The config of a model folder as transformers reads it. Raises ModelLoadError for a model that cannot be served."""
+    read_model_config(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except _LOADING_ERRORS as error:
-        raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from None
+    except Exception as error:  # a library's code over values that may be anything
+        raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from error
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise _refusal(path, "it is an encoder-decoder")
+    if text is not config:
+        raise _refusal(
+            path, "its language model is part of another model; leave --model-impl at auto, or serve a text model"
+        )
     foreign = set(getattr(text, "layer_types", None) or ()) - _SERVABLE_LAYERS
     if foreign:
         raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
@@ -207,9 +220,17 @@ def _read_config(path: Path) -> Any:
         raise _refusal(path, f"{kind.__name__} keeps a recurrent state")
     if not kind._supports_attention_backend:  # noqa: SLF001 - likewise
         raise _refusal(path, f"transformers cannot exchange the attention of {kind.__name__}")
-    if getattr(config, "quantization_config", None):
-        raise ModelLoadError(f"{path}: the weights are quantized ('quantization_config'), which is not supported yet.")
     return config
+
+
+def _num_weights(hf_config: Any, path: Path) -> int:
+    """Elements of the model's parameters, counted without memory for them."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=_IMPLEMENTATION)
+    except Exception as error:
+        raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype) -> Any:
@@ -225,8 +246,10 @@ def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype)
             use_safetensors=True,
             output_loading_info=True,
         )
-    except _LOADING_ERRORS as error:
-        raise ModelLoadError(f"{path}: transformers cannot load it ({_line(error)}).") from None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a library's code over values that may be anything
+        raise ModelLoadError(f"{path}: transformers cannot load it ({_line(error)}).") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelLoadError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]!r} first.")
@@ -238,8 +261,10 @@ def _random(config: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype
         torch.manual_seed(config.seed)
         try:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=_IMPLEMENTATION)
-        except _LOADING_ERRORS as error:
-            raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a library's code over values that may be anything
+            raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
     return model
 
 
@@ -267,7 +292,9 @@ def _fix_ropes(model: nn.Module, served_len: int, path: Path) -> None:
 
 
 def _refusal(source: object, why: str) -> ModelLoadError:
-    return ModelLoadError(f"{source} cannot be served: {why}.")
+    return ModelLoadError(
+        f"{source} cannot be served: {why}; serve a model of another family, such as Llama, Qwen3 or Mixtral."
+    )
 
 
 def _line(error: BaseException) -> str:

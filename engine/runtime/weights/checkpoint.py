@@ -6,6 +6,7 @@ on the thread that builds the engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from engine.runtime.native.quantised import QuantisedRows
 Report = Callable[[Progress], None]
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MARGIN = 1 << 24  # elements by which a config may be wrong and still be compared tensor by tensor
 # Buffers that old checkpoints carry and every model computes for itself.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 
@@ -73,7 +75,8 @@ def fill(
     if missing or unexpected:
         what = [f"it lacks {_listed(missing)}"] if missing else []
         what += [f"it has {_listed(unexpected)} that its config does not call for"] if unexpected else []
-        raise ModelLoadError(f"{checkpoint.source} does not match its weights: {', and '.join(what)}.")
+        hint = "; it was saved without its LM head, as models for embeddings alone are" if missing == [_HEAD] else ""
+        raise ModelLoadError(f"{checkpoint.source} does not match its weights: {', and '.join(what)}{hint}.")
     total, done = sum(tensor.num_bytes for tensor in stored), 0
     for tensor in stored:
         target = targets[tensor.name]
@@ -92,6 +95,18 @@ def fill(
         report(Progress("weights", tensor.name, done, total, "bytes"))
     for head in heads:
         _require_tied(head, targets[_EMBEDDING])
+
+
+def check_size(checkpoint: Checkpoint, num_weights: int) -> None:
+    """Raise before memory is taken for a config that calls for far more weights than the files hold.
+
+    A smaller difference is left to `fill`, which names the tensor.
+    """
+    stored = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors())
+    if num_weights > 2 * stored + _MARGIN:
+        raise ModelLoadError(
+            f"{checkpoint.source} does not match its weights: it calls for {num_weights} elements, and the files hold {stored}."
+        )
 
 
 def _require_tied(head: StoredTensor, embedding: Tensor) -> None:

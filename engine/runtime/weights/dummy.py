@@ -12,9 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.core.errors import MemoryBudgetError
 from engine.core.types import Progress
+from engine.runtime.host_memory import available_memory
 from engine.runtime.weights.checkpoint import Keep, Report, StoredTensor
 
+_GIB = 1 << 30
 _SCALE = 0.02  # what most models are initialised with
 _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
 
@@ -42,6 +45,16 @@ def fill_dummy(
                 keep(StoredTensor(name, tuple(target.shape), target.nbytes, name, partial(_tile, drawn=drawn)))
         done += target.nbytes
         report(Progress("weights", name, done, total, "bytes"))
+
+
+def check_room(num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise MemoryBudgetError for more random weights than the machine has memory for; a GPU says so itself."""
+    num_bytes, room = num_weights * dtype.itemsize, available_memory()
+    if device.type == "cpu" and num_bytes > room:
+        raise MemoryBudgetError(
+            f"config.json calls for {num_bytes / _GIB:.1f} GiB of weights, and this machine has {room / _GIB:.1f} GiB of memory "
+            "left; choose a smaller model or a smaller --dtype."
+        )
 
 
 def _tile(target: Tensor, drawn: Tensor) -> None:

@@ -95,9 +95,10 @@ class GGUFCheckpoint:
         stored_offset = np.float32(self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight"))
         step = max(1, _CHUNK // matrix.shape[1])
         for start in range(0, matrix.shape[0], step):
-            part = dequantize(rows[start : start + step], tensor.kind)
-            # The subtraction also makes the copy that torch wants: the map is read-only.
-            matrix[start : start + step].copy_(torch.from_numpy(part - stored_offset))
+            with np.errstate(all="ignore"):  # damaged weights; the first forward pass is checked
+                part = dequantize(rows[start : start + step], tensor.kind)
+                # The subtraction also makes the copy that torch wants: the map is read-only.
+                matrix[start : start + step].copy_(torch.from_numpy(part - stored_offset))
 
     def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
         return QuantisedRows(int(tensor.kind), self._ordered(tensor))
@@ -128,4 +129,5 @@ def _hf_name(name: str, names: Mapping[str, str]) -> str:
 
 
 def _values(tensor: GGUFTensor) -> list[float]:
-    return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]
+    with np.errstate(all="ignore"):
+        return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]

@@ -74,14 +74,14 @@ def _rope_scaling(file: _File) -> dict[str, Any] | None:
     if "rope_factors_long.weight" in file.ropes:
         return {
             "rope_type": "longrope",
-            "short_factor": list(file.ropes["rope_factors_short.weight"]),
+            "short_factor": list(file.ropes.get("rope_factors_short.weight", ())),
             "long_factor": list(file.ropes["rope_factors_long.weight"]),
             "attention_factor": meta.number("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": trained,
         }
     if kind == "none":
         return None
-    factor = meta.number("rope.scaling.factor")
+    factor = meta.positive("rope.scaling.factor")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":

@@ -5,7 +5,6 @@ Pickled checkpoints (.bin, .pt) are refused: reading one runs code that came wit
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -16,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
+from engine.runtime.models.config_file import read_model_config, weight_files
 from engine.runtime.weights.checkpoint import StoredTensor
 
-_INDEX = "model.safetensors.index.json"
+_OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
+_BODY = ("embed_tokens.", "layers.", "norm.")
 _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
@@ -28,48 +29,23 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.source = str(folder / "config.json")
-        self.config: Mapping[str, Any] = read_json(folder / "config.json")
+        self.config: Mapping[str, Any] = read_model_config(folder)
 
     def tensors(self) -> Iterator[StoredTensor]:
-        for path in _shards(self._folder):
+        for path in weight_files(self._folder):
             yield from _stored(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path.parent} has no {path.name}; name a folder that holds a model.") from None
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
-    return values
-
-
-def _shards(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / _INDEX
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelLoadError(f"{index} has no 'weight_map' that says which file holds which tensor.")
-        # An index may name files only beside itself, whatever a hostile one says.
-        files = [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        if pickled:
-            raise ModelLoadError(
-                f"{folder} holds only pickled weights ({pickled[0]}), which can run code when read; "
-                "convert them to safetensors."
-            )
-        raise ModelLoadError(f"{folder} holds no .safetensors file.")
-    for path in files:
-        if not path.exists():
-            raise ModelLoadError(f"{path} is missing, though {_INDEX} names it; download the model again.")
-    return files
+def _language_name(name: str) -> str | None:
+    """A tensor's name as causal models have it; None for those of a vision tower."""
+    if name.removeprefix("model.").startswith(_OTHER_TOWERS):
+        return None
+    for prefix in ("language_model.model.", "model.language_model."):  # a language model inside another, old and new
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    if name.startswith(_BODY):  # a body saved without its head, as embedding models are
+        return "model." + name
+    return name.removeprefix("language_model.")
 
 
 def _stored(path: Path) -> Iterator[StoredTensor]:
@@ -78,14 +54,19 @@ def _stored(path: Path) -> Iterator[StoredTensor]:
         names = file.keys()
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from None
-    for name in names:
-        view = file.get_slice(name)
+    for stored_name in names:
+        name = _language_name(stored_name)
+        if name is None:
+            continue
+        view = file.get_slice(stored_name)
         shape, kind = tuple(view.get_shape()), view.get_dtype()
         if kind not in _ELEMENT_BYTES:
             raise ModelLoadError(
                 f"{path}: tensor {name!r} is stored as {kind}; Quire reads {', '.join(_ELEMENT_BYTES)} in safetensors."
             )
-        yield StoredTensor(name, shape, math.prod(shape) * _ELEMENT_BYTES[kind], str(path), partial(_copy, file, name))
+        yield StoredTensor(
+            name, shape, math.prod(shape) * _ELEMENT_BYTES[kind], str(path), partial(_copy, file, stored_name)
+        )
 
 
 def _copy(file: Any, name: str, target: Tensor) -> None:

@@ -1,0 +1,72 @@
+"""Reads files that a user or a client names: regular files only, and no more of one than a bound.
+
+Opening a FIFO blocks until another process writes to it, and a device may be read without end. Both the server and the
+runtime read small files through this module, and check a file through it before a library opens it by name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 256 << 20  # of a file that is read whole; the largest tokenizer.json are a tenth of it
+
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISDIR, "a folder"),
+)
+
+
+def check_regular(path: Path, max_bytes: int | None = None) -> int:
+    """Return the size of a regular file; raise OSError for any other, or for one of more than `max_bytes`."""
+    return _check(path, os.stat(path), max_bytes)  # noqa: PTH116 - as os.fstat
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file of at most `max_bytes`. Raises OSError; never blocks on a FIFO or a device."""
+    check_regular(path, max_bytes)  # opening some devices has effects
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        _check(path, os.fstat(descriptor), max_bytes)  # another may have taken its place
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _too_large(path, max_bytes)
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """The content of a regular file in UTF-8. Raises OSError, and UnicodeDecodeError for other encodings."""
+    return read_bytes(path, max_bytes).decode("utf-8")
+
+
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+    """The value in a regular JSON file. Raises OSError, and ValueError for a file that is not JSON or nested too deeply."""
+    try:
+        return json.loads(read_bytes(path, max_bytes))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def reason(error: OSError) -> str:
+    """Why a file cannot be read, without its name."""
+    return error.strerror or str(error)
+
+
+def _check(path: Path, status: os.stat_result, max_bytes: int | None) -> int:
+    for is_kind, name in _KINDS:
+        if is_kind(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is {name}, not a regular file", str(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, max_bytes)
+    return status.st_size
+
+
+def _too_large(path: Path, max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than the {max_bytes >> 10} KiB that are read of such a file", str(path))

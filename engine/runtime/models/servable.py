@@ -1,0 +1,167 @@
+"""Refuses the kinds of models that cannot be served, by the words of their config.json; no torch.
+
+Quire serves causal language models whose state is keys and values. The tables name the kinds of the library transformers
+that are something else; models/families.py and models/transformers_adapter.py refuse the rest as they read a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.core.errors import ModelLoadError
+
+_ENCODERS = [
+    "albert",
+    "bert",
+    "camembert",
+    "convbert",
+    "data2vec-text",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "ernie",
+    "esm",
+    "eurobert",
+    "flaubert",
+    "funnel",
+    "gte",
+    "ibert",
+    "jina_embeddings_v3",
+    "longformer",
+    "luke",
+    "mobilebert",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "nystromformer",
+    "roberta",
+    "roberta-prelayernorm",
+    "roformer",
+    "squeezebert",
+    "xlm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+]
+_ENCODER_DECODERS = [
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "encoder-decoder",
+    "fsmt",
+    "led",
+    "longt5",
+    "m2m_100",
+    "marian",
+    "mbart",
+    "mt5",
+    "mvp",
+    "nllb-moe",
+    "pegasus",
+    "pegasus_x",
+    "plbart",
+    "prophetnet",
+    "seamless_m4t",
+    "seamless_m4t_v2",
+    "switch_transformers",
+    "t5",
+    "t5gemma",
+    "umt5",
+    "whisper",
+]
+_RECURRENT = [
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
+]
+_SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
+_WITH_TEXT_TOWER = ("gemma3",)  # served without their other inputs; config_file.py
+# Endings of the class names under `architectures` whose heads do not predict the next token.
+_OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MaskedLM", "RewardModel")
+
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MAX_LAYERS, _MAX_EXPERTS = 1024, 1 << 16  # published models have up to 128, and up to 16,384
+_MAX_SIZE = 1 << 40  # of any other size; what is allocated is checked against the weights
+
+
+def refuse_unservable(values: Mapping[str, Any], source: str) -> None:
+    """Raise ModelLoadError for a kind of model that cannot be served, saying what could be served instead."""
+    found = _why(values)
+    if found is not None:
+        raise ModelLoadError(f"{source}: {found}.")
+    text = values.get("text_config")
+    for settings in (values, text if isinstance(text, Mapping) else {}):
+        _check_counts(settings, source)
+
+
+def _why(values: Mapping[str, Any]) -> str | None:
+    kind, heads = values.get("model_type"), _texts(values.get("architectures"))
+    if not isinstance(kind, str):
+        return f"'model_type' {'is missing' if kind is None else f'is {kind!r:.200}'}; it must name the kind of model"
+    if quantization := values.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        return (
+            f"the weights are quantized ('quantization_config', {str(method or 'unknown')!r:.60}), which cannot be read; serve "
+            "the checkpoint they were made from, with --quantization int8 on a CPU or fp8 on CUDA, or a GGUF file of it"
+        )
+    if kind in _ENCODERS and not values.get("is_decoder"):
+        return (
+            f"{kind!r} is an encoder, which does not generate; for embeddings serve a causal model such as "
+            "Qwen/Qwen3-Embedding-0.6B"
+        )
+    if values.get("is_encoder_decoder") is True or kind in _ENCODER_DECODERS:
+        return f"{kind!r} is an encoder-decoder; serve a decoder alone, a model with a causal LM head"
+    head = next((name for name in heads if name.endswith(_OTHER_HEADS)), None)
+    if head is not None:
+        return (
+            f"{head} does not predict the next token; serve the causal model it was made from (its class ends in "
+            "ForCausalLM), and compare texts with /v1/score or /v1/embeddings"
+        )
+    layers = set(_texts(values.get("layer_types"))) - _SERVABLE_LAYERS
+    if kind in _RECURRENT or layers:
+        named = f"layers of type {', '.join(sorted(layers))}" if layers else "layers of type linear_attention"
+        return (
+            f"{kind!r} has {named:.200}, which paged attention cannot serve; serve a model whose layers are all full or "
+            "sliding attention, such as Qwen3"
+        )
+    if kind not in _WITH_TEXT_TOWER and any(values.get(key) for key in _OTHER_INPUTS):
+        return (
+            f"{kind!r} takes images or sound beside text, which Quire does not; serve a text model of the same family"
+        )
+    return None
+
+
+def _check_counts(values: Mapping[str, Any], source: str) -> None:
+    """Raise for numbers that no model has, before anything is made in such numbers."""
+    for key, value in values.items():
+        most = _MAX_LAYERS if key in _LAYER_COUNTS else _MAX_EXPERTS if key in _EXPERT_COUNTS else _MAX_SIZE
+        if type(value) is int and abs(value) > most:
+            raise ModelLoadError(
+                f"{source}: {key!r} is {str(value)[:20]}, more than any model has; the file is damaged."
+            )
+
+
+def _texts(value: object) -> Sequence[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []

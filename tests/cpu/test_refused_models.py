@@ -1,0 +1,247 @@
+"""Models and settings that cannot be served: refused in one sentence, from small files, before torch, port and weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from engine.core.config import EngineConfig, LoraModule
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.model_check import check_model
+from tests.cpu.served_models import ROOT, refusal, save_tokenizer
+from tests.cpu.test_models_families import SIZES, Case
+
+LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
+
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "bert": (
+        Case("BertConfig").build().to_dict(),
+        "'bert' is an encoder, which does not generate; for embeddings serve",
+    ),
+    "xlm-r": (Case("XLMRobertaConfig").build().to_dict(), "'xlm-roberta' is an encoder"),
+    "t5": (transformers.T5Config(d_model=64, num_layers=2).to_dict(), "'t5' is an encoder-decoder; serve a decoder"),
+    "bart": (transformers.BartConfig(d_model=64).to_dict(), "'bart' is an encoder-decoder"),
+    "qwen2_vl": (transformers.Qwen2VLConfig().to_dict(), "'qwen2_vl' takes images or sound beside text"),
+    "llava": (transformers.LlavaConfig().to_dict(), "'llava' takes images or sound beside text"),
+    "mamba": (Case("MambaConfig").build().to_dict(), "'mamba' has layers of type"),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig(num_hidden_layers=4).to_dict(),
+        "'qwen3_next' has layers of type linear_attention, which paged attention cannot serve",
+    ),
+    # as published: without layer_types
+    "qwen3_next-short": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "layers of type linear_attention"),
+    "llama4": (Case("Llama4TextConfig").build().to_dict(), "layers of type chunked_attention"),
+    "classifier": (
+        LLAMA | {"architectures": ["Qwen3ForSequenceClassification"]},
+        "Qwen3ForSequenceClassification does not predict the next token; serve the causal model it was made from",
+    ),
+    **{
+        method: (
+            LLAMA | {"quantization_config": {"quant_method": method}},
+            f"the weights are quantized ('quantization_config', '{method}'), which cannot be read; serve the checkpoint",
+        )
+        for method in ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4")
+    },
+    "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
+}
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    return folder
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_that_cannot_be_served_is_refused_from_its_config(name: str, tmp_path: Path) -> None:
+    values, sentence = KINDS[name]
+    with pytest.raises(ModelLoadError) as error:
+        check_model(EngineConfig(model=str(write(tmp_path, values))))
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+CODE = """
+import sys
+from server.serve import main
+status = main(sys.argv[1:])
+assert status, "it was served"
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+
+
+def run_without_torch(*argv: str) -> str:
+    """What `quire serve` logs as it refuses to start, having imported neither torch nor transformers."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *argv],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n", done.stdout
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def adapter(folder: Path, weights: Callable[[Path], object]) -> Path:
+    """A folder of an adapter whose weights are something else."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    weights(folder / "adapter_model.safetensors")
+    return folder
+
+
+SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "dtype": (lambda at: ["--dtype", "float8"], "--dtype is 'float8'; choose one of"),
+    "backend": (lambda at: ["--attention-backend", "flashy"], "--attention-backend is 'flashy'; choose one of auto"),
+    "length": (lambda at: ["--max-model-len", "100000"], "--max-model-len is 100000, but the model was made for 8192"),
+    "length-folder": (
+        lambda at: [str(write(at / "m", LLAMA)), "--load-format", "dummy", "--max-model-len", "65"],
+        "--max-model-len is 65, but the model was made for 64 positions; set it to at most 64.",
+    ),
+    "draft": (
+        lambda at: ["--speculative-config", json.dumps({"model": str(write(at / "d", KINDS["mamba"][0]))})],
+        "--speculative-config: the draft model could not be loaded: ",
+    ),
+    "draft-vocabulary": (
+        lambda at: [
+            str(write(at / "m", LLAMA)),
+            "--load-format",
+            "dummy",
+            "--speculative-config",
+            json.dumps({"model": str(write(at / "d", LLAMA | {"vocab_size": 127}))}),
+        ],
+        "has 127 tokens and the model 128; choose one of the same family",
+    ),
+    "gguf-impl": (lambda at: ["--model-impl", "transformers"], "is a GGUF file, which Quire's own models alone serve"),
+    "few-tokens": (
+        lambda at: ["--max-num-batched-tokens", "4", "--max-num-seqs", "8"],
+        "--max-num-batched-tokens is 4, less than --max-num-seqs (8)",
+    ),
+    "many-drafts": (
+        lambda at: [
+            "--speculative-config",
+            '{"method": "ngram", "num_speculative_tokens": 8}',
+            "--max-model-len",
+            "4",
+        ],
+        "num_speculative_tokens is 8, and --max-model-len is 4; a token and its drafts need 9",
+    ),
+    "offload-file": (
+        lambda at: ["--kv-offload-gib", "1", "--kv-offload-dir", "/dev/null"],
+        "--kv-offload-dir is '/dev/null', which cannot be used: /dev/null is no folder",
+    ),
+    "connector-file": (
+        lambda at: ["--role", "prefill", "--kv-connector-dir", "/dev/null/a"],
+        "--kv-connector-dir is '/dev/null/a', which cannot be used: /dev/null is no folder",
+    ),
+    "model-name-too-long": (lambda at: ["a" * 5000], "File name too long"),
+    "model-null": (lambda at: ["./\udcff" + "b" * 3], "There is no model at"),
+    "draft-name-too-long": (lambda at: ["--speculative-config", json.dumps({"model": "/" + "a" * 5000})], "too long"),
+    "adapter-name-too-long": (lambda at: ["--lora-modules", "a=/" + "a" * 5000], "too long"),
+    "draft-absent": (
+        lambda at: ["--speculative-config", json.dumps({"model": str(at / "none")})],
+        "--speculative-config: the draft model could not be loaded: ",
+    ),
+    "weights": (lambda at: [str(write(at / "m", LLAMA))], "holds no .safetensors file"),
+    "config-fifo": (lambda at: [str(fifo(write(at / "m", LLAMA) / "tokenizer.json").parent)], "it is a FIFO"),
+    "model-fifo": (lambda at: [str(fifo(at / "m.gguf"))], "it is a FIFO, not a regular file"),
+    "model-device": (lambda at: ["/dev/zero"], "it is a device, not a regular file"),
+    "template-fifo": (lambda at: ["--chat-template", str(fifo(at / "t"))], "--chat-template is"),
+    "template-device": (lambda at: ["--chat-template", "/dev/zero"], "it is a device, not a regular file"),
+    "template-syntax": (
+        lambda at: ["--chat-template", str(at / "t" if (at / "t").write_text("{% for %}") else "")],
+        "The chat template cannot be read",
+    ),
+    "tokenizer-fifo": (lambda at: ["--tokenizer", str(fifo(at / "t.gguf"))], "it is a FIFO"),
+    "tokenizer-absent": (lambda at: ["--tokenizer", str(at / "none")], "which does not exist"),
+    "pins-fifo": (lambda at: ["--pinned-prefixes", str(fifo(at / "p"))], "--pinned-prefixes is"),
+    "tenants-fifo": (lambda at: ["--tenants", str(fifo(at / "t"))], "which cannot be read: it is a FIFO"),
+    "tenants-device": (lambda at: ["--tenants", "/dev/zero"], "it is a device, not a regular file"),
+    "data-dir-fifo": (
+        lambda at: ["--data-dir", str(fifo(at / "lock").parent)],
+        "which cannot be used: it is a FIFO",
+    ),
+    "adapter-fifo": (lambda at: ["--lora-modules", f"a={adapter(at / 'a', fifo)}"], "it is a FIFO, not a regular"),
+    "adapter-link-to-device": (
+        lambda at: ["--lora-modules", f"a={adapter(at / 'a', lambda path: path.symlink_to('/dev/zero'))}"],
+        "it is a device, not a regular file",
+    ),
+    "adapter-config": (
+        lambda at: ["--lora-modules", f"a={fifo_config(at / 'a')}"],
+        "adapter_config.json cannot be read: it is a FIFO",
+    ),
+    "adapter-loop": (
+        lambda at: ["--lora-modules", f"a={adapter(at / 'a', lambda path: path.symlink_to(path))}"],
+        "Too many levels of symbolic links",
+    ),
+}
+
+
+def fifo_config(folder: Path) -> Path:
+    folder.mkdir()
+    os.mkfifo(folder / "adapter_config.json")
+    return folder
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_wrong_value_is_refused_before_torch_and_port(name: str, tmp_path: Path) -> None:
+    argv, sentence = SETTINGS[name]
+    # The address is not this machine's: the value is reported, so it was checked before the port.
+    assert sentence in run_without_torch(*argv(tmp_path), "--host", "192.0.2.1", "--port", "0")
+
+
+def test_a_config_file_that_is_a_fifo_is_refused(tmp_path: Path) -> None:
+    status, written = refusal("--config", str(fifo(tmp_path / "c")))
+    assert status == 2
+    assert "--config is" in written
+    assert "it is a FIFO, not a regular file" in written
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", LLAMA | {"vocab_size": 5})
+    save_tokenizer(folder)
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    backend["model"]["unk_token"] = "w100"  # what any other text becomes
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    status, written = refusal(str(folder), "--load-format", "dummy")
+    assert status == 2
+    assert "'w100', the tokenizer's id 100, and the model has 5 tokens" in written.splitlines()[-1]
+
+
+def test_the_names_of_backends_are_those_of_the_table() -> None:
+    from engine.core.config import ATTENTION_BACKENDS
+    from engine.runtime.attention.table import BACKENDS, GPU_BACKENDS, LIBRARIES
+
+    assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS, *GPU_BACKENDS, *LIBRARIES}
+    with pytest.raises(ConfigError, match="--attention-backend is 'flashy'; choose one of auto"):
+        EngineConfig(model="", attention_backend="flashy")
+
+
+def test_an_adapter_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    def link(path: Path) -> None:
+        (tmp_path / "weights").write_bytes(b"")
+        path.symlink_to(tmp_path / "weights")
+
+    module = LoraModule("a", str(adapter(tmp_path / "a", link)))
+    check_model(EngineConfig(model=str(write(tmp_path / "m", LLAMA)), load_format="dummy", lora_modules=(module,)))

@@ -1,0 +1,50 @@
+"""Blocking calls beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from server.detached import run_detached
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_results_and_errors_arrive() -> None:
+    assert await run_detached(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await run_detached(divmod, 7, 0)
+
+
+async def test_a_result_nobody_waits_for_any_more_is_dropped() -> None:
+    go, gone = threading.Event(), threading.Event()
+
+    def call() -> None:
+        go.wait()
+        gone.set()
+
+    task = asyncio.ensure_future(run_detached(call))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()
+    await asyncio.to_thread(gone.wait)
+
+
+def test_the_process_ends_while_a_call_hangs() -> None:
+    code = """
+import asyncio, threading
+from server.detached import run_detached
+async def main():
+    task = asyncio.ensure_future(run_detached(threading.Event().wait))
+    await asyncio.sleep(0)
+    task.cancel()
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
