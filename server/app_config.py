@@ -16,6 +16,7 @@ class AppConfig:
 
     model: str  # the name or path that was loaded; shown as `root` in /v1/models
     served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
+    model_aliases: tuple[str, ...] = ()  # patterns of further names, which are accepted but not listed
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     tenants: Path | None = None  # the file of those who may call, each with a key of its own
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all

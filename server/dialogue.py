@@ -118,6 +118,11 @@ class Dialogue:
             return "in channels"
         return f"as in {self.tags.name}" if self.tags else "is not expected"
 
+    @property
+    def takes_effort(self) -> bool:
+        """Whether there is a way to make the model think more or less."""
+        return bool(self.switches) or self.tag_ids is not None
+
     def template_kwargs(self, effort: str | None) -> dict[str, Any]:
         """What the template is told about an effort."""
         if effort is None:

@@ -85,7 +85,12 @@ class ModelSettings(BaseModel):
         "Hugging Face id, folder with safetensors, or .gguf file",
         unset="the embedded SmolLM2-135M-Instruct",
     )
-    served_model_name: Names = _setting((), "NAME", "names that clients may use; the first is reported", unset="MODEL")
+    served_model_name: Names = _setting(
+        (),
+        "NAME",
+        "names that clients may use, such as smol 'claude-*'; the first is reported, those with * are not listed",
+        unset="MODEL",
+    )
     revision: str | None = _setting(
         _ENGINE.revision, "REV", "branch, tag or commit of a Hugging Face id", unset="its main branch"
     )

@@ -10,7 +10,7 @@ from engine.core.errors import InvalidRequestError
 from server.errors import shorten, unsupported
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
-from server.protocol.tools import Tool, ToolCall, check_tools
+from server.protocol.tools import Tool, ToolCall, check_tools, without_hosted
 from server.tools.prompting import spell_out
 
 
@@ -54,6 +54,11 @@ class Conversation(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("function", None))
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:

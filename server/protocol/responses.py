@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from server.errors import shorten
 from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
+from server.protocol.limits import Limits
 from server.protocol.responses_items import Item, Items, chat_messages
 from server.protocol.structured import Schema
-from server.protocol.tools import Function
+from server.protocol.tools import Function, without_hosted
 from server.protocol.translated import TranslatedBody
 
 LOGPROBS = "message.output_text.logprobs"
@@ -29,13 +30,6 @@ Includable = Literal[
     "web_search_call.results",
 ]
 MAX_PAIRS = 16  # of metadata
-
-
-def _as_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise unsupported("tools", f"there are no tools of type {shorten(kind)!r} here; send functions only.")
-    return value
 
 
 class FunctionTool(Function):
@@ -101,7 +95,7 @@ class TextFormat(RequestBody):
 
 
 class TextConfig(RequestBody):
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
     format: TextFormat = Field(default_factory=TextFormat)
 
@@ -109,7 +103,7 @@ class TextConfig(RequestBody):
 class ReasoningConfig(RequestBody):
     """A summary `auto` is what happens anyway: there is none, the thoughts themselves are sent."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "summary": ("auto",),
         "generate_summary": ("auto",),
         "context": ("auto",),
@@ -128,11 +122,16 @@ class InputBody(TranslatedBody):
 
     # The tools of others are not here, so what would limit them or tell more of them changes nothing.
     NO_OPS: ClassVar[frozenset[str]] = TranslatedBody.NO_OPS | {"max_tool_calls"}
+    # What would make room for a longer conversation: without it, one that is too long is a 400.
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.HINTS,
+        "context_management": ([],),
+        "truncation": ("disabled",),
+    }
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TranslatedBody.UNSUPPORTED,
-        **dict.fromkeys(("context_management", "conversation", "moderation", "prompt"), ()),
+        **dict.fromkeys(("conversation", "moderation", "prompt"), ()),
         "background": (False,),
-        "truncation": ("disabled",),
         **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort"), ()),
         "logprobs": (False,),
         "n": (1,),
@@ -159,13 +158,18 @@ class InputBody(TranslatedBody):
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Annotated[FunctionTool, BeforeValidator(_as_tool)]] = Field(default_factory=list)
+    tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: Annotated[AllowedTools, BeforeValidator(_as_choice, json_schema_input_type=str | dict[str, Any])] = (
         Field(default_factory=lambda: AllowedTools(mode="auto"))
     )
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("function", None))
 
     @model_validator(mode="after")
     def _check_names(self) -> InputBody:
@@ -181,6 +185,11 @@ class InputBody(TranslatedBody):
         parts = {"text": self.text, "text.format": self.text.format, "reasoning": self.reasoning}
         nested = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
         return super().ignored_fields() + nested
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return the effort, where the model has none."""
+        is_idle = self.reasoning.effort not in (None, "none") and not limits.dialogue.takes_effort
+        return ["reasoning.effort"] if is_idle else []
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
         """The chat, after the items of earlier responses; their instructions are not carried over."""
@@ -221,12 +230,9 @@ class ResponsesBody(InputBody):
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesBody:
-        if self.top_logprobs is not None and not self.tells_logprobs:
+        if self.top_logprobs and not self.tells_logprobs:
             message = f'top_logprobs needs include: ["{LOGPROBS}"].'
             raise InvalidRequestError(message, param="top_logprobs")
-        if self.stream_options is not None and not self.stream:
-            message = "stream_options has no meaning without stream: true; set it or leave this out."
-            raise InvalidRequestError(message, param="stream_options")
         return self
 
     @property

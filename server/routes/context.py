@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -80,6 +81,8 @@ class Context:
         loaded = self.engine.adapters.find(name)
         if loaded is not None:
             return loaded.adapter
+        if any(fnmatchcase(name, pattern) for pattern in self.config.model_aliases):
+            return None
         names += tuple(other.adapter.name for other in self.engine.adapters.all())
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
@@ -120,9 +123,9 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
             message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
             raise ApiError(400, "unsupported_media_type", message)
         body = model.model_validate_json(await request.body())
-        names = body.ignored_fields()
+        names = [*body.ignored_fields(), *body.dropped_hints(context.limits)]
         if names and context.config.strict_fields:
-            message = f"Unknown fields: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
+            message = f"Fields without effect: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message, names[0])
         if names:
             _tell_ignored(request, context, names)

@@ -1,4 +1,4 @@
-"""One daemon for all clients: the real `quire serve` with the default model, in a process of its own.
+"""Daemons in processes of their own: one for most clients, the real `quire serve` with the default model, and others.
 
 The clients' Python may be another than the daemon's (`make clients`); then DAEMON_PYTHON names the latter.
 """
@@ -10,21 +10,23 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("--port", "0", "--served-model-name", "smol", "--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
+SERVE = ("-m", "server")  # what Python runs to be the `quire` command
+SMALL = ("--served-model-name", "smol", "--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
 
 
-@pytest.fixture(scope="session")
-def base_url() -> Iterator[str]:
-    """Where the daemon's API begins, as clients want it."""
+@contextmanager
+def serving(*flags: str, command: Sequence[str] = SERVE) -> Iterator[str]:
+    """Start a daemon, give its address, and end it."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
     process = subprocess.Popen(
-        [os.environ.get("DAEMON_PYTHON", sys.executable), "-m", "server", "serve", *FLAGS],
+        [os.environ.get("DAEMON_PYTHON", sys.executable), *command, "serve", "--port", "0", *flags],
         cwd=ROOT,
         env=kept,
         stderr=subprocess.PIPE,
@@ -42,7 +44,7 @@ def base_url() -> Iterator[str]:
         # What it says later has to be read, or it would wait when the pipe is full.
         reader = threading.Thread(target=told.extend, args=(process.stderr,), daemon=True)
         reader.start()
-        yield found.group(1) + "/v1"
+        yield found.group(1)
         process.terminate()
         assert process.wait(timeout=60) == 0, "".join(told)
         assert not any("Traceback" in line for line in told), "".join(told)
@@ -50,3 +52,10 @@ def base_url() -> Iterator[str]:
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def base_url() -> Iterator[str]:
+    """Where the daemon's API begins, as clients want it."""
+    with serving(*SMALL) as url:
+        yield url + "/v1"
