@@ -10,13 +10,13 @@ from collections.abc import Sequence as Seq
 from engine.core.beams import Beams
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
-from engine.core.errors import ComputeError
+from engine.core.errors import ComputeError, InvalidRequestError
 from engine.core.flight import Flight
 from engine.core.memory import Memory
 from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence, Status
-from engine.core.stats import Stats
+from engine.core.stats import FailureCause, Stats
 from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
 Entries = list[TokenEvent | PlainToken]
@@ -228,7 +228,9 @@ class Outcomes:
         """This sequence could not be computed; it ends alone."""
         seq.hide()  # what came of it may be wrong, and is not for others to find
         if seq.status is not Status.DONE:
-            told = self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(fault.message))
+            is_clients = fault.cause is FailureCause.RULED_OUT
+            kind = InvalidRequestError if is_clients else ComputeError
+            told = self._departures.end(seq, FinishReason.ERROR, now, error=kind(fault.message))
             self._stats.failed[fault.cause] += len(told)
             events += told
         self._departures.settle(seq)

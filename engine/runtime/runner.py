@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SCORED_BYTES = 64 << 20  # of logits at a time, when a prompt's log probabilities are computed
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and what else constrains this answer leave it no token to go on with; allow more.",
-    FailureCause.GRAMMAR,
+    FailureCause.RULED_OUT,
 )
 _NOT_FINITE = Fault(
     "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."

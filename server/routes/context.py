@@ -83,7 +83,7 @@ class Context:
             return loaded.adapter
         if any(fnmatchcase(name, pattern) for pattern in self.config.model_aliases):
             return None
-        names += tuple(other.adapter.name for other in self.engine.adapters.all())
+        names += self.config.model_aliases + tuple(other.adapter.name for other in self.engine.adapters.all())
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
 
