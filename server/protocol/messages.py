@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -14,12 +14,23 @@ from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.conversation import Message
 from server.protocol.limits import Limits
-from server.protocol.messages_blocks import Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from server.protocol.messages_blocks import Block, Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
 from server.protocol.messages_edits import ContextManagement
 from server.protocol.retention import CacheControl, Place, last_marks
 from server.protocol.structured import Schema
 from server.protocol.tools import ToolName, without_hosted
 from server.protocol.translated import TranslatedBody
+
+_BILLING = "x-anthropic-billing-header:"
+
+
+def _system_text(blocks: Sequence[Block]) -> str:
+    """Return the system prompt, without what Claude Code writes there for Anthropic's billing.
+
+    That block stands first and differs between sessions: with it, no session would find the instructions and tools of
+    another in the prefix cache.
+    """
+    return joined_text([block for block in blocks if not (block.text or "").startswith(_BILLING)], "system")
 
 
 def _overflow(error: ContextLengthError) -> str:
@@ -214,7 +225,7 @@ class CountBody(TranslatedBody):
         """The chat. A last message of the assistant's is to be gone on with."""
         messages = chat_messages(self.messages)
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": joined_text(self.system, "system")})
+            messages.insert(0, {"role": "system", "content": _system_text(self.system)})
         is_prefilled = self.messages[-1].role == "assistant"
         if is_prefilled and "tool_calls" in messages[-1]:
             message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
@@ -274,7 +285,7 @@ class CountBody(TranslatedBody):
         elif system is not None:
             system = up_to(place, system)
         if system is not None:
-            messages.insert(0, {"role": "system", "content": joined_text(system, "system")})
+            messages.insert(0, {"role": "system", "content": _system_text(system)})
         shown = [Message.model_validate(message) for message in messages]
         return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 

@@ -18,17 +18,18 @@ from server.protocol.tools import Function, without_hosted
 from server.protocol.translated import TranslatedBody
 
 LOGPROBS = "message.output_text.logprobs"
-# All but the first are of tools that are not here, or of thoughts that a client may not read, so they add nothing.
-Includable = Literal[
-    "message.output_text.logprobs",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
+# Of tools that are not here, or of thoughts that a client may not read, so they add nothing.
+EMPTY_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 MAX_PAIRS = 16  # of metadata
 
 
@@ -220,7 +221,7 @@ class ResponsesBody(InputBody):
     """The request."""
 
     max_output_tokens: Integer | None = Field(None, ge=1)
-    include: list[Includable] = Field(default_factory=list)
+    include: list[str] = Field(default_factory=list)  # LOGPROBS; what else is known adds nothing to an answer
     top_logprobs: Integer | None = Field(None, ge=0)
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=MAX_PAIRS
@@ -241,7 +242,9 @@ class ResponsesBody(InputBody):
 
     def ignored_fields(self) -> list[str]:
         options = [] if self.stream_options is None else self.stream_options.ignored_fields()
-        return super().ignored_fields() + [f"stream_options.{name}" for name in options]
+        unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
+        names = [f"include.{name}" for name in unknown] + [f"stream_options.{name}" for name in options]
+        return super().ignored_fields() + names
 
     def _answer_fields(self) -> dict[str, Any]:
         return {

@@ -117,6 +117,8 @@ def test_claude_code_closes_the_tool_loop(scripted: str, tmp_path: Path) -> None
     assert (folder / "out.txt").read_text() == "parrot\n"
     assert (answer["result"], answer["num_turns"]) == (SAYS, 2)
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > 30_000, "of two requests"
+    again = ask_claude(scripted, folder, "Say hello.", "--allowedTools", "Bash")
+    assert again["usage"]["input_tokens"] < 5000, "sessions share instructions and tools in the prefix cache"
 
 
 @claude_code

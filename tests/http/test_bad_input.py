@@ -295,6 +295,7 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
     ("/v1/responses", {"input": "x", "reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
+    ("/v1/responses", {"input": "x", "include": ["reasoning.encrypted_content", "all"]}, "include.all"),
     ("/v1/responses", {"input": "x", "context_management": [{"type": "compaction"}]}, "context_management"),
 ]
 

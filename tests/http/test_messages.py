@@ -225,6 +225,14 @@ def test_thinking_is_bounded_where_the_model_has_thoughts(says: httpx.Client, ht
     assert create(says, "x", thinking={"type": "adaptive"})["content"][0]["text"] == "x"
 
 
+def test_what_is_for_billing_does_not_reach_the_model(servers: Callable[..., httpx.Client]) -> None:
+    """It differs between sessions, which then would share no prefix."""
+    text = {"type": "text", "text": "Be brief."}
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.8a5; cch=1;"}, text]
+    with_it = seen(servers(SHOWS), [user("x")], system=system)
+    assert with_it == seen(servers(SHOWS), [user("x")], system=[text])
+
+
 USE = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
 THOUGHTS = {"type": "thinking", "thinking": "hm", "signature": ""}
 TURNS = [

@@ -413,7 +413,7 @@ def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing_required_parameter"),
         ({"reasoning": {"effort": "wild"}}, "reasoning.effort", "invalid_value"),
-        ({"include": ["everything"]}, "include.0", "invalid_value"),
+        ({"include": [5]}, "include.0", "invalid_type"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
     ],
