@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
@@ -61,6 +62,23 @@ def test_every_unsupported_field_is_refused_by_name(name: str) -> None:
     error = to_api_error(refused.value)
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
     assert error.message.startswith(f"{name} is not supported: ")
+
+
+class Inner(RequestBody):
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"colour": ("any",)}
+
+
+class Outer(RequestBody):
+    text: list[Inner]
+
+
+def test_a_nested_field_is_named_in_full() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Outer.model_validate({"text": [{"colour": "any"}, {"verbosity": "low"}]})
+    error = to_api_error(refused.value)
+    assert (error.param, error.code) == ("text.1.verbosity", "unsupported_parameter")
+    assert error.message.startswith("text.1.verbosity is not supported: ")
 
 
 @pytest.mark.parametrize("name", sorted(ChatBody.HINTS))
