@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -175,10 +176,12 @@ class SamplingBody(RequestBody):
         self._check_beam_search()
         if self.truncate_prompt_tokens == 0:
             _refuse("truncate_prompt_tokens", "truncate_prompt_tokens is 0; give at least 1, or -1 for what fits.")
-        constraints = list(self._constraints())
-        if len(constraints) > 1:
-            first, second = constraints[:2]
-            _refuse(first, f"{first} and {second} both constrain the answer; send only one.")
+        names = list(self._constraints())
+        for first, other in pairwise(
+            names
+        ):  # clients send guided_* and structured_outputs alike to old and new versions of vLLM
+            if self._spec(other) != self._spec(first):
+                _refuse(first, f"{first} and {other} both constrain the answer; send only one.")
         return self
 
     def _check_beam_search(self) -> None:
@@ -249,15 +252,16 @@ class SamplingBody(RequestBody):
     def grammar_spec(self) -> tuple[GrammarSpec, str] | None:
         """Return the constraint on the answer, and the name of the field that asked for it."""
         name = next(self._constraints(), None)
-        if name is None:
-            return None
+        spec = None if name is None else self._spec(name)
+        return None if name is None or spec is None else (spec, name)
+
+    def _spec(self, name: str) -> GrammarSpec | None:
+        """Return what one of those fields asks for."""
         asked = self.response_format if name == "response_format" else self.structured_outputs
         if name.startswith("guided_"):
-            asked = StructuredOutputs.of_guided(
-                name.removeprefix("guided_"), getattr(self, name), self.guided_whitespace_pattern
-            )
-        spec = asked.spec() if asked is not None else None
-        return None if spec is None else (spec, name)
+            kind = name.removeprefix("guided_")
+            asked = StructuredOutputs.of_guided(kind, getattr(self, name), self.guided_whitespace_pattern)
+        return None if asked is None else asked.spec()
 
     def truncate(self, prompt: list[int], limits: Limits) -> list[int]:
         """The end of the prompt, if truncate_prompt_tokens asks for less than all; -1 keeps what leaves room."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import serving
+from daemons import serving
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "agents/node_modules/.bin"
@@ -81,9 +81,9 @@ def ask_claude(url: str, folder: Path, prompt: str, *flags: str, stdin: str = ""
         **env,
     }
     done = run("claude", "-p", prompt, "--output-format", "json", *flags, cwd=folder, env=variables, stdin=stdin)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     answer = json.loads(done.stdout)
-    assert not answer["is_error"], answer
+    is_cut = "output token maximum" in answer["result"]  # by a model that does not come to an end
+    assert is_cut or (done.returncode == 0 and not answer["is_error"]), f"{answer}\n{done.stderr}"
     return answer
 
 

@@ -73,6 +73,7 @@ def tags(**changes: Any) -> dict[str, Any]:
         ({"structured_outputs": {"structural_tag": tags(triggers=[])}}, TAG + ".triggers", "missing"),
         ({"structured_outputs": {"structural_tag": tags(triggers=["<g"])}}, TAG + ".structures", "triggers"),
         ({"guided_regex": "a(b"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "only one"),
         ({"guided_json": {"type": "objekt"}}, "guided_json", "Invalid type: objekt"),
     ],
 )
@@ -108,6 +109,7 @@ def test_what_cannot_be_is_a_400_that_says_where(
         {"guided_regex": "a+", "response_format": {"type": "text"}},
         {"guided_choice": ["yes", "no"]},
         {"guided_grammar": 'root ::= "a"'},
+        {"guided_grammar": 'root ::= "a"', "structured_outputs": {"grammar": 'root ::= "a"'}},  # as guidance does
     ],
 )
 def test_what_can_be_is_taken_as_it_is(http: httpx.Client, fields: dict[str, Any]) -> None:
