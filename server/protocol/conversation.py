@@ -89,7 +89,7 @@ class Conversation(RequestBody):
     def render(self, limits: Limits) -> str:
         """The prompt's text. Raises InvalidRequestError where the template refuses."""
         wants_prompt = self.add_generation_prompt
-        messages = [message.for_template() for message in self.messages]
+        messages = limits.dialogue.roles.fit([message.for_template() for message in self.messages])
         tools = [tool.model_dump(exclude_unset=True) for tool in self.shown_tools()]
         if not limits.dialogue.shows_tools:
             messages, tools = spell_out(messages, tools), []
