@@ -34,7 +34,7 @@ class AppConfig:
     kv_connector_bytes: int = 4 << 30
     pinned_prefixes: Path | None = None  # a file of prompts' beginnings that are computed at the start
     page: bool = True  # the playground and the live view at /
-    strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
+    strict_fields: bool = False  # unknown fields and dropped hints are a 400 instead of a note in a header
     tool_call_parser: str = "auto"  # how calls of tools are written; server/tools/dialects.py
     reasoning_parser: str = "auto"  # how thoughts are marked; server/reasoning.py
     sse_keep_alive_interval_s: float = 15.0  # a stream that is silent for this long sends a comment; 0: never

@@ -300,7 +300,9 @@ class HttpSettings(BaseModel):
         _APP.max_stored_responses, "N", "answers of /v1/responses that are kept to be continued; 0 keeps none", ge=0
     )
     page: bool = _setting(_APP.page, "", "serve the playground and the live view of the engine at /")
-    strict_fields: bool = _setting(_APP.strict_fields, "", "refuse requests with fields that nobody knows")
+    strict_fields: bool = _setting(
+        _APP.strict_fields, "", "refuse requests with unknown fields, or hints that cannot be followed"
+    )
     metrics_compat: Literal["none", "vllm"] = _setting(
         "none", _choices("none", "vllm"), "also export metrics under another server's names"
     )

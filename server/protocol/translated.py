@@ -74,7 +74,7 @@ class TranslatedBody(RequestBody):
     stream: bool = False
 
     def ignored_fields(self) -> list[str]:
-        """Those that nobody knows, here and in chat."""
+        """Return the fields unknown here and in chat, and the hints that no model follows."""
         return [name for name in super().ignored_fields() if name not in PASSED_ON]
 
     def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:

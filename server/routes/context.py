@@ -110,7 +110,7 @@ InContext = Annotated[Context, Depends(_context)]
 
 
 def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:
-    """A dependency that reads, checks and returns a JSON body; fields that nobody knows are told or refused."""
+    """A dependency that reads, checks and returns a JSON body; unknown fields and dropped hints are named in a header, or refused."""
 
     async def read(request: Request, context: InContext) -> Body:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -175,7 +175,9 @@ def is_plain(piece: SequenceSlice) -> bool:
 def _is_edited(piece: SequenceSlice) -> bool:
     """Whether logits of single tokens may change before the draw."""
     params = piece.params
-    return bool(params.logit_bias) or params.rules_out_tokens or is_penalized(params) or bool(_too_early(piece))
+    if params.logit_bias or params.bad_words or params.allowed_token_ids is not None:
+        return True
+    return is_penalized(params) or bool(_too_early(piece))
 
 
 def _constrained(row: _Row) -> Constrained:
