@@ -240,6 +240,10 @@ def test_bad_words_and_allowed_tokens_by_definition() -> None:
         assert drawn([3, 5], bad_words=((2, 3, 5, 9),), is_last_known=is_last_known) == 9
     assert drawn([], allowed_token_ids=frozenset({1, 4})) == 4
     assert drawn([], allowed_token_ids=frozenset({1, 4}), bad_words=((4,),), logit_bias=((8, 90.0),)) == 1
+    owner = Sampler(CPU)
+    for seq_id, token in ((1, 4), (2, 3), (2, 3)):  # a seat changes hands
+        one = piece(0, params(temperature=0.0, allowed_token_ids=frozenset({token})), seq_id=seq_id)
+        assert int(draw(owner, [one], logits[None]).ids) == token
     nothing = piece(0, params(temperature=0.0, allowed_token_ids=frozenset({4}), bad_words=((4,),)))
     assert not draw(Sampler(CPU), [nothing], logits[None]).is_finite
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -202,9 +201,8 @@ def _forbid(mask: NDArray[np.int32], banned: Collection[int]) -> None:
         mask[:] = less.view(np.int32)
 
 
-@lru_cache(maxsize=256)
 def pack_mask(allowed: frozenset[int], vocab_size: int) -> NDArray[np.int32]:
-    """Return the mask that allows these tokens alone. Cached, as a request asks for the same one at every step."""
+    """Return the mask that allows these tokens alone."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     bits[list(allowed)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.plan import Sample, SequenceSlice, StepPlan
@@ -49,12 +50,13 @@ class _Row(NamedTuple):
 
 
 class Sampler:
-    """Keeps the histories that penalties need, and the matchers of grammars; everything else is a function of the plan and the logits."""
+    """Keeps histories for penalties, masks of allowed tokens, and matchers of grammars; all else follows from plan and logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = History()
         self._constraints = Constraints()
+        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}  # by seat: whose, and what allowed_token_ids leaves
         self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
@@ -93,13 +95,17 @@ class Sampler:
 
     def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
         """Rule out all but the tokens that a row allows, in place."""
-        masks = {
-            row.at: pack_mask(row.params.allowed_token_ids, logits.shape[1])
-            for row in rows
-            if row.params.allowed_token_ids is not None
-        }
+        masks = {row.at: self._mask(row, logits.shape[1]) for row in rows if row.params.allowed_token_ids is not None}
         if masks:
             apply_masks(logits, masks, np.stack(list(masks.values())))
+
+    def _mask(self, row: _Row, vocab_size: int) -> NDArray[np.int32]:
+        """Return what a row allows; packed once for each sequence, which asks for the same at every step."""
+        allowed, seat, seq_id = row.params.allowed_token_ids, row.sample.seat, row.piece.seq_id
+        assert allowed is not None
+        if seat not in self._masks or self._masks[seat][0] != seq_id:
+            self._masks[seat] = seq_id, pack_mask(allowed, vocab_size)
+        return self._masks[seat][1]
 
     def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
         """What changes the logits of single tokens, in place."""
