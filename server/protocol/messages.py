@@ -205,7 +205,7 @@ class CountBody(TranslatedBody):
         return super().ignored_fields() + names + list(dict.fromkeys(marks))
 
     def dropped_hints(self, limits: Limits) -> list[str]:
-        """Return what is about thoughts that this model does not have, and edits that change nothing here.
+        """Return also what is about thoughts that this model does not have, and edits that change nothing here.
 
         Raises ValidationError for edits that would.
         """
@@ -219,7 +219,7 @@ class CountBody(TranslatedBody):
         }
         if self.context_management is not None:
             self.context_management.check_idle(self.messages, limits.max_model_len)
-        return [name for name, idle in is_idle.items() if idle]
+        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
 
     def to_chat(self) -> ChatBody:
         """The chat. A last message of the assistant's is to be gone on with."""

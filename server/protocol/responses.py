@@ -188,9 +188,9 @@ class InputBody(TranslatedBody):
         return super().ignored_fields() + nested
 
     def dropped_hints(self, limits: Limits) -> list[str]:
-        """Return the effort, where the model has none."""
+        """Return also the effort, where the model has none."""
         is_idle = self.reasoning.effort not in (None, "none") and not limits.dialogue.takes_effort
-        return ["reasoning.effort"] if is_idle else []
+        return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
         """The chat, after the items of earlier responses; their instructions are not carried over."""
@@ -245,6 +245,11 @@ class ResponsesBody(InputBody):
         unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
         names = [f"include.{name}" for name in unknown] + [f"stream_options.{name}" for name in options]
         return super().ignored_fields() + names
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also what is about a stream, without one."""
+        is_idle = self.stream_options is not None and not self.stream
+        return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])
 
     def _answer_fields(self) -> dict[str, Any]:
         return {

@@ -17,6 +17,7 @@ from server.choice import Delta
 from server.errors import ApiError, to_api_error
 from server.protocol.base import RequestBody
 from server.protocol.chat import ChatBody
+from server.protocol.limits import Limits
 from server.protocol.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
 from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
@@ -76,6 +77,11 @@ class TranslatedBody(RequestBody):
     def ignored_fields(self) -> list[str]:
         """Return the fields unknown here and in chat, and the hints that no model follows."""
         return [name for name in super().ignored_fields() if name not in PASSED_ON]
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return the priority, where the server serves in another order."""
+        priority = (self.model_extra or {}).get("priority")
+        return ["priority"] if priority and not limits.has_priorities else []
 
     def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:
         """A chat with these fields, null ones left out, and those of this request that it shares."""
