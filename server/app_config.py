@@ -16,6 +16,7 @@ class AppConfig:
 
     model: str  # the name or path that was loaded; shown as `root` in /v1/models
     served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
+    model_aliases: tuple[str, ...] = ()  # patterns of further names, which are accepted but not listed
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     tenants: Path | None = None  # the file of those who may call, each with a key of its own
     share_prefix_cache: bool = False  # tenants find each other's prompts in the prefix cache
@@ -37,7 +38,7 @@ class AppConfig:
     kv_connector_bytes: int = 4 << 30
     pinned_prefixes: Path | None = None  # a file of prompts' beginnings that are computed at the start
     page: bool = True  # the playground and the live view at /
-    strict_fields: bool = False  # a field nobody knows is a 400 instead of a note in a header
+    strict_fields: bool = False  # unknown fields and dropped hints are a 400 instead of a note in a header
     tool_call_parser: str = "auto"  # how calls of tools are written; server/tools/dialects.py
     reasoning_parser: str = "auto"  # how thoughts are marked; server/reasoning.py
     sse_keep_alive_interval_s: float = 15.0  # a stream that is silent for this long sends a comment; 0: never

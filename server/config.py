@@ -113,7 +113,8 @@ class Settings(
         """The HTTP application's settings; `served_name` is for a user who named none."""
         return AppConfig(
             model=model,
-            served_model_names=self.served_model_name or (served_name,),
+            served_model_names=tuple(name for name in self.served_model_name if "*" not in name) or (served_name,),
+            model_aliases=tuple(name for name in self.served_model_name if "*" in name),
             api_keys=tuple(key.get_secret_value() for key in self.api_key),
             tenants=self.tenants,
             share_prefix_cache=self.share_prefix_cache,

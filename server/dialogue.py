@@ -15,6 +15,7 @@ from engine.core.errors import ConfigError
 from server.app_config import AppConfig
 from server.channels import MARKS, ChannelSplitter, speaks_in_channels
 from server.reasoning import REASONING_TAGS, ReasoningSplitter, ReasoningTags, detect_reasoning
+from server.roles import ALL_ROLES, KnownRoles
 from server.text import Tokenizer
 from server.thinking import TagIds
 from server.tools.dialects import DIALECTS, HARMONY, HERMES, detect_dialect, parser_of
@@ -69,6 +70,7 @@ class Dialogue:
     shows_tools: bool = False  # its template does; else they are described in the system message
     tags: ReasoningTags | None = None
     has_channels: bool = False  # thoughts, words and calls are told apart by server/channels.py
+    roles: KnownRoles = ALL_ROLES
     switches: frozenset[str] = frozenset()  # what its template can be told about reasoning
     tag_ids: TagIds | None = None  # of the tags, if each is one token
     hidden_ids: frozenset[int] | None = None  # special tokens that are no mark, if any mark is one
@@ -96,6 +98,7 @@ class Dialogue:
             shows_tools=shows_tools,
             tags=tags,
             has_channels=has_channels,
+            roles=KnownRoles.of(tokenizer),
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
             hidden_ids=_hidden_ids(tokenizer, dialect, tags, MARKS if has_channels else ()),
@@ -117,6 +120,11 @@ class Dialogue:
         if self.has_channels:
             return "in channels"
         return f"as in {self.tags.name}" if self.tags else "is not expected"
+
+    @property
+    def takes_effort(self) -> bool:
+        """Whether there is a way to make the model think more or less."""
+        return bool(self.switches) or self.tag_ids is not None
 
     def template_kwargs(self, effort: str | None) -> dict[str, Any]:
         """What the template is told about an effort."""

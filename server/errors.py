@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, to_json
+from pydantic_core import ErrorDetails, PydanticCustomError, to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -60,6 +60,7 @@ _VALIDATION_CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
     "json_invalid": "invalid_json",
+    "unsupported_parameter": "unsupported_parameter",
 }
 
 
@@ -86,6 +87,15 @@ class ApiError(Exception):
 def unsupported(name: str, reason: str) -> ApiError:
     """A field that is known and would change the answer, but that nobody here can honour."""
     return ApiError(400, "unsupported_parameter", f"{name} is not supported: {reason}", name)
+
+
+def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> PydanticCustomError:
+    """An error for a validator to raise: the field of that name, "" for the value itself, is refused.
+
+    The path to the field comes from pydantic, so a nested field is named in full wherever its object stands.
+    """
+    kind = "unsupported_parameter" if is_unsupported else "refused_field"
+    return PydanticCustomError(kind, "{name} {reason}", {"name": name, "reason": reason})
 
 
 def shorten(text: str) -> str:
@@ -118,18 +128,29 @@ def _retry_headers(error: Exception) -> dict[str, str]:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    entries = error.errors(include_url=False, include_context=False)
+    entries = error.errors(include_url=False)
     lines, params = [], []
     for entry in entries[:MAX_ENTRIES]:
-        param = shorten(".".join(map(str, entry["loc"])))
-        message = shorten(entry["msg"].removeprefix("Value error, ")) + _culprit(entry)
+        param, message = _describe(entry)
         params.append(param)
-        lines.append(f"{param}: {message}" if param else message)
+        lines.append(message)
     if len(entries) > MAX_ENTRIES:
         lines.append(f"and {len(entries) - MAX_ENTRIES} more")
     kind = entries[0]["type"]
     code = _VALIDATION_CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
     return ApiError(400, code, "; ".join(lines), params[0] or None)
+
+
+def _describe(entry: ErrorDetails) -> tuple[str, str]:
+    """Return the field and the sentence."""
+    path = list(map(str, entry["loc"]))
+    context = entry.get("ctx", {})
+    if "reason" in context:  # of refused_field
+        param = shorten(".".join([*path, context["name"]] if context["name"] else path))
+        return param, f"{param} {context['reason']}"
+    param = shorten(".".join(path))
+    message = shorten(entry["msg"].removeprefix("Value error, ")) + _culprit(entry)
+    return param, f"{param}: {message}" if param else message
 
 
 def _culprit(entry: ErrorDetails) -> str:

@@ -156,7 +156,7 @@ class Metrics:
         )
         self._ignored = Counter(
             "quire_ignored_fields_total",
-            "Request fields nobody knows, let through and told.",
+            "Unknown request fields and hints that could not be followed.",
             ("field",),
             registry=self._registry,
         )

@@ -105,8 +105,8 @@ def _requests(line: str, context: Context) -> list[Request]:
     if not isinstance(asked, dict) or ("messages" in asked) == ("prompt" in asked):
         raise InvalidRequestError("it must be a JSON object with either messages or a prompt.")
     body = (ChatBody if "messages" in asked else CompletionBody).model_validate_json(line)
-    if ignored := body.ignored_fields():
-        raise InvalidRequestError(f"nobody knows the fields {', '.join(ignored)}; remove them.")
+    if ignored := [*body.ignored_fields(), *body.dropped_hints(context.limits)]:
+        raise InvalidRequestError(f"fields without effect: {', '.join(ignored)}; remove them.")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
             "truncate_prompt_tokens cuts off beginnings, which are what is kept here; leave it out."

@@ -22,9 +22,12 @@ HEAD = """# Reference
 
 Made from the code by `python -m server.reference`; a test compares, so it tells what this version does.
 
-A field is *honoured*, a *no-op* that by its meaning cannot change the answer, or *refused* with a 400 that names it,
-unless its value asks for what is done anyway. null means absent. A field that nobody knows is named in the header
-`x-quire-ignored-fields` and counted, or refused with `--strict-fields`.
+A field is *honoured*, a *no-op* that by its meaning cannot change the answer, a *hint* that is dropped, or *refused* with a
+400 that names it because the answer would be silently wrong without it, unless its value asks for what is done anyway. null
+means absent. Hints and unknown fields are named in the header `x-quire-ignored-fields` and counted, or refused with
+`--strict-fields`. So are honoured fields that the served model cannot follow (`reasoning_effort` and `thinking` of a model
+that does not reason, `priority` under another policy), and tools of types that a provider would run (`tools.web_search`)
+beside tools that the client runs.
 """
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")
@@ -130,6 +133,8 @@ def _others(body: type[RequestBody]) -> Iterator[str]:
         yield f"| `{field}` | as in [ChatBody](#chatbody) | | honoured |"
     for field in sorted(body.NO_OPS - body.model_fields.keys()):
         yield f"| `{field}` | anything | | no-op |"
+    for field in sorted(body.HINTS.keys() - body.model_fields.keys()):
+        yield f"| `{field}` | anything | | hint |"
     for field in sorted(body.UNSUPPORTED.keys() - body.model_fields.keys()):
         neutral = body.UNSUPPORTED[field]
         takes = (

@@ -100,7 +100,12 @@ class ModelSettings(BaseModel):
         "Hugging Face id, folder with safetensors, or .gguf file",
         unset="the embedded SmolLM2-135M-Instruct",
     )
-    served_model_name: Names = _setting((), "NAME", "names that clients may use; the first is reported", unset="MODEL")
+    served_model_name: Names = _setting(
+        (),
+        "NAME",
+        "names that clients may use, such as smol 'claude-*'; the first is reported, those with * are not listed",
+        unset="MODEL",
+    )
     revision: str | None = _setting(
         _ENGINE.revision, "REV", "branch, tag or commit of a Hugging Face id", unset="its main branch"
     )
@@ -316,7 +321,9 @@ class HttpSettings(BaseModel):
         _APP.max_stored_responses, "N", "answers of /v1/responses that are kept to be continued; 0 keeps none", ge=0
     )
     page: bool = _setting(_APP.page, "", "serve the playground and the live view of the engine at /")
-    strict_fields: bool = _setting(_APP.strict_fields, "", "refuse requests with fields that nobody knows")
+    strict_fields: bool = _setting(
+        _APP.strict_fields, "", "refuse requests with unknown fields, or hints that cannot be followed"
+    )
     metrics_compat: Literal["none", "vllm"] = _setting(
         "none", _choices("none", "vllm"), "also export metrics under another server's names"
     )

@@ -24,12 +24,17 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"This model's maximum context length is {config.max_model_len} tokens, but the prompt has {num_prompt}; "
             "shorten the prompt.",
             param="prompt",
+            num_prompt=num_prompt,
+            limit=config.max_model_len,
         )
     if num_prompt + max_tokens > config.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {config.max_model_len} tokens, but {num_prompt + max_tokens} were "
             f"requested ({num_prompt} in the prompt, {max_tokens} to generate); shorten the prompt or lower max_tokens.",
             param="max_tokens",
+            num_prompt=num_prompt,
+            limit=config.max_model_len,
+            max_tokens=max_tokens,
         )
     if params.beam is not None and params.grammar is not None:
         raise InvalidRequestError(

@@ -47,7 +47,16 @@ class InvalidRequestError(ClientError):
 
 
 class ContextLengthError(ClientError):
-    """The prompt, or the prompt plus max_tokens, is longer than the model's context."""
+    """The prompt, or the prompt plus max_tokens, is longer than the model's context of `limit` tokens.
+
+    `max_tokens` is 0 where the prompt alone is too long.
+    """
+
+    def __init__(self, message: str, *, param: str | None, num_prompt: int, limit: int, max_tokens: int = 0) -> None:
+        super().__init__(message, param=param)
+        self.num_prompt = num_prompt
+        self.limit = limit
+        self.max_tokens = max_tokens
 
 
 class NeverFitsError(ClientError):

@@ -225,7 +225,7 @@ class Outcomes:
         """This sequence could not be computed; it ends alone."""
         seq.hide()  # what came of it may be wrong, and is not for others to find
         if seq.status is not Status.DONE:
-            is_clients = fault.cause is FailureCause.GRAMMAR
+            is_clients = fault.cause in (FailureCause.GRAMMAR, FailureCause.RULED_OUT)
             error = InvalidRequestError(fault.message) if is_clients else ComputeError(fault.message)
             told = self._departures.end(seq, FinishReason.ERROR, now, error=error)
             self._stats.failed[fault.cause] += len(told)

@@ -30,6 +30,7 @@ class FailureCause(str, Enum):
 
     NOT_FINITE = "not_finite"  # its logits were not finite numbers
     GRAMMAR = "grammar"  # its grammar's matcher failed on the way
+    RULED_OUT = "ruled_out"  # what its client ruled out left it no token
     OUT_OF_MEMORY = "out_of_memory"  # the device had no memory for its step, nor for a smaller one
     ENGINE_DEATH = "engine_death"  # it was open when the engine died
 

@@ -82,6 +82,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: frozenset[int] | None = None  # only these can be sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # after all but the last of one's tokens, the last cannot be sampled
     seed: int = 0  # always set: the edge draws one for a request that named none, so a preempted one resumes alike
     n: int = 1
     min_tokens: int = 0  # end and stop tokens cannot be sampled before this many
@@ -93,6 +95,11 @@ class SamplingParams:
     grammar: Grammar | None = None
     adapter: Adapter | None = None
     beam: BeamParams | None = None
+
+    @property
+    def rules_out_tokens(self) -> bool:
+        """Whether the client restricts which tokens can be sampled."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def num_sequences(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -41,6 +42,8 @@ from server.reasoning import REASONING_TAGS
 from server.startup import StartupStory
 from server.tokenizer import load_tokenizer
 from server.tools.dialects import DIALECTS, HARMONY
+
+logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.01
 
@@ -228,6 +231,8 @@ class LLM:
     def _job(
         self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, body: SamplingBody
     ) -> Job:
+        if dropped := body.dropped_hints(self._limits):
+            logger.warning("without effect here: %s", ", ".join(dropped))
         request = Request(
             request_id=str(next(self._ids)),
             prompt=tuple(ids),
@@ -336,7 +341,8 @@ def _naming(index: int, count: int) -> Iterator[None]:
     except ClientError as error:
         if count == 1:
             raise
-        raise type(error)(f"Prompt {index} of {count}: {error}", param=error.param) from error
+        error.args = (f"Prompt {index} of {count}: {error}",)
+        raise
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

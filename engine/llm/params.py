@@ -53,6 +53,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -85,7 +87,7 @@ class SamplingParams:
 
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if isinstance(values[name], tuple):
                 values[name] = list(values[name])
         for name in ("structured_outputs", "response_format"):

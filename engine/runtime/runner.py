@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
 
 _SCORED_BYTES = 64 << 20  # of logits at a time, when a prompt's log probabilities are computed
+_RULED_OUT = Fault(
+    "allowed_token_ids, bad_words and what else constrains this answer leave it no token to go on with; allow more.",
+    FailureCause.RULED_OUT,
+)
 _NOT_FINITE = Fault(
     "The model's output for this request is not a finite number; try another dtype, such as bfloat16 or float32."
 )
@@ -68,6 +72,7 @@ class ModelStep:
             for index, piece in enumerate(plan.slices)
             for _ in (range(len(piece.samples) + len(piece.drafts)) if piece.drafts else piece.samples)
         ]
+        self._plan = plan
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
@@ -95,7 +100,7 @@ class ModelStep:
                 outcome = self._sampled.constrained.settle()
                 result.ended = outcome.ended
                 faults = {row: _grammar_fault(error) for row, error in outcome.errors.items()}
-            faults |= {row: _NOT_FINITE for row, good in enumerate(is_finite) if not good}
+            faults |= {row: self._void_fault(row) for row, good in enumerate(is_finite) if not good}
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
@@ -116,6 +121,10 @@ class ModelStep:
         if self._host_pool is not None:
             result.moves = self._host_pool.take_moves()
         return result
+
+    def _void_fault(self, row: int) -> Fault:
+        """Return why nothing could be drawn from a row."""
+        return _RULED_OUT if self._plan.slices[self._owners[row]].params.rules_out_tokens else _NOT_FINITE
 
 
 class ModelRunner:

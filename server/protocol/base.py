@@ -1,8 +1,8 @@
-"""What all request bodies share: null means absent, nothing is coerced, and no field is dropped in silence.
+"""Base classes of request bodies: null means absent, nothing is coerced, and no field is dropped silently.
 
-A field is one of four things: declared and honoured; a no-op, which by its meaning cannot change the answer; known but
-not supported, which is a 400 naming it unless its value asks for what happens anyway; or known to nobody, which the
-client is told. Pure data, no HTTP.
+A field is one of five things: declared and honoured; a no-op, which by its meaning cannot change the answer; a hint, which
+is dropped and named in a header where it cannot be followed; unsupported, which is a 400 because the answer would be
+silently wrong without it; or unknown, which is treated like a hint. Pure data, no HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from server.errors import shorten, unsupported
+from server.errors import refused_field, shorten
+from server.protocol.limits import Limits
 
 # JSON knows no largest number, Python writes none of more than 4300 digits, and nobody reads a sentence that has one.
 Integer = Annotated[int, Field(gt=-(10**40), lt=10**40)]
@@ -46,6 +47,8 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset()
+    # hint -> values that need no mention because they ask for nothing beyond what is done anyway
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # name -> values that ask for nothing beyond what is done anyway
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     INSTEAD: ClassVar[Mapping[str, str]] = {}  # unsupported name -> what to do, where that is not to leave it out
@@ -72,14 +75,22 @@ class RequestBody(BaseModel):
                 instead = cls.INSTEAD.get(
                     name, "it would change the answer and this server cannot honour it; leave it out"
                 )
-                raise unsupported(name, f"{instead}.")
+                raise refused_field(name, f"is not supported: {instead}.", is_unsupported=True)
         return data
 
     def ignored_fields(self) -> list[str]:
-        """Names that nobody knows, fit for a header."""
+        """Return the unknown fields and the hints that no model follows, fit for a header."""
         extra = self.model_extra or {}
-        names = [name for name in extra if name not in self.NO_OPS and name not in self.UNSUPPORTED]
+        names = [
+            name
+            for name, value in extra.items()
+            if name not in self.NO_OPS and name not in self.UNSUPPORTED and value not in self.HINTS.get(name, ())
+        ]
         return [ascii(shorten(name))[1:-1] for name in names]
+
+    def dropped_hints(self, limits: Limits) -> list[str]:  # noqa: ARG002 - read by bodies that have such hints
+        """Return the declared fields that this model or server cannot follow."""
+        return []
 
 
 class ResponseBody(BaseModel):

@@ -17,7 +17,7 @@ from server.protocol.conversation import Conversation
 from server.protocol.form import ChunkMould, Envelope, new_call_id
 from server.protocol.limits import Limits
 from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from server.protocol.sampling import INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
+from server.protocol.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
 from server.structured.spec import GrammarSpec, Kind
@@ -31,9 +31,10 @@ class ChatBody(SamplingBody, Conversation):
     """The request. `logprobs` switches them on, `top_logprobs` counts alternatives."""
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{name: neutral for name, neutral in UNSUPPORTED.items() if name != "thinking_token_budget"},
-        **dict.fromkeys(("audio", "functions", "moderation", "verbosity", "web_search_options"), ()),
+        **UNSUPPORTED,
+        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), ()),
         "best_of": (1,),
         "echo": (False,),
         "function_call": ("none",),
@@ -57,7 +58,7 @@ class ChatBody(SamplingBody, Conversation):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
@@ -80,21 +81,27 @@ class ChatBody(SamplingBody, Conversation):
 
     @property
     def wanted_calls(self) -> ToolChoice:
-        """Where the client says nothing: as the model likes, if there is something to call."""
-        choice = self.tool_choice or ToolChoice("auto" if self.tools else "none")
+        """Return the choice; "auto" without tools is "none"."""
+        choice = self.tool_choice or ToolChoice("auto")
         assert isinstance(choice, ToolChoice)
-        return choice
+        return ToolChoice("none") if choice.mode == "auto" and not self.tools else choice
 
     def shown_tools(self) -> list[Tool]:
         """The tools that the model is told of; none, if it is to call none."""
         return [] if self.wanted_calls.mode == "none" else self.tools or []
 
     def template_kwargs(self, limits: Limits) -> dict[str, Any]:
-        """What else the template is told. Raises ApiError for an effort that makes no difference here."""
-        dialogue, effort = limits.dialogue, self.reasoning_effort
-        if effort not in (None, "none") and not dialogue.switches and dialogue.tag_ids is None:
-            raise unsupported("reasoning_effort", "this model is not known to reason; leave it out.")
-        return {**dialogue.template_kwargs(effort), **self.chat_template_kwargs}
+        """Return what else the template is given."""
+        return {**limits.dialogue.template_kwargs(self.reasoning_effort), **self.chat_template_kwargs}
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also what is about thoughts that this model does not have, or that cannot be counted."""
+        dialogue = limits.dialogue
+        is_idle = {
+            "reasoning_effort": self.reasoning_effort not in (None, "none") and not dialogue.takes_effort,
+            "thinking_token_budget": self.thinking_token_budget is not None and dialogue.tag_ids is None,
+        }
+        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
 
     def message_rules(self, params: SamplingParams, limits: Limits, prompt: str) -> TextRules:
         """How the answer to a rendered prompt is taken apart. Raises ApiError for calls that cannot be read."""
@@ -150,10 +157,6 @@ class ChatBody(SamplingBody, Conversation):
         if budget is None and self.reasoning_effort is not None and not dialogue.knows_effort(self.reasoning_effort):
             budget = EFFORT_BUDGETS.get(self.reasoning_effort)
         tags = dialogue.tag_ids
-        if tags is None and self.thinking_token_budget is not None:
-            raise unsupported(
-                "thinking_token_budget", "this model's reasoning has no tags that are tokens; leave it out."
-            )
         if tags is None or dialogue.has_thought(prompt) or (budget is None and params.grammar is None):
             return params
         grammar = ThinkingGrammar(

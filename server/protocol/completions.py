@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -14,7 +14,7 @@ from server.protocol.base import Integer, ResponseBody
 from server.protocol.form import ChunkMould, Envelope
 from server.protocol.limits import Limits
 from server.protocol.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
-from server.protocol.sampling import MAX_N, SamplingBody
+from server.protocol.sampling import HINTS, MAX_N, SamplingBody
 from server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -45,6 +45,8 @@ Prompts = Annotated[
 class CompletionBody(SamplingBody):
     """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt; `best_of` are drawn and the n
     likeliest of them, by their mean log probability a token, are given, or are a beam search's width."""
+
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "thinking_token_budget": ()}
 
     prompt: Prompts
     best_of: int | None = Field(None, ge=1, le=MAX_N)

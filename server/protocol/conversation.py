@@ -10,7 +10,7 @@ from engine.core.errors import InvalidRequestError
 from server.errors import shorten, unsupported
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
-from server.protocol.tools import Tool, ToolCall, check_tools
+from server.protocol.tools import Tool, ToolCall, check_tools, without_hosted
 from server.tools.prompting import spell_out
 
 # What takes about 1 ms to render.
@@ -60,6 +60,11 @@ class Conversation(RequestBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("function", None))
+
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
         check_tools(self.tools)
@@ -99,7 +104,7 @@ class Conversation(RequestBody):
         """The prompt's text. Raises InvalidRequestError where the template refuses, or what it is given cannot fit."""
         limits.check_num_chars(sum(len(message.content) for message in self.messages), "messages")
         wants_prompt = self.add_generation_prompt
-        messages = [message.for_template() for message in self.messages]
+        messages = limits.dialogue.roles.fit([message.for_template() for message in self.messages])
         tools = [tool.model_dump(exclude_unset=True) for tool in self.shown_tools()]
         if not limits.dialogue.shows_tools:
             messages, tools = spell_out(messages, tools), []

@@ -65,6 +65,8 @@ class Limits:
                 f"This model's maximum context length is {self.max_model_len} tokens, into which at most {most} "
                 f"characters fit, but {param} has {num}; shorten it.",
                 param=param,
+                num_prompt=-(-num // self.tokenizer.max_token_chars),  # at least
+                limit=self.max_model_len,
             )
 
     def check_logprobs(self, wanted: int | None, param: str) -> None:
@@ -81,6 +83,8 @@ class Limits:
                 f"This model's maximum context length is {self.max_model_len} tokens, but {param} has {num_prompt}, "
                 f"which leaves no room for an answer; shorten it.",
                 param=param,
+                num_prompt=num_prompt,
+                limit=self.max_model_len,
             )
         return max(1, min(self.max_model_len - num_prompt, self.pool_tokens - num_prompt + 1))
 

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from engine.core.errors import ContextLengthError, InvalidRequestError
+from server.errors import ApiError
 from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.conversation import Message
-from server.protocol.messages_blocks import Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from server.protocol.limits import Limits
+from server.protocol.messages_blocks import Block, Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from server.protocol.messages_edits import ContextManagement
 from server.protocol.retention import CacheControl, Place, last_marks
 from server.protocol.structured import Schema
+from server.protocol.tools import ToolName, without_hosted
 from server.protocol.translated import TranslatedBody
 
+_BILLING = "x-anthropic-billing-header:"
 
-def _as_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise unsupported("tools", f"there are no tools of type {shorten(kind)!r} here; send your own only.")
-    return value
+
+def _system_text(blocks: Sequence[Block]) -> str:
+    """Return the system prompt, without what Claude Code writes there for Anthropic's billing.
+
+    That block stands first and differs between sessions: with it, no session would find the instructions and tools of
+    another in the prefix cache.
+    """
+    return joined_text([block for block in blocks if not (block.text or "").startswith(_BILLING)], "system")
+
+
+def _overflow(error: ContextLengthError) -> str:
+    """Return the sentence by which Anthropic's clients know that they have to compact, or to lower max_tokens."""
+    if error.max_tokens and error.num_prompt < error.limit:
+        return (
+            f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.max_tokens} > {error.limit}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    return f"prompt is too long: {error.num_prompt} tokens > {error.limit} maximum"
 
 
 class MessageTool(RequestBody):
     """One entry of `tools`."""
 
     type: Literal["custom"] = "custom"
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
@@ -70,7 +88,7 @@ class MessageToolChoice(RequestBody):
 class ThinkingConfig(RequestBody):
     """Whether to think, and for how many tokens; `adaptive` is as the model likes."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = Field(None, ge=1)
@@ -115,12 +133,11 @@ class CountBody(TranslatedBody):
     NO_OPS: ClassVar[frozenset[str]] = frozenset(
         {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
     )
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**TranslatedBody.HINTS, "speed": ("standard",)}
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TranslatedBody.UNSUPPORTED,
         "container": (),
-        "context_management": (),
         "mcp_servers": ([],),
-        "speed": ("standard",),
         **dict.fromkeys(("max_completion_tokens", "response_format", "reasoning_effort"), ()),
         "stop": ([],),
         "n": (1,),
@@ -143,18 +160,40 @@ class CountBody(TranslatedBody):
 
     messages: list[Turn] = Field(min_length=1)
     system: Blocks | None = None
-    tools: list[Annotated[MessageTool, BeforeValidator(_as_tool)]] = Field(default_factory=list)
+    tools: list[MessageTool] = Field(default_factory=list)
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
+    context_management: ContextManagement | None = None
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None  # as if the last block had it
 
+    @classmethod
+    @contextmanager
+    def own_names(cls) -> Iterator[None]:
+        """Name the fields of this API, and say in Anthropic's words that the context is too small."""
+        try:
+            with super().own_names():
+                yield
+        except ApiError as error:
+            if isinstance(error.__cause__, ContextLengthError):
+                error.message = _overflow(error.__cause__)
+            raise
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("custom", None))
+
     @model_validator(mode="after")
     def _check(self) -> CountBody:
-        choice, names = self.tool_choice, [tool.name for tool in self.tools]
-        if choice is not None and choice.type != "none" and not names:
+        choice = self.tool_choice
+        if choice is not None and choice.type in ("any", "tool") and not self.tools:
             raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            message = "output_format and output_config.format mean the same; send only one."
+            raise InvalidRequestError(message, param="output_format")
         return self
 
     def ignored_fields(self) -> list[str]:
@@ -165,11 +204,28 @@ class CountBody(TranslatedBody):
         marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() for name in mark.ignored_fields()]
         return super().ignored_fields() + names + list(dict.fromkeys(marks))
 
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also what is about thoughts that this model does not have, and edits that change nothing here.
+
+        Raises ValidationError for edits that would.
+        """
+        effort = None if self.output_config is None else self.output_config.effort
+        is_idle = {
+            "thinking": self.thinking is not None
+            and self.thinking.type == "enabled"
+            and limits.dialogue.tag_ids is None,
+            "output_config.effort": effort is not None and not limits.dialogue.takes_effort,
+            "context_management": self.context_management is not None,
+        }
+        if self.context_management is not None:
+            self.context_management.check_idle(self.messages, limits.max_model_len)
+        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
+
     def to_chat(self) -> ChatBody:
         """The chat. A last message of the assistant's is to be gone on with."""
         messages = chat_messages(self.messages)
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": joined_text(self.system, "system")})
+            messages.insert(0, {"role": "system", "content": _system_text(self.system)})
         is_prefilled = self.messages[-1].role == "assistant"
         if is_prefilled and "tool_calls" in messages[-1]:
             message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
@@ -184,8 +240,12 @@ class CountBody(TranslatedBody):
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         if self.metadata is not None and self.metadata.user_id is not None:
             fields["user"] = self.metadata.user_id
-        for part in (self.thinking, self.output_config):
-            fields |= {} if part is None else part.for_chat()
+        config = self.output_config or OutputConfig()
+        if self.output_format is not None:
+            config = config.model_copy(update={"format": self.output_format})
+        fields |= config.for_chat()
+        if self.thinking is not None:
+            fields |= {name: value for name, value in self.thinking.for_chat().items() if value is not None}
         return self.chat_body({**fields, **self._answer_fields()})
 
     def _answer_fields(self) -> dict[str, Any]:
@@ -225,7 +285,7 @@ class CountBody(TranslatedBody):
         elif system is not None:
             system = up_to(place, system)
         if system is not None:
-            messages.insert(0, {"role": "system", "content": joined_text(system, "system")})
+            messages.insert(0, {"role": "system", "content": _system_text(system)})
         shown = [Message.model_validate(message) for message in messages]
         return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 

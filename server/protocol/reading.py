@@ -42,15 +42,12 @@ class ReadingBody(RequestBody):
         """Whom it says it is from."""
         return self.user
 
-    def reading_params(
-        self, limits: Limits, *, pooling: Pooling | None = None, prompt_logprobs: int | None = None
-    ) -> SamplingParams:
-        """The engine's parameters. Raises InvalidRequestError."""
-        if self.priority and not limits.has_priorities:
-            raise InvalidRequestError(
-                "priority has no effect here; start the server with --scheduling-policy priority or fair.",
-                param="priority",
-            )
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return the priority, where the server serves in another order."""
+        return ["priority"] if self.priority and not limits.has_priorities else []
+
+    def reading_params(self, *, pooling: Pooling | None = None, prompt_logprobs: int | None = None) -> SamplingParams:
+        """Return the engine's parameters."""
         return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: Limits) -> None:
@@ -60,6 +57,8 @@ class ReadingBody(RequestBody):
             raise ContextLengthError(
                 f"At most {most} tokens can be read at once here, but an item of {param} has {longest}; shorten it.",
                 param=param,
+                num_prompt=longest,
+                limit=most,
             )
 
 

@@ -8,34 +8,29 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from server.errors import shorten
 from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
+from server.protocol.limits import Limits
 from server.protocol.responses_items import Item, Items, chat_messages
 from server.protocol.structured import Schema
-from server.protocol.tools import Function
+from server.protocol.tools import Function, without_hosted
 from server.protocol.translated import TranslatedBody
 
 LOGPROBS = "message.output_text.logprobs"
-# All but the first are of tools that are not here, or of thoughts that a client may not read, so they add nothing.
-Includable = Literal[
-    "message.output_text.logprobs",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "reasoning.encrypted_content",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
+# Of tools that are not here, or of thoughts that a client may not read, so they add nothing.
+EMPTY_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 MAX_PAIRS = 16  # of metadata
-
-
-def _as_tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise unsupported("tools", f"there are no tools of type {shorten(kind)!r} here; send functions only.")
-    return value
 
 
 class FunctionTool(Function):
@@ -101,7 +96,7 @@ class TextFormat(RequestBody):
 
 
 class TextConfig(RequestBody):
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
     format: TextFormat = Field(default_factory=TextFormat)
 
@@ -109,7 +104,7 @@ class TextConfig(RequestBody):
 class ReasoningConfig(RequestBody):
     """A summary `auto` is what happens anyway: there is none, the thoughts themselves are sent."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "summary": ("auto",),
         "generate_summary": ("auto",),
         "context": ("auto",),
@@ -128,11 +123,16 @@ class InputBody(TranslatedBody):
 
     # The tools of others are not here, so what would limit them or tell more of them changes nothing.
     NO_OPS: ClassVar[frozenset[str]] = TranslatedBody.NO_OPS | {"max_tool_calls"}
+    # What would make room for a longer conversation: without it, one that is too long is a 400.
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.HINTS,
+        "context_management": ([],),
+        "truncation": ("disabled",),
+    }
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TranslatedBody.UNSUPPORTED,
-        **dict.fromkeys(("context_management", "conversation", "moderation", "prompt"), ()),
+        **dict.fromkeys(("conversation", "moderation", "prompt"), ()),
         "background": (False,),
-        "truncation": ("disabled",),
         **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort"), ()),
         "logprobs": (False,),
         "n": (1,),
@@ -159,13 +159,18 @@ class InputBody(TranslatedBody):
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Annotated[FunctionTool, BeforeValidator(_as_tool)]] = Field(default_factory=list)
+    tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: Annotated[AllowedTools, BeforeValidator(_as_choice, json_schema_input_type=str | dict[str, Any])] = (
         Field(default_factory=lambda: AllowedTools(mode="auto"))
     )
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("function", None))
 
     @model_validator(mode="after")
     def _check_names(self) -> InputBody:
@@ -181,6 +186,11 @@ class InputBody(TranslatedBody):
         parts = {"text": self.text, "text.format": self.text.format, "reasoning": self.reasoning}
         nested = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
         return super().ignored_fields() + nested
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also the effort, where the model has none."""
+        is_idle = self.reasoning.effort not in (None, "none") and not limits.dialogue.takes_effort
+        return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
         """The chat, after the items of earlier responses; their instructions are not carried over."""
@@ -211,7 +221,7 @@ class ResponsesBody(InputBody):
     """The request."""
 
     max_output_tokens: Integer | None = Field(None, ge=1)
-    include: list[Includable] = Field(default_factory=list)
+    include: list[str] = Field(default_factory=list)  # LOGPROBS; what else is known adds nothing to an answer
     top_logprobs: Integer | None = Field(None, ge=0)
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=MAX_PAIRS
@@ -221,12 +231,9 @@ class ResponsesBody(InputBody):
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesBody:
-        if self.top_logprobs is not None and not self.tells_logprobs:
+        if self.top_logprobs and not self.tells_logprobs:
             message = f'top_logprobs needs include: ["{LOGPROBS}"].'
             raise InvalidRequestError(message, param="top_logprobs")
-        if self.stream_options is not None and not self.stream:
-            message = "stream_options has no meaning without stream: true; set it or leave this out."
-            raise InvalidRequestError(message, param="stream_options")
         return self
 
     @property
@@ -235,7 +242,14 @@ class ResponsesBody(InputBody):
 
     def ignored_fields(self) -> list[str]:
         options = [] if self.stream_options is None else self.stream_options.ignored_fields()
-        return super().ignored_fields() + [f"stream_options.{name}" for name in options]
+        unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
+        names = [f"include.{name}" for name in unknown] + [f"stream_options.{name}" for name in options]
+        return super().ignored_fields() + names
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also what is about a stream, without one."""
+        is_idle = self.stream_options is not None and not self.stream
+        return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])
 
     def _answer_fields(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,13 +16,14 @@ from server.errors import shorten
 from server.protocol.base import Integer, RequestBody
 from server.protocol.limits import Limits
 from server.protocol.retention import PromptCacheOptions, Retention, retained_s
-from server.protocol.structured import ResponseFormat, StructuredOutputs
+from server.protocol.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from server.structured.spec import GrammarSpec
 
 MAX_N = 128
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS, MAX_BAD_CHARS = 512, 8192  # encoded on the event loop, in 10 ms
 MAX_CACHE_SALT = 128
 MAX_DEADLINE_MS = 86_400_000  # a day
 MAX_USER = 512
@@ -34,21 +36,24 @@ _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
-            "allowed_token_ids", "bad_words", "beam_width", "chat_template", "documents", "dry_multiplier",
-            "dynatemp_range", "ec_transfer_params", "grammar", "guided_choice", "guided_decoding_backend",
-            "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "json_schema",
-            "kv_transfer_params", "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "mm_processor_kwargs",
-            "prompt_embeds", "regex", "repetition_detection", "return_prompt_text",
-            "stop_regex", "suffix", "thinking_token_budget", "top_n_sigma",
-            "xtc_probability",
+            "beam_width", "chat_template", "documents", "dry_multiplier", "dynatemp_range", "grammar", "json_schema",
+            "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "prompt_embeds", "regex",
+            "repetition_detection", "return_prompt_text", "stop_regex", "suffix", "top_n_sigma", "xtc_probability",
         ),
         _OFF,
     ),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
     "truncation_side": ("left",),
     "typical_p": (1, 1.0),
 }  # fmt: skip
+
+# Fields that ask for another way to the same answer, which is dropped where it cannot be had.
+HINTS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("ec_transfer_params", "guided_decoding_backend", "kv_transfer_params", "mm_processor_kwargs"), _OFF
+    ),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+}
 
 # What changes how tokens are drawn, with the values that do not, or that say what a search does anyway.
 _NEUTRAL_IN_SEARCH: Mapping[str, tuple[Any, ...]] = {
@@ -60,16 +65,13 @@ _NEUTRAL_IN_SEARCH: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "allowed_token_ids": (None,),
+    "bad_words": ([],),
 }
 
 # What takes the place of a field that older clients send.
 INSTEAD: Mapping[str, str] = {
     "beam_width": "send use_beam_search: true, and the width as n",
-    **{
-        f"guided_{kind}": f"send structured_outputs: {{{kind}: ...}}" for kind in ("json", "regex", "choice", "grammar")
-    },
-    "guided_whitespace_pattern": "send whitespace_pattern within structured_outputs",
-    "guided_decoding_backend": "there is one backend only; leave it out",
     "json_schema": "send structured_outputs: {json: ...}, or response_format",
     "regex": "send structured_outputs: {regex: ...}",
     "grammar": "send structured_outputs: {grammar: ...}",
@@ -83,6 +85,7 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -99,10 +102,12 @@ class SamplingBody(RequestBody):
     """Fields of /v1/completions and /v1/chat/completions alike. A default of None is the model's own.
 
     `use_beam_search` searches with n beams and gives their answers best first, a stream each as one chunk, at the end;
-    `length_penalty` and `early_stopping` are transformers'.
+    `length_penalty` and `early_stopping` are transformers'. `allowed_token_ids` and `bad_words` are vLLM's, and so is
+    `guided_*`, which older versions of it had instead of `structured_outputs`.
     """
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = HINTS
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
     INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
 
@@ -117,6 +122,8 @@ class SamplingBody(RequestBody):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_N)
     use_beam_search: bool = False
@@ -148,6 +155,11 @@ class SamplingBody(RequestBody):
     safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for it
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
+    guided_whitespace_pattern: WhitespacePattern | None = None
 
     @property
     def tenant(self) -> str:
@@ -162,21 +174,18 @@ class SamplingBody(RequestBody):
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingBody:
         self._check_beam_search()
-        if self.stream_options is not None and not self.stream:
-            _refuse("stream_options", "stream_options has no meaning without stream: true; set it or leave this out.")
         if self.truncate_prompt_tokens == 0:
             _refuse("truncate_prompt_tokens", "truncate_prompt_tokens is 0; give at least 1, or -1 for what fits.")
-        if self.structured_outputs is not None and self.response_format is not None and self.response_format.spec():
-            _refuse(
-                "structured_outputs", "structured_outputs and response_format both constrain the answer; send only one."
-            )
+        names = list(self._constraints())
+        for first, other in pairwise(
+            names
+        ):  # clients send guided_* and structured_outputs alike to old and new versions of vLLM
+            if self._spec(other) != self._spec(first):
+                _refuse(first, f"{first} and {other} both constrain the answer; send only one.")
         return self
 
     def _check_beam_search(self) -> None:
         if not self.use_beam_search:
-            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-                if (value := getattr(self, name)) != neutral:
-                    _refuse(name, f"{name} is {value}, which has a meaning with use_beam_search: true only.")
             return
         for name, neutrals in _NEUTRAL_IN_SEARCH.items():
             if (value := getattr(self, name)) not in neutrals:
@@ -220,14 +229,39 @@ class SamplingBody(RequestBody):
         nested = [f"{at}.{name}" for at, part in parts.items() if part is not None for name in part.ignored_fields()]
         return super().ignored_fields() + nested
 
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return what has a meaning with other fields or other settings only."""
+        is_idle = {
+            "stream_options": self.stream_options is not None and not self.stream,
+            "length_penalty": self.length_penalty != 1.0 and not self.use_beam_search,
+            "early_stopping": self.early_stopping is not False and not self.use_beam_search,
+            "priority": self.priority != 0 and not limits.has_priorities,
+        }
+        return [name for name, idle in is_idle.items() if idle]
+
+    def _constraints(self) -> Iterator[str]:
+        """Yield the names of the fields that constrain the answer."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        yield from (name for name, value in zip(names, guided, strict=True) if value not in (None, False))
+        if self.structured_outputs is not None:
+            yield "structured_outputs"
+        if self.response_format is not None and self.response_format.type != "text":
+            yield "response_format"
+
     def grammar_spec(self) -> tuple[GrammarSpec, str] | None:
-        """What constrains the answer, and the field that asked for it."""
-        for name in ("structured_outputs", "response_format"):
-            asked = getattr(self, name)
-            spec = asked.spec() if asked is not None else None
-            if spec is not None:
-                return spec, name
-        return None
+        """Return the constraint on the answer, and the name of the field that asked for it."""
+        name = next(self._constraints(), None)
+        spec = None if name is None else self._spec(name)
+        return None if name is None or spec is None else (spec, name)
+
+    def _spec(self, name: str) -> GrammarSpec | None:
+        """Return what one of those fields asks for."""
+        asked = self.response_format if name == "response_format" else self.structured_outputs
+        if name.startswith("guided_"):
+            kind = name.removeprefix("guided_")
+            asked = StructuredOutputs.of_guided(kind, getattr(self, name), self.guided_whitespace_pattern)
+        return None if asked is None else asked.spec()
 
     def truncate(self, prompt: list[int], limits: Limits) -> list[int]:
         """The end of the prompt, if truncate_prompt_tokens asks for less than all; -1 keeps what leaves room."""
@@ -242,6 +276,9 @@ class SamplingBody(RequestBody):
     ) -> SamplingParams:
         """The engine's parameters. Raises InvalidRequestError for what only the model or the server can refuse."""
         self._check_against(limits, max_tokens)
+        allowed, bad_words = self._allowed_ids(limits), self._bad_word_ids(limits)
+        if allowed is not None and {(token_id,) for token_id in allowed} <= set(bad_words):
+            _refuse("allowed_token_ids", "allowed_token_ids has nothing that bad_words does not rule out; allow more.")
         defaults = limits.tokenizer.sampling_defaults
         temperature = _first(self.temperature, defaults.temperature)
         return SamplingParams(
@@ -254,6 +291,8 @@ class SamplingBody(RequestBody):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self._logit_bias(limits),
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
             seed=secrets.randbits(63) if self.seed is None else self.seed & (2**64 - 1),
             n=self.num_drawn,
             min_tokens=self.min_tokens,
@@ -281,10 +320,6 @@ class SamplingBody(RequestBody):
         self._check_width(limits)
         if self.min_tokens > max_tokens:
             _refuse("min_tokens", f"min_tokens is {self.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
-        if self.priority and not limits.has_priorities:
-            _refuse(
-                "priority", "priority has no effect here; start the server with --scheduling-policy priority or fair."
-            )
 
     def _check_width(self, limits: Limits) -> None:
         """Each step of a search needs `width` tokens to go on with, whatever others end it."""
@@ -302,6 +337,24 @@ class SamplingBody(RequestBody):
         biases = {int(key): bias for key, bias in self.logit_bias.items()}
         limits.check_ids(tuple(biases), "logit_bias")
         return tuple(biases.items())
+
+    def _allowed_ids(self, limits: Limits) -> frozenset[int] | None:
+        if self.allowed_token_ids is None:
+            return None
+        limits.check_ids(self.allowed_token_ids, "allowed_token_ids")
+        return frozenset(self.allowed_token_ids)
+
+    def _bad_word_ids(self, limits: Limits) -> tuple[tuple[int, ...], ...]:
+        """Return every word's tokens at the beginning of a text and, behind a space, within one."""
+        if sum(map(len, self.bad_words)) > MAX_BAD_CHARS:
+            _refuse("bad_words", f"bad_words has more than {MAX_BAD_CHARS} characters altogether; shorten it.")
+        words = [word.lstrip() or word for word in self.bad_words]
+        forms = [
+            tuple(limits.tokenizer.encode(space + word, add_special_tokens=False))
+            for word in words
+            for space in ("", " ")
+        ]
+        return tuple(dict.fromkeys(form for form in forms if form))
 
 
 def seconds(milliseconds: int | None) -> float | None:

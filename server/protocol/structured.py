@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from engine.core.errors import InvalidRequestError
+from server.errors import refused_field
 from server.protocol.base import RequestBody
 from server.structured.closing import close
 from server.structured.spec import ANY_OBJECT, GrammarSpec, Kind
@@ -39,6 +39,18 @@ def _is_schema(value: Any) -> Any:
 
 
 Schema = Annotated[Any, AfterValidator(_is_schema), WithJsonSchema({"type": ["object", "boolean", "string"]})]
+
+
+def _are_distinct(choices: list[str]) -> list[str]:
+    if len(set(choices)) != len(choices):
+        raise refused_field("", "names a choice twice.")
+    if choices == [""]:
+        raise refused_field("", "has the empty text as its only choice.")
+    return choices
+
+
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES), AfterValidator(_are_distinct)]
+WhitespacePattern = Annotated[str, Field(max_length=200)]
 
 
 class JsonSchemaFormat(RequestBody):
@@ -74,15 +86,15 @@ class ResponseFormat(RequestBody):
     def _check(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             wrong = "is missing" if self.json_schema is None else f"has no meaning with type {self.type}"
-            _refuse("response_format.json_schema", wrong)
+            raise refused_field("json_schema", f"{wrong}.")
         is_tagged = self.type == "structural_tag"
         for name, value in (("structures", self.structures), ("triggers", self.triggers)):
             if bool(value) != is_tagged:
                 wrong = "is missing or empty" if is_tagged else f"has no meaning with type {self.type}"
-                _refuse(f"response_format.{name}", wrong)
+                raise refused_field(name, f"{wrong}.")
         for structure in self.structures:
             if not any(trigger and structure.begin.startswith(trigger) for trigger in self.triggers):
-                _refuse("response_format.structures", "has a begin that starts with none of the triggers")
+                raise refused_field("structures", "has a begin that starts with none of the triggers.")
         return self
 
     def spec(self) -> GrammarSpec | None:
@@ -113,10 +125,10 @@ class StructuredOutputs(RequestBody):
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
     regex: str | None = Field(None, min_length=1)
-    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    choice: Choices | None = None
     grammar: str | None = Field(None, min_length=1)
     structural_tag: Annotated[ResponseFormat | None, Field()] = None
-    whitespace_pattern: str | None = Field(None, max_length=200)
+    whitespace_pattern: WhitespacePattern | None = None
     disable_any_whitespace: bool = False
 
     @model_validator(mode="before")
@@ -132,17 +144,17 @@ class StructuredOutputs(RequestBody):
         given = [name for name, value in self._constraints().items() if value not in (None, False)]
         if len(given) != 1:
             named = " and ".join(given) if given else "none"
-            _refuse(
-                "structured_outputs",
-                f"needs exactly one of json, json_object, regex, choice, grammar and structural_tag, not {named}",
+            raise refused_field(
+                "", f"needs exactly one of json, json_object, regex, choice, grammar and structural_tag, not {named}."
             )
-        if self.choice is not None and len(set(self.choice)) != len(self.choice):
-            _refuse("structured_outputs.choice", "names a choice twice")
-        if self.choice == [""]:
-            _refuse("structured_outputs.choice", "has the empty text as its only choice")
         if self.structural_tag is not None and self.structural_tag.type != "structural_tag":
-            _refuse("structured_outputs.structural_tag", "must have the type structural_tag")
+            raise refused_field("structural_tag", "must have the type structural_tag.")
         return self
+
+    @classmethod
+    def of_guided(cls, kind: str, value: Any, whitespace_pattern: str | None) -> StructuredOutputs:
+        """Return what a field guided_`kind` of older versions of vLLM means."""
+        return cls.model_validate({kind: value, "whitespace_pattern": whitespace_pattern})
 
     def _constraints(self) -> dict[str, Any]:
         names = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -163,7 +175,3 @@ class StructuredOutputs(RequestBody):
         if self.grammar is not None:
             return GrammarSpec(Kind.GRAMMAR, self.grammar)
         return None if self.structural_tag is None else self.structural_tag.spec()
-
-
-def _refuse(param: str, reason: str) -> None:
-    raise InvalidRequestError(f"{param} {reason}.", param=param)

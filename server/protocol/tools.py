@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError
-from server.errors import shorten
+from server.errors import shorten, unsupported
 from server.protocol.base import RequestBody
 from server.tools.offered import OfferedTool
+
+# OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class Function(RequestBody):
@@ -20,7 +24,7 @@ class Function(RequestBody):
     `strict` makes every call of it valid; else arguments are what the model writes, where a call is its own choice.
     """
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
     strict: bool = False
@@ -44,13 +48,34 @@ class Tool(RequestBody):
     function: Function
 
 
+def without_hosted(data: Any, own: Collection[str | None]) -> Any:
+    """Return a body without the tools that a provider would run, if tools of the types `own` stand beside them.
+
+    The model can do without them; what was dropped is left as an unknown field, which the client is told of.
+    """
+    tools = data.get("tools") if isinstance(data, dict) else None
+    if not isinstance(tools, list):
+        return data
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    hosted = {kind for kind in kinds if isinstance(kind, str) and kind not in own}
+    if not hosted:
+        return data
+    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in hosted]
+    if not kept:
+        wanted = next(kind for kind in own if kind is not None)
+        raise unsupported(
+            "tools",
+            f"nothing here runs tools of type {shorten(min(hosted))!r}, and no others stand beside them; send tools of "
+            f"type {wanted!r}, which the client runs.",
+        )
+    return {**data, "tools": kept, **{f"tools.{kind}": True for kind in sorted(hosted)}}
+
+
 def check_tools(tools: list[Tool] | None) -> None:
-    """Raise InvalidRequestError for a list that is empty or has a name twice."""
-    if tools is None:
-        return
-    if not tools:
-        raise InvalidRequestError("tools is empty; give at least one, or leave it out.", param="tools")
-    twice = next((name for name, count in Counter(tool.function.name for tool in tools).items() if count > 1), None)
+    """Raise InvalidRequestError for a list that has a name twice."""
+    twice = next(
+        (name for name, count in Counter(tool.function.name for tool in tools or ()).items() if count > 1), None
+    )
     if twice is not None:
         raise InvalidRequestError(f"tools has two functions with the name {twice!r}; rename one.", param="tools")
 

@@ -5,6 +5,7 @@ A field that chat has too, and that the other API does not spell otherwise, is h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -16,16 +17,24 @@ from server.choice import Delta
 from server.errors import ApiError, to_api_error
 from server.protocol.base import RequestBody
 from server.protocol.chat import ChatBody
-from server.protocol.sampling import INSTEAD, NO_OPS, UNSUPPORTED
+from server.protocol.limits import Limits
+from server.protocol.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
 from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
 # Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.
 PASSED_ON = frozenset(
     {
+        "allowed_token_ids",
+        "bad_words",
         "cache_salt",
         "chat_template_kwargs",
         "deadline_ms",
         "frequency_penalty",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "guided_whitespace_pattern",
         "ignore_eos",
         "include_stop_str_in_output",
         "logit_bias",
@@ -41,10 +50,14 @@ class TranslatedBody(RequestBody):
     """What such requests have in common."""
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **UNSUPPORTED,
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **HINTS,
         "early_stopping": (False,),
         "length_penalty": (1, 1.0),
+        "thinking_token_budget": (),
+    }
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
         "use_beam_search": (False,),
     }
     INSTEAD: ClassVar[Mapping[str, str]] = {
@@ -62,8 +75,13 @@ class TranslatedBody(RequestBody):
     stream: bool = False
 
     def ignored_fields(self) -> list[str]:
-        """Those that nobody knows, here and in chat."""
+        """Return the fields unknown here and in chat, and the hints that no model follows."""
         return [name for name in super().ignored_fields() if name not in PASSED_ON]
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return the priority, where the server serves in another order."""
+        priority = (self.model_extra or {}).get("priority")
+        return ["priority"] if priority and not limits.has_priorities else []
 
     def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:
         """A chat with these fields, null ones left out, and those of this request that it shares."""
@@ -74,16 +92,18 @@ class TranslatedBody(RequestBody):
     @classmethod
     @contextmanager
     def own_names(cls) -> Iterator[None]:
-        """What is wrong with the chat is told of the field that the client knows."""
+        """Name the fields of this API in what is wrong with the chat."""
         try:
             yield
         except (ApiError, ClientError, ValidationError) as error:
             told = to_api_error(error)
-            for chats, own in cls.OWN_NAMES.items():
-                if told.param is not None and f"{told.param}.".startswith(f"{chats}."):
-                    told.message = told.message.replace(chats, own)
-                    told.param = own + told.param[len(chats) :]
-                    break
+            param = told.param or ""
+            is_about = [f"{param}.".startswith(f"{chats}.") for chats in cls.OWN_NAMES]
+            for (chats, own), is_it in zip(cls.OWN_NAMES.items(), is_about, strict=True):
+                if is_it or "_" in chats:  # a plain word may be no field's name
+                    told.message = re.sub(rf"(?<![\w.]){re.escape(chats)}(?!\w)", own, told.message)
+                if is_it and told.param == param:
+                    told.param = own + param[len(chats) :]
             raise told from error
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -91,7 +92,9 @@ class Context:
         loaded = self.engine.adapters.find(name)
         if loaded is not None:
             return loaded.adapter
-        names += tuple(other.adapter.name for other in self.engine.adapters.all())
+        if any(fnmatchcase(name, pattern) for pattern in self.config.model_aliases):
+            return None
+        names += self.config.model_aliases + tuple(other.adapter.name for other in self.engine.adapters.all())
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
 
@@ -138,7 +141,7 @@ def check_operator(owner: str, what: str) -> None:
 
 
 def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:
-    """A dependency that reads, checks and returns a JSON body; fields that nobody knows are told or refused."""
+    """A dependency that reads, checks and returns a JSON body; unknown fields and dropped hints are named in a header, or refused."""
 
     async def read(request: Request, context: InContext) -> Body:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -151,9 +154,9 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
             message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
             raise ApiError(400, "unsupported_media_type", message)
         body = await _read(request, context, model)
-        names = await aside(body.ignored_fields)
+        names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
         if names and context.config.strict_fields:
-            message = f"Unknown fields: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
+            message = f"Fields without effect: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message, names[0])
         if names:
             _tell_ignored(request, context, names)

@@ -29,7 +29,7 @@ async def create_embeddings(
 ) -> Response:
     """The model's final hidden states as one vector an input."""
     model = context.check_model(body.model)
-    params = body.reading_params(context.limits, pooling=Pooling(context.config.pooling))
+    params = body.reading_params(pooling=Pooling(context.config.pooling))
     prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
     body.check_lengths(prompts, "input", context.limits)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
@@ -51,7 +51,7 @@ async def create_score(
 ) -> Response:
     """The log likelihood of each text_2 as the continuation of its text_1."""
     model = context.check_model(body.model)
-    params = body.reading_params(context.limits, prompt_logprobs=0)
+    params = body.reading_params(prompt_logprobs=0)
     special = body.add_special_tokens
     wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
     contexts = await context.encode(body.text_1, "text_1", add_special_tokens=special)

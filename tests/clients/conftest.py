@@ -1,52 +1,17 @@
-"""One daemon for all clients: the real `quire serve` with the default model, in a process of its own.
-
-The clients' Python may be another than the daemon's (`make clients`); then DAEMON_PYTHON names the latter.
-"""
+"""One daemon for most clients: the real `quire serve` with the default model."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from daemons import serving
 
-ROOT = Path(__file__).parents[2]
-FLAGS = ("--port", "0", "--served-model-name", "smol", "--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
+SMALL = ("--served-model-name", "smol", "--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
 
 
 @pytest.fixture(scope="session")
 def base_url() -> Iterator[str]:
     """Where the daemon's API begins, as clients want it."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
-    process = subprocess.Popen(
-        [os.environ.get("DAEMON_PYTHON", sys.executable), "-m", "server", "serve", *FLAGS],
-        cwd=ROOT,
-        env=kept,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    told: list[str] = []
-    try:
-        for line in process.stderr:
-            told.append(line)
-            if found := re.search(r"ready in [\d.]+ s: (\S+)", line):
-                break
-        else:
-            raise AssertionError(f"the daemon did not start: {''.join(told)}")
-        # What it says later has to be read, or it would wait when the pipe is full.
-        reader = threading.Thread(target=told.extend, args=(process.stderr,), daemon=True)
-        reader.start()
-        yield found.group(1) + "/v1"
-        process.terminate()
-        assert process.wait(timeout=60) == 0, "".join(told)
-        assert not any("Traceback" in line for line in told), "".join(told)
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with serving(*SMALL) as url:
+        yield url + "/v1"

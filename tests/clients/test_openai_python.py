@@ -55,6 +55,18 @@ def test_an_answer_is_the_same_in_every_way_to_ask(client: openai.OpenAI) -> Non
         assert [line for line in lines.iter_lines() if line][-1] == "data: [DONE]"
 
 
+def test_words_are_ruled_out_of_streams(client: openai.OpenAI) -> None:
+    """Each choice of a stream, and before the host knows the last token."""
+    ask = {**GREEDY, "max_tokens": 12, "n": 2, "stream": True}
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**ask, extra_body={"bad_words": ["Tokyo", "The capital"]}):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert all(texts)
+    assert not any(word in text for word in ("Tokyo", "The capital") for text in texts)
+    with pytest.raises(openai.BadRequestError, match="allow more"):
+        client.chat.completions.create(**GREEDY, extra_body={"allowed_token_ids": [504], "bad_words": ["The"]})
+
+
 def test_parse(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(**GREEDY, response_format=City, max_tokens=200)
     assert isinstance(answer.choices[0].message.parsed, City)

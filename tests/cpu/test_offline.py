@@ -46,6 +46,19 @@ def test_grammars_and_calls_hold() -> None:
         jsonschema.validate(json.loads(call.arguments), CLOSED)
 
 
+def test_words_and_tokens_are_ruled_out() -> None:
+    with LLM(max_model_len=256, kv_cache_memory_bytes=32 << 20) as llm:
+        prompt = "The capital of Japan is"
+        greedy = SamplingParams(max_tokens=8, temperature=0)
+        assert "Tokyo" in llm.generate(prompt, greedy)[0].outputs[0].text
+        params = SamplingParams(max_tokens=8, temperature=0, bad_words=("Tokyo", "Kyoto"))
+        text = llm.generate(prompt, params)[0].outputs[0].text
+        assert text
+        assert "Tokyo" not in text
+        params = SamplingParams(max_tokens=8, seed=1, allowed_token_ids=(1, 5, 9))
+        assert set(llm.generate(prompt, params)[0].outputs[0].token_ids) <= {1, 5, 9}
+
+
 def test_adapters_by_name(tmp_path: Path) -> None:
     """Adapters that change so much that nobody needs to look twice."""
     settings = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "dtype": "bfloat16"}

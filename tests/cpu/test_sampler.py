@@ -219,6 +219,35 @@ def test_min_tokens_bans_the_ends_until_then() -> None:
         assert drawn.ids.tolist() == [expected]
 
 
+def test_bad_words_and_allowed_tokens_by_definition() -> None:
+    """A word is banned by its last token, where the answer ends with the others; whoever knows the last of these."""
+    logits = torch.linspace(0, 1, 10)  # greedy takes 9, then 8, ...
+    last = torch.full((4,), 5)
+
+    def drawn(answer: list[int], *, is_last_known: bool = True, **wish: object) -> int:
+        tokens = [9, 5, *answer]
+        known = tokens if is_last_known else tokens[:-1]
+        one = piece(0, params(temperature=0.0, **wish), tokens=known, num_prompt=2, end=len(tokens))
+        return int(draw(Sampler(CPU), [one], logits[None], last.clone()).ids)
+
+    assert drawn([], bad_words=((9,),)) == 8
+    assert drawn([], bad_words=((5, 9),)) == 9, "the prompt does not count"
+    for is_last_known in (True, False):
+        assert drawn([5], bad_words=((5, 9),), is_last_known=is_last_known) == 8
+        assert drawn([5], bad_words=((4, 9),), is_last_known=is_last_known) == 9
+        assert drawn([5], bad_words=((4, 9), (5, 9), (5, 8)), is_last_known=is_last_known) == 7
+        assert drawn([3, 5], bad_words=((3, 5, 9), (4, 5, 8)), is_last_known=is_last_known) == 8
+        assert drawn([3, 5], bad_words=((2, 3, 5, 9),), is_last_known=is_last_known) == 9
+    assert drawn([], allowed_token_ids=frozenset({1, 4})) == 4
+    assert drawn([], allowed_token_ids=frozenset({1, 4}), bad_words=((4,),), logit_bias=((8, 90.0),)) == 1
+    owner = Sampler(CPU)
+    for seq_id, token in ((1, 4), (2, 3), (2, 3)):  # a seat changes hands
+        one = piece(0, params(temperature=0.0, allowed_token_ids=frozenset({token})), seq_id=seq_id)
+        assert int(draw(owner, [one], logits[None]).ids) == token
+    nothing = piece(0, params(temperature=0.0, allowed_token_ids=frozenset({4}), bad_words=((4,),)))
+    assert not draw(Sampler(CPU), [nothing], logits[None]).is_finite
+
+
 def test_an_end_token_beyond_the_models_vocabulary_touches_no_other_row() -> None:
     """A tokenizer may know more tokens than the model has logits for."""
     sampling = {"temperature": 0.0, "min_tokens": 9, "eos_token_ids": frozenset({4, 400})}

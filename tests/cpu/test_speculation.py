@@ -41,6 +41,11 @@ ASKED: dict[str, Mapping[str, object]] = {
     "seeded": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
     "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
     "biased": {"logit_bias": ((5, 2.0), (9, -3.0)), "min_tokens": 6, "eos_token_ids": frozenset(range(20))},
+    "ruled": {
+        "temperature": 1.0,
+        "allowed_token_ids": frozenset(range(4, 24)),
+        "bad_words": ((7,), (5, 6), *((first, second, 9) for first in range(4, 14) for second in range(4, 24))),
+    },
     "stopped": {"temperature": 1.0, "stop_token_ids": frozenset(range(0, 61, 3))},
     "scored": {"temperature": 1.0, "logprobs": 3},
     "several": {"temperature": 1.0, "n": 3},
@@ -57,7 +62,12 @@ REGIMES = {
 
 # Everything where there is room, and what depends on more than the step itself everywhere.
 CASES = [(name, "roomy") for name in ASKED]
-CASES += [(name, regime) for name in ("penalised", "several", "constrained") for regime in REGIMES if regime != "roomy"]
+CASES += [
+    (name, regime)
+    for name in ("penalised", "ruled", "several", "constrained")
+    for regime in REGIMES
+    if regime != "roomy"
+]
 
 
 class Prophet:

@@ -39,6 +39,9 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
         params = SamplingParams(max_tokens=12, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
         if i % 4 > 1:
             params = replace(params, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((5, 1.5), (9, -100.0)))
+        if i % 4 == 1:
+            words = ((3,), *((first, second) for first in range(64) for second in range(40, 50)))
+            params = replace(params, allowed_token_ids=frozenset(range(100)), bad_words=words)
         prompt = tuple((7 * i + j) % 128 for j in range(3 + 5 * i))
         engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
         open_choices += params.n

@@ -88,14 +88,20 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": -1}, "logprobs", "invalid_value"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
-        ({"priority": 1}, "priority", "invalid_value"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
-        ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_parameter"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "invalid_value"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "invalid_value"),
+        ({"guided_choice": ["a", "a"]}, "guided_choice", "invalid_value"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": [999]}, "allowed_token_ids", "invalid_value"),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["a", "b"]}, "allowed_token_ids", "invalid_value"),
+        ({"bad_words": [""]}, "bad_words.0", "invalid_value"),
+        ({"bad_words": ["x"] * 513}, "bad_words", "invalid_value"),
+        ({"bad_words": ["x" * 1000] * 9}, "bad_words", "invalid_value"),
+        ({"use_beam_search": True, "bad_words": ["x"]}, "bad_words", "invalid_value"),
+        ({"use_beam_search": True, "allowed_token_ids": [5]}, "allowed_token_ids", "invalid_value"),
         ({"beam_width": 2}, "beam_width", "unsupported_parameter"),
-        ({"length_penalty": 2.0}, "length_penalty", "invalid_value"),
-        ({"early_stopping": "never"}, "early_stopping", "invalid_value"),
         ({"use_beam_search": True, "length_penalty": 11}, "length_penalty", "invalid_value"),
         ({"use_beam_search": True, "early_stopping": "often"}, "early_stopping", "invalid_value"),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature", "invalid_value"),
@@ -135,9 +141,9 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
         ({"logprobs": 1}, "logprobs", "invalid_type"),
-        ({"tools": []}, "tools", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type", "invalid_value"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "web_search"}, {"type": "custom"}]}, "tools", "unsupported_parameter"),
         ({"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools.0.function.name", "invalid_value"),
         (
             {"tools": [TOOL | {"function": {"name": "a", "parameters": []}}]},
@@ -151,7 +157,7 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ),
         ({"tools": [TOOL, TOOL]}, "tools", "invalid_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tool_choice": "auto"}, "tool_choice", "invalid_value"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "invalid_value"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
         ({"tools": [TOOL], "tool_choice": TOOL | {"function": {"name": "b"}}}, "tool_choice", "invalid_value"),
@@ -161,7 +167,6 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
             "structured_outputs",
             "invalid_value",
         ),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "unsupported_parameter"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "invalid_value"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "invalid_value"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
@@ -170,7 +175,6 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"audio": {"voice": "a"}}, "audio", "unsupported_parameter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
         ({"continue_final_message": True}, "continue_final_message", "invalid_value"),
     ],
 )
@@ -287,6 +291,65 @@ def test_a_body_too_large_is_refused_announced_or_not(serve: Serve) -> None:
         pieces = (big[start : start + 100] for start in range(0, len(big), 100))
         assert error_of(http.post(COMPLETIONS, content=pieces, headers=headers), 413)["code"] == "request_too_large"
         assert http.post(COMPLETIONS, json=TEXT).status_code == 200
+
+
+TOOLS = [TOOL, {"type": "web_search"}, {"type": "custom", "custom": {"name": "a"}}]
+HINTS: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (COMPLETIONS, {"priority": 1}, "priority"),
+    (COMPLETIONS, {"length_penalty": 2.0}, "length_penalty"),
+    (COMPLETIONS, {"early_stopping": "never"}, "early_stopping"),
+    (COMPLETIONS, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    (COMPLETIONS, {"stream_interval": 4}, "stream_interval"),
+    (COMPLETIONS, {"thinking_token_budget": 5}, "thinking_token_budget"),
+    (COMPLETIONS, {"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    (CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"tools": TOOLS, "tool_choice": "none"}, "tools.custom, tools.web_search"),
+    ("/v1/embeddings", {"input": "x", "priority": 1}, "priority"),
+    ("/v1/responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+    ("/v1/responses", {"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ("/v1/responses", {"input": "x", "reasoning": {"summary": "concise"}}, "reasoning.summary"),
+    ("/v1/responses", {"input": "x", "truncation": "auto"}, "truncation"),
+    ("/v1/responses", {"input": "x", "priority": 1, "stream_options": {}}, "priority, stream_options"),
+    ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 3, "priority": 1}, "priority"),
+    ("/v1/responses", {"input": "x", "include": ["reasoning.encrypted_content", "all"]}, "include.all"),
+    ("/v1/responses", {"input": "x", "context_management": [{"type": "compaction"}]}, "context_management"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "names"), HINTS)
+def test_a_hint_that_cannot_be_followed_is_dropped_and_named(
+    live: Live, serve: Callable[..., Live], path: str, fields: dict[str, Any], names: str
+) -> None:
+    """And refused by that name where fields without effect are."""
+    body = {COMPLETIONS: {**TEXT, **fields}, CHAT: {**HELLO, **fields}}.get(path, fields)
+    response = httpx.post(live.url + path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-quire-ignored-fields"] == names
+    refused = httpx.post(serve(strict_fields=True).url + path, json=body)
+    assert refused.status_code == 400
+    assert f"Fields without effect: {names};" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tool_choice": "auto"},
+        {"tools": [], "response_format": {"type": "json_object"}},
+        {"top_logprobs": 0},
+        {"verbosity": "medium"},
+        {"reasoning_effort": "none"},
+        {"priority": 0, "length_penalty": 1.0},
+    ],
+)
+def test_what_asks_for_nothing_is_taken_without_a_word(http: httpx.Client, fields: dict[str, Any]) -> None:
+    response = http.post(CHAT, json={**HELLO, **fields})
+    assert response.status_code == 200, response.text
+    assert "x-quire-ignored-fields" not in response.headers
 
 
 def test_a_field_that_nobody_knows_is_told(live: Live, http: httpx.Client) -> None:

@@ -194,7 +194,6 @@ def test_thoughts_and_calls_are_told_apart(talker: LLM) -> None:
         ({}, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({}, {"tools": [WEATHER, WEATHER]}, "tools", "two functions"),
         ({}, {"reasoning_effort": "much"}, "reasoning_effort", "minimal"),
-        ({}, {"thinking_token_budget": 5}, "thinking_token_budget", "no tags that are tokens"),
     ],
 )
 def test_what_a_conversation_cannot_ask(
@@ -204,6 +203,14 @@ def test_what_a_conversation_cannot_ask(
         talker.chat([{"role": "user", "content": "hi"}], SamplingParams(**fields), **asked)
     assert caught.value.param == param
     assert workshop.engine.stats.steps == 0
+
+
+def test_a_hint_that_cannot_be_followed_is_logged(talker: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    [output] = talker.chat(
+        [{"role": "user", "content": "hi"}], SamplingParams(priority=3, max_tokens=2), thinking_token_budget=5
+    )
+    assert output.outputs[0].token_ids
+    assert "without effect here: priority, thinking_token_budget" in caplog.text
 
 
 def test_a_grammar_that_cannot_be_is_told_of_its_prompt(llm: LLM) -> None:

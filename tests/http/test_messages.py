@@ -220,9 +220,82 @@ def test_a_last_message_of_the_assistants_is_gone_on_with(servers: Callable[...,
 
 def test_thinking_is_bounded_where_the_model_has_thoughts(says: httpx.Client, http: httpx.Client) -> None:
     assert create(http, "x", thinking={"type": "disabled"})["content"][0]["text"] == "x"
-    refused = error_of(send(http, "x", thinking={"type": "enabled", "budget_tokens": 10}), 400)
-    assert refused["message"].startswith("thinking is not supported")
+    dropped = send(http, "x", thinking={"type": "enabled", "budget_tokens": 10}, output_config={"effort": "high"})
+    assert dropped.headers["x-quire-ignored-fields"] == "thinking, output_config.effort"
     assert create(says, "x", thinking={"type": "adaptive"})["content"][0]["text"] == "x"
+
+
+def test_what_is_for_billing_does_not_reach_the_model(servers: Callable[..., httpx.Client]) -> None:
+    """It differs between sessions, which then would share no prefix."""
+    text = {"type": "text", "text": "Be brief."}
+    system = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.8a5; cch=1;"}, text]
+    with_it = seen(servers(SHOWS), [user("x")], system=system)
+    assert with_it == seen(servers(SHOWS), [user("x")], system=[text])
+
+
+USE = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+THOUGHTS = {"type": "thinking", "thinking": "hm", "signature": ""}
+TURNS = [
+    user("x"),
+    {"role": "assistant", "content": [THOUGHTS, USE, {**USE, "id": "2"}]},
+    user([{"type": "tool_result", "tool_use_id": name, "content": "y"} for name in ("1", "2")]),
+]
+CLEAR_TOOLS, CLEAR_THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_idle"),
+    [
+        ({"type": CLEAR_THINKING, "keep": "all"}, True),  # as Claude Code sends it
+        ({"type": CLEAR_THINKING}, True),
+        ({"type": CLEAR_THINKING, "keep": {"type": "thinking_turns", "value": 0}}, False),
+        ({"type": CLEAR_TOOLS}, True),
+        ({"type": CLEAR_TOOLS, "keep": {"type": "tool_uses", "value": 1}}, True),  # from 100,000 tokens on
+        ({"type": CLEAR_TOOLS, "trigger": {"type": "tool_uses", "value": 2}}, True),
+        ({"type": CLEAR_TOOLS, "trigger": {"type": "input_tokens", "value": 100}}, True),
+        (
+            {
+                "type": CLEAR_TOOLS,
+                "keep": {"type": "tool_uses", "value": 1},
+                "trigger": {"type": "input_tokens", "value": 100},
+            },
+            False,
+        ),
+        ({"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 150_000}}, True),
+        ({"type": "compact_20260112"}, False),
+    ],
+)
+def test_context_management_is_taken_as_far_as_it_clears_nothing(
+    http: httpx.Client, edit: dict[str, Any], is_idle: bool
+) -> None:
+    response = send(http, TURNS, context_management={"edits": [edit]})
+    if is_idle:
+        assert response.status_code == 200, response.text
+        assert response.headers["x-quire-ignored-fields"] == "context_management"
+    else:
+        assert f"{edit['type']} may take away" in error_of(response, 400)["message"]
+
+
+def test_what_coding_agents_send(says: httpx.Client, serve: Serve) -> None:
+    """`?beta=true`, hosted tools beside their own, hints, and names of models that are not served."""
+    fields = {"max_tokens": 300, "tools": [ADD, {"type": "web_search_20250305", "name": "web_search"}]}
+    hints = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "speed": "fast"}
+    body = {"messages": [user(CALL)], **fields, **hints, "context_management": {"edits": []}}
+    response = says.post(f"{PATH}?beta=true", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["stop_reason"] == "tool_use"
+    dropped = set(response.headers["x-quire-ignored-fields"].split(", "))
+    assert dropped == {"tools.web_search_20250305", "speed", "context_management"}, "this model takes an effort"
+    assert says.post(f"{PATH}/count_tokens?beta=true", json=body).status_code == 200
+
+    live = serve(model_aliases=("claude-*",))
+    with httpx.Client(base_url=live.url) as http:
+        answer = create(http, "x", model="claude-haiku-4-5-20251001")
+        assert answer["model"] == "claude-haiku-4-5-20251001"
+        assert "gpt-9" in error_of(send(http, "x", model="gpt-9"), 404)["message"]
+        listed = [card["id"] for card in http.get("/v1/models").json()["data"]]
+        assert listed == ["parrot", "bird"]
+        assert http.get("/v1/models/claude-opus-5").json()["id"] == "claude-opus-5"
 
 
 def test_structured_answers(http: httpx.Client) -> None:
@@ -231,6 +304,9 @@ def test_structured_answers(http: httpx.Client) -> None:
     assert create(http, '{"a": 1}', output_config=config)["content"][0]["text"] == '{"a": 1}'
     bad = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
     assert "output_config.format" in error_of(send(http, "x", output_config=bad), 400)["message"]
+    assert create(http, '{"a": 1}', output_format=config["format"])["content"][0]["text"] == '{"a": 1}'
+    assert "Invalid type: nothing" in error_of(send(http, "x", output_format=bad["format"]), 400)["message"]
+    assert "only one" in error_of(send(http, "x", output_format=config["format"], output_config=config), 400)["message"]
 
 
 def test_counting_is_what_is_counted(says: httpx.Client) -> None:
@@ -256,7 +332,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
         ({"messages": [user([{"type": "text"}])]}, "needs text"),
         ({"messages": [user([{"type": "tool_use", "id": "1", "name": "a", "input": {}}])]}, "no place in a message"),
         ({"messages": [user([{"type": "tool_result", "tool_use_id": "1"}])]}, "no tool_use with that id"),
-        ({"messages": [user("x" * 600)]}, "maximum context length"),
+        ({"messages": [user("x" * 600)]}, "prompt is too long: 601 tokens > 512 maximum"),
+        ({"messages": [user("x" * 9000)]}, "prompt is too long: "),
+        (
+            {"max_tokens": 600},
+            "input length and `max_tokens` exceed context limit: 2 + 600 > 512, decrease input length or `max_tokens`",
+        ),
+        ({"context_management": {"edits": [{"type": "bake_cake"}]}}, "context_management.edits.0 is not supported"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
         (
             {
                 "messages": [
@@ -282,7 +365,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
         ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"container": "c"}, "container is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
-        ({"guided_regex": "x"}, "structured_outputs"),
+        ({"guided_regex": "x("}, "guided_regex"),
     ],
 )
 def test_what_cannot_be_is_a_400_that_says_so(http: httpx.Client, fields: dict[str, Any], words: str) -> None:

@@ -123,7 +123,6 @@ REFUSED = [
     ("/v1/embeddings", {"input": "x", "stream": True}, "stream", "stream is not supported"),
     ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
     ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}]}, "messages", "send input"),
-    ("/v1/embeddings", {"input": "x", "priority": 1}, "priority", "--scheduling-policy priority"),
     ("/v1/score", {"text_1": "a"}, "text_2", "Field required"),
     ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "at least 1 item"),
     ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2", "text_2 has an empty text"),

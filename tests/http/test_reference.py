@@ -25,7 +25,8 @@ def test_it_tells_of_every_endpoint_and_field() -> None:
                 assert f"| `{method} {route.path_format}` |" in page
     for body in (ChatBody, CompletionBody):
         section = page.split(f"\n### {body.__name__}\n")[1].split("\n### ")[0]
-        told = dict(re.findall(r"^\| `(\S+)` \|.*\| (honoured|no-op|refused)[^|]*\|$", section, re.MULTILINE))
+        told = dict(re.findall(r"^\| `(\S+)` \|.*\| (honoured|no-op|hint|refused)[^|]*\|$", section, re.MULTILINE))
         expected = dict.fromkeys(body.UNSUPPORTED, "refused") | dict.fromkeys(body.NO_OPS, "no-op")
+        expected |= dict.fromkeys(body.HINTS, "hint")
         assert told == expected | dict.fromkeys(body.model_fields, "honoured")
     assert page.count("\n### ") == len(set(re.findall(r"^### (.*)$", page, re.MULTILINE)))

@@ -22,9 +22,10 @@ from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.sampling import Penalties, sample
-from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens
+from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
+from engine.runtime.sampling.bans import Ban
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -113,6 +114,7 @@ for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
         sample(logits, draws, None, is_drawing=is_drawing, is_ranking=is_ranking)
         sample(logits, draws, penalties, is_drawing=is_drawing, is_ranking=is_ranking)
     add_to_tokens(logits, {(0, 3): 1.0})
+    ban_tokens(logits, [Ban(0, 3)], torch.zeros(2).long())
     counted = SequenceSlice(0, [1, 2, 2], 1, 2, 1, [0], (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
     TokenCounts(2, vocab_size, logits.device).penalties([(0, counted)], num_rows, torch.zeros(2).long())
 

@@ -51,10 +51,16 @@ class Sequence:
 def edited(logits: Tensor, piece: SequenceSlice, text: list[int]) -> Tensor:
     """One row by definition, token by token."""
     asked, row = piece.params, logits.double().clone()
+    if asked.allowed_token_ids is not None:
+        row[[token for token in range(VOCAB) if token not in asked.allowed_token_ids]] = -math.inf
     for token, bias in asked.logit_bias:
         row[token] += bias
     if len(text) - piece.num_prompt < asked.min_tokens:
         row[list(asked.eos_token_ids | asked.stop_token_ids)] = -math.inf
+    answer = tuple(text[piece.num_prompt :])
+    for *before, last in asked.bad_words:
+        if last < VOCAB and len(before) <= len(answer) and answer[len(answer) - len(before) :] == tuple(before):
+            row[last] = -math.inf
     for token in set(text):
         value = row[token] / asked.repetition_penalty if row[token] > 0 else row[token] * asked.repetition_penalty
         said = text[piece.num_prompt :].count(token)
@@ -152,6 +158,27 @@ def test_biases_and_bans_of_several_rows() -> None:
             each.tokens = [*each.tokens[:3], *[9] * num_said]
         check(owner, sequences, last_ids)
     assert last_ids[4] == 89
+
+
+def test_bad_words_and_allowed_tokens_of_several_rows() -> None:
+    """Also where the last token is known to the device alone, and where a token is banned in several ways."""
+    words = ((3,), (1, 2), (4, 2), (6, 7, 8), (9, 7, 8), (1, VOCAB + 3), (5, 5, 5, 2))
+    wishes = [
+        {"bad_words": words},
+        {"bad_words": words, "logit_bias": ((2, 50.0), (3, 60.0), (8, 40.0)), "temperature": 0.0},
+        {},
+        {"allowed_token_ids": frozenset({2, 8, 70}), "bad_words": words, **PENALTIES},
+        {"allowed_token_ids": frozenset(range(0, VOCAB, 2)), "min_tokens": 3, "eos_token_ids": frozenset({2})},
+    ]
+    sequences = [Sequence(seat, seat, params(**wish), [6, 7, 1]) for seat, wish in enumerate(wishes)]
+    owner, last_ids = Sampler(DEVICE), torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    check(owner, sequences, last_ids)  # the prompt is not a part of the answer
+    for token in (1, 4, 6, 7, 9, 7, 5, 5, 5):
+        for is_last_known in (False, True):
+            for each in sequences:
+                each.tokens += [token] if not is_last_known else []
+                last_ids[each.seat] = token if not is_last_known else -1
+            check(owner, sequences, last_ids, is_last_known=is_last_known)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, for the sum that is not taken

@@ -33,7 +33,13 @@ WISHES: list[dict] = [
     {"temperature": 0.9, "seed": 2**64 - 3, "min_p": 0.02},
     {"temperature": 1.0, "seed": 7, "top_p": 0.7, "n": 2},
     {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 2},
-    {"temperature": 0.7, "seed": 1, "top_k": 5, "logit_bias": ((3, 2.0),)},
+    {
+        "temperature": 0.7,
+        "seed": 1,
+        "top_k": 5,
+        "logit_bias": ((3, 2.0),),
+        "bad_words": ((4,), *((a, 9) for a in range(61))),
+    },
 ]
 
 

@@ -271,7 +271,7 @@ def test_flags_are_understood(argv: list[str], name: str, value: object) -> None
 def test_every_application_setting_reaches_the_application() -> None:
     """Each set to something that is not its default."""
     argv = [
-        "--served-model-name", "first", "second", "--api-key", "k", "--allowed-origins", "https://a.b",
+        "--served-model-name", "first", "second", "claude-*", "--api-key", "k", "--allowed-origins", "https://a.b",
         "--allowed-hosts", "a.b", "--protect-metrics", "--max-json-values", "6",
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--max-stored-responses", "8", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
@@ -286,6 +286,7 @@ def test_every_application_setting_reaches_the_application() -> None:
     assert made == AppConfig(
         model="here",
         served_model_names=("first", "second"),
+        model_aliases=("claude-*",),
         api_keys=("k",),
         allowed_hosts=("a.b",),
         allowed_origins=("https://a.b",),
@@ -318,6 +319,11 @@ def test_every_application_setting_reaches_the_application() -> None:
     default = AppConfig(model="", served_model_names=())
     for field in fields(AppConfig):
         assert getattr(made, field.name) != getattr(default, field.name), f"{field.name} is not tested here"
+
+
+def test_patterns_alone_leave_the_model_its_name() -> None:
+    made = load_settings(["--served-model-name", "claude-*"]).app_config("here", "own")
+    assert (made.served_model_names, made.model_aliases) == (("own",), ("claude-*",))
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
-from server.errors import MAX_ENTRIES, ApiError, to_api_error
+from server.errors import MAX_ENTRIES, to_api_error
 from server.protocol.base import MAX_FIELDS, RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.completions import CompletionBody
@@ -36,8 +36,8 @@ def test_every_declared_field_is_read_somewhere(body: type[RequestBody], name: s
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_field_is_one_thing_only(body: type[RequestBody]) -> None:
-    assert not body.NO_OPS & body.model_fields.keys()
-    assert not body.UNSUPPORTED.keys() & (body.model_fields.keys() | body.NO_OPS)
+    kinds = [body.model_fields.keys(), body.NO_OPS, body.HINTS.keys(), body.UNSUPPORTED.keys()]
+    assert len(set().union(*kinds)) == sum(map(len, kinds))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,8 @@ def test_a_field_is_one_thing_only(body: type[RequestBody]) -> None:
         {"response_format": {"type": "text"}},
         {"length_penalty": 1.0},
         {"guided_json": None},
+        {"stream_interval": 1},
+        {"guided_decoding_backend": ""},
     ],
 )
 def test_a_value_that_asks_for_nothing_passes(fields: dict[str, object]) -> None:
@@ -57,10 +59,34 @@ def test_a_value_that_asks_for_nothing_passes(fields: dict[str, object]) -> None
 
 @pytest.mark.parametrize("name", sorted(ChatBody.UNSUPPORTED))
 def test_every_unsupported_field_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ValidationError) as refused:
         ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], name: {"some": "value"}})
-    assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unsupported_parameter")
-    assert name in refused.value.message
+    error = to_api_error(refused.value)
+    assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+    assert error.message.startswith(f"{name} is not supported: ")
+
+
+class Inner(RequestBody):
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"colour": ("any",)}
+
+
+class Outer(RequestBody):
+    text: list[Inner]
+
+
+def test_a_nested_field_is_named_in_full() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Outer.model_validate({"text": [{"colour": "any"}, {"verbosity": "low"}]})
+    error = to_api_error(refused.value)
+    assert (error.param, error.code) == ("text.1.verbosity", "unsupported_parameter")
+    assert error.message.startswith("text.1.verbosity is not supported: ")
+
+
+@pytest.mark.parametrize("name", sorted(ChatBody.HINTS))
+def test_a_hint_is_dropped_and_named(name: str) -> None:
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], name: {"some": "value"}})
+    assert body.ignored_fields() == [name]
 
 
 @pytest.mark.parametrize("name", sorted(ChatBody.NO_OPS))

@@ -64,6 +64,8 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logit_bias=((0, 1.0),),
+        allowed_token_ids=frozenset({0, 1}),
+        bad_words=((0, 0),),
         min_tokens=1,
         eos_token_ids=frozenset({0}),
         logprobs=min(_NUM_TOP, vocab_size),

@@ -1,4 +1,4 @@
-"""What rows ask for single tokens before they are drawn: biases and bans, and the counts that penalties go by.
+"""What rows ask for single tokens before they are drawn: biases, bans, and the counts that penalties go by.
 
 A penalty is computed by cuda/sampling.py in passing, from how often each token stands in a text. These counts stay on the
 device, a line of the vocabulary a seat, and each step adds what is new in a text; a line is begun anew when its seat
@@ -19,18 +19,26 @@ from torch import Tensor
 
 from engine.core.plan import SequenceSlice
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
+from engine.runtime.sampling.bans import Ban
 
 _ENTRIES = 256  # a program's
 _DRAWN = -1  # instead of a token: the last that was drawn for the seat
 
 
 def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> None:
-    """Add to logits [R, V] float32, in place, the amount for each (row, token); -inf rules out, whatever was there."""
+    """Add to logits [R, V] float32, in place, the amount for each (row, token)."""
     rows, tokens = np.array(list(amounts), np.int32).T
     values = np.array(list(amounts.values()), np.float32)
     entries = _to_device(np.stack((rows, tokens, values.view(np.int32))), logits.device)
     grid = (triton.cdiv(len(amounts), _ENTRIES),)
     _add_to_tokens[grid](logits, logits.stride(0), entries, len(amounts), BLOCK=_ENTRIES)
+
+
+def ban_tokens(logits: Tensor, bans: Sequence[Ban], last_ids: Tensor) -> None:
+    """Set logits [R, V] float32, in place, to -inf for each ban that holds; `last_ids` [seats] int64 decides on the device."""
+    entries = _to_device(np.array(bans, np.int32).T, logits.device)
+    grid = (triton.cdiv(len(bans), _ENTRIES),)
+    _ban_tokens[grid](logits, logits.stride(0), entries, len(bans), last_ids, BLOCK=_ENTRIES)
 
 
 class _Line(NamedTuple):
@@ -102,8 +110,21 @@ def _add_to_tokens(logits_ptr, row_stride, entries_ptr, num, BLOCK: tl.constexpr
     token = tl.load(entries_ptr + num + entry, is_entry, 0)
     amount = tl.load(entries_ptr + 2 * num + entry, is_entry, 0).to(tl.float32, bitcast=True)
     at = logits_ptr + row * row_stride + token
-    # Not by adding alone, which would make NaN of what was +inf.
-    tl.store(at, tl.where(amount == -float("inf"), amount, tl.load(at, is_entry, 0.0) + amount), is_entry)
+    tl.store(at, tl.load(at, is_entry, 0.0) + amount, is_entry)
+
+
+@triton.jit(do_not_specialize=["num"])
+def _ban_tokens(logits_ptr, row_stride, entries_ptr, num, last_ids_ptr, BLOCK: tl.constexpr):
+    """Entries may meet in a token: all that hold write the same."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_entry = entry < num
+    row = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
+    token = tl.load(entries_ptr + num + entry, is_entry, 0)
+    seat = tl.load(entries_ptr + 2 * num + entry, is_entry, 0)
+    drawn = tl.load(entries_ptr + 3 * num + entry, is_entry, 0)
+    last = tl.load(last_ids_ptr + seat, is_entry, 0)
+    ruled_out = tl.full((BLOCK,), float("-inf"), tl.float32)
+    tl.store(logits_ptr + row * row_stride + token, ruled_out, is_entry & ((drawn < 0) | (last == drawn)))
 
 
 @triton.jit(do_not_specialize=["num"])

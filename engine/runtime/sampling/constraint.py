@@ -201,6 +201,13 @@ def _forbid(mask: NDArray[np.int32], banned: Collection[int]) -> None:
         mask[:] = less.view(np.int32)
 
 
+def pack_mask(allowed: frozenset[int], vocab_size: int) -> NDArray[np.int32]:
+    """Return the mask that allows these tokens alone."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[list(allowed)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -> None:
     """-inf in the places of logits [R, V] whose bits are not set; mask i is of the i-th of `rows`."""
     if not logits.is_cuda:

@@ -1,25 +1,26 @@
 """Logits become token ids: one batch of rows, each with its own parameters.
 
-The order is OpenAI's and vLLM's: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then the draw; and
-before it, where it cannot matter, what a grammar rules out (constraint.py, which alone may wait for the step before).
-Rows that ask for none of these cost one argmax. On CUDA each of the first three is a kernel (cuda/sampling_edits.py and
-cuda/sampling.py), elsewhere torch operations. Nothing else waits for a GPU. Engine thread.
+The order is OpenAI's and vLLM's: allowed_token_ids, logit_bias, bad_words and min_tokens, penalties, temperature, min_p,
+top_k, top_p, then the draw; and before it, where it cannot matter, what a grammar rules out (constraint.py, which alone may
+wait for the step before). Rows that ask for none of these cost one argmax. On CUDA the edits are kernels (cuda/mask.py,
+cuda/sampling_edits.py and cuda/sampling.py), elsewhere torch operations. Nothing else waits for a GPU. Engine thread.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.cuda.available import uses_triton
-from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints
+from engine.runtime.sampling.bans import Ban, bad_endings
+from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
@@ -49,12 +50,13 @@ class _Row(NamedTuple):
 
 
 class Sampler:
-    """Keeps the histories that penalties need, and the matchers of grammars; everything else is a function of the plan and the logits."""
+    """Keeps histories for penalties, masks of allowed tokens, and matchers of grammars; all else follows from plan and logits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = History()
         self._constraints = Constraints()
+        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}  # by seat: whose, and what allowed_token_ids leaves
         self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
@@ -68,6 +70,7 @@ class Sampler:
 
         edited = [row for row in rows if _is_edited(row.piece)]
         penalties = None
+        self._keep_allowed(logits, edited)
         if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text a seat
             penalties = self._edit_in_triton(logits, edited, last_ids)
         elif edited:
@@ -90,6 +93,20 @@ class Sampler:
             return len(drafts)
         return self._constraints.count_allowed(Constrained(0, piece.samples[0].seat, piece, grammar), drafts)
 
+    def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
+        """Rule out all but the tokens that a row allows, in place."""
+        masks = {row.at: self._mask(row, logits.shape[1]) for row in rows if row.params.allowed_token_ids is not None}
+        if masks:
+            apply_masks(logits, masks, np.stack(list(masks.values())))
+
+    def _mask(self, row: _Row, vocab_size: int) -> NDArray[np.int32]:
+        """Return what a row allows; packed once for each sequence, which asks for the same at every step."""
+        allowed, seat, seq_id = row.params.allowed_token_ids, row.sample.seat, row.piece.seq_id
+        assert allowed is not None
+        if seat not in self._masks or self._masks[seat][0] != seq_id:
+            self._masks[seat] = seq_id, pack_mask(allowed, vocab_size)
+        return self._masks[seat][1]
+
     def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
         """What changes the logits of single tokens, in place."""
         vocab_size = logits.shape[1]
@@ -98,9 +115,13 @@ class Sampler:
         if biases:
             places, values = zip(*biases, strict=True)
             flat.index_add_(0, self._long(places), self._float(values))
-        banned = [row.at * vocab_size + token for row in rows for token in _banned(row.piece) if token < vocab_size]
-        if banned:
-            flat.index_fill_(0, self._long(banned), -torch.inf)
+        bans = list(_bans(rows, vocab_size))
+        if bans:
+            at = self._long([ban.row * vocab_size + ban.token for ban in bans])
+            drawn, seats = self._long([ban.drawn for ban in bans]), self._long([ban.seat for ban in bans])
+            is_hit = (drawn < 0) | (last_ids[seats] == drawn)
+            # A minimum, since a token may be banned in several ways of which one is hit.
+            flat.scatter_reduce_(0, at, torch.where(is_hit, -torch.inf, torch.inf), "amin")
         penalized = [
             Penalized(row.at, row.params, self._history.ids(row.piece, last_ids), row.piece.num_prompt)
             for row in rows
@@ -111,14 +132,15 @@ class Sampler:
 
     def _edit_in_triton(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> Penalties | None:
         """The same but for the penalties, which are returned for the draw."""
-        from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens
+        from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
 
         num_rows, vocab_size = logits.shape
         amounts = {(row.at, token): bias for row in rows for token, bias in row.params.logit_bias}
-        for row in rows:
-            amounts.update(((row.at, token), -math.inf) for token in _banned(row.piece) if token < vocab_size)
         if amounts:
             add_to_tokens(logits, amounts)
+        bans = list(_bans(rows, vocab_size))
+        if bans:
+            ban_tokens(logits, bans, last_ids)
         penalized = [(row.at, row.piece) for row in rows if is_penalized(row.params)]
         if not penalized:
             return None
@@ -158,7 +180,10 @@ def is_plain(piece: SequenceSlice) -> bool:
 
 def _is_edited(piece: SequenceSlice) -> bool:
     """Whether logits of single tokens may change before the draw."""
-    return bool(piece.params.logit_bias) or is_penalized(piece.params) or bool(_banned(piece))
+    params = piece.params
+    if params.logit_bias or params.bad_words or params.allowed_token_ids is not None:
+        return True
+    return is_penalized(params) or bool(_too_early(piece))
 
 
 def _constrained(row: _Row) -> Constrained:
@@ -178,7 +203,13 @@ def _wish(row: _Row) -> Wish:
     return Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.sample.seed, row.position)
 
 
-def _banned(piece: SequenceSlice) -> frozenset[int]:
+def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[Ban]:
+    for row in rows:
+        yield from (Ban(row.at, token) for token in _too_early(row.piece) if token < vocab_size)
+        yield from (ban for ban in bad_endings(row.at, row.piece) if ban.token < vocab_size)
+
+
+def _too_early(piece: SequenceSlice) -> frozenset[int]:
     """Tokens that would end the sequence before its min_tokens. Of a constrained one the grammar's mask sees to them."""
     params = piece.params
     if params.grammar is not None or not _is_too_short(piece):

@@ -1,0 +1,161 @@
+"""Claude Code and Codex CLI, unmodified, as people point them at a server of their own. `make clients` installs them.
+
+They work against a scripted model (scripted_quire.py), which calls their tools and reads the results, and against the
+embedded model with instructions and tools cut to what fits into 4,096 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import serving
+
+HERE = Path(__file__).parent
+PROGRAMS = HERE / "agents/node_modules/.bin"
+PATIENCE_S = 900.0  # for what has to happen; never a measurement
+SAYS = "The tool said: parrot"
+
+
+def needs(program: str, package: str) -> pytest.MarkDecorator:
+    """Skip where npm has not installed a program."""
+    return pytest.mark.skipif(
+        not (PROGRAMS / program).exists() or shutil.which("node") is None,
+        reason=f"needs {package}: npm install --no-package-lock --prefix tests/clients/agents, as `make clients` does",
+    )
+
+
+claude_code = needs("claude", "@anthropic-ai/claude-code")
+codex_cli = needs("codex", "@openai/codex")
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[str]:
+    """A scripted model of 65,536 positions; it has the one further name that people need for Claude Code."""
+    flags = ("--served-model-name", "smol", "claude-*")
+    with serving(*flags, command=[str(HERE / "scripted_quire.py")]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[str]:
+    """The embedded model, with room for instructions and a short answer."""
+    flags = ("--served-model-name", "smol", "claude-*", "--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
+    with serving(*flags) as url:
+        yield url
+
+
+def run(
+    program: str, *arguments: str, cwd: Path, env: Mapping[str, str], stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end, with nothing but a home of its own."""
+    home = cwd.parent / "home"
+    home.mkdir(exist_ok=True)
+    cwd.mkdir(exist_ok=True)
+    return subprocess.run(
+        [str(PROGRAMS / program), *arguments],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **env},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def ask_claude(url: str, folder: Path, prompt: str, *flags: str, stdin: str = "", **env: str) -> dict[str, Any]:
+    """Have Claude Code answer, with access to no server but this one."""
+    quiet = ("DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER", "DISABLE_ERROR_REPORTING")
+    variables = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        **dict.fromkeys(quiet, "1"),
+        **env,
+    }
+    done = run("claude", "-p", prompt, "--output-format", "json", *flags, cwd=folder, env=variables, stdin=stdin)
+    answer = json.loads(done.stdout)
+    is_cut = "output token maximum" in answer["result"]  # by a model that does not come to an end
+    assert is_cut or (done.returncode == 0 and not answer["is_error"]), f"{answer}\n{done.stderr}"
+    return answer
+
+
+def ask_codex(url: str, folder: Path, prompt: str, settings: str = "") -> list[dict[str, Any]]:
+    """Have Codex answer; the events it prints. An answer may fill the context, since Codex sets no other limit to it."""
+    config = folder.parent / "home/.codex/config.toml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(
+        f'model = "smol"\nmodel_provider = "quire"\n{settings}\n'
+        f'[model_providers.quire]\nname = "Quire"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
+    )
+    # It is to run commands, and has a folder of its own for that.
+    flags = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--json")
+    done = run("codex", *flags, prompt, cwd=folder, env={})
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    is_cut = "max_output_tokens" in str(events[-1])
+    assert is_cut or (done.returncode == 0 and events[-1]["type"] == "turn.completed"), f"{events}\n{done.stderr}"
+    return events
+
+
+def words(events: list[dict[str, Any]]) -> list[str]:
+    return [event["item"]["text"] for event in events if event.get("item", {}).get("type") == "agent_message"]
+
+
+@claude_code
+def test_claude_code_closes_the_tool_loop(scripted: str, tmp_path: Path) -> None:
+    """With no model named: it asks for its own, and for as many tokens as that one can write."""
+    folder = tmp_path / "work"
+    prompt = 'Write the file. SCRIPT Bash {"command": "echo parrot > out.txt; cat out.txt"}'
+    answer = ask_claude(scripted, folder, prompt, "--allowedTools", "Bash")
+    assert (folder / "out.txt").read_text() == "parrot\n"
+    assert (answer["result"], answer["num_turns"]) == (SAYS, 2)
+    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > 30_000, "of two requests"
+    again = ask_claude(scripted, folder, "Say hello.", "--allowedTools", "Bash")
+    assert again["usage"]["input_tokens"] < 5000, "sessions share instructions and tools in the prefix cache"
+
+
+@claude_code
+def test_claude_code_compacts_what_is_too_long(scripted: str, tmp_path: Path) -> None:
+    folder, page = tmp_path / "work", "word " * 18_000
+    first = ask_claude(scripted, folder, "Read this.", stdin=page)
+    ask_claude(scripted, folder, "Read on.", "--continue", stdin=page)
+    last = ask_claude(scripted, folder, "Read on.", "--continue", stdin=page)
+    assert last["session_id"] == first["session_id"]
+    assert last["usage"]["input_tokens"] < 3 * 18_000, "what came before has been summed up"
+
+
+@codex_cli
+def test_codex_closes_the_tool_loop(scripted: str, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    prompt = 'Write the file. SCRIPT exec_command {"cmd": "echo parrot > out.txt; cat out.txt"}'
+    events = ask_codex(scripted, folder, prompt)
+    assert (folder / "out.txt").read_text() == "parrot\n"
+    first, last = words(events)
+    assert first == "I will call exec_command."
+    assert last.startswith("The tool said: ")
+    assert "parrot" in last
+
+
+@claude_code
+def test_claude_code_with_the_embedded_model(embedded: str, tmp_path: Path) -> None:
+    cut = ("--system-prompt", "Answer briefly.", "--tools", "Read")
+    answer = ask_claude(
+        embedded, tmp_path / "work", "What is the capital of Japan?", *cut, CLAUDE_CODE_MAX_OUTPUT_TOKENS="64"
+    )
+    assert answer["result"]
+
+
+@codex_cli
+def test_codex_with_the_embedded_model(embedded: str, tmp_path: Path) -> None:
+    instructions = tmp_path / "instructions.md"
+    instructions.write_text("Answer briefly.")
+    settings = f'model_instructions_file = "{instructions}"\nmodel_context_window = 4096\nweb_search = "disabled"\n'
+    settings += "[agents]\nenabled = false\n[features]\ngoals = false\n"
+    assert words(ask_codex(embedded, tmp_path / "work", "What is the capital of Japan?", settings))
