@@ -75,6 +75,8 @@ class BodyReader:
             raise _refusal(error) from error
         told = json.loads(answer.pop(0))
         if "error" in told:
+            if told["traceback"]:
+                logger.error("a large request body could not be read:\n%s", told["traceback"])
             raise ApiError(**told["error"])
         return answer
 

@@ -1,13 +1,14 @@
 """The process that reads large bodies: it counts, parses and checks them, where neither time nor memory is the daemon's.
 
 Run by server/bodies.py through server/children.py. A question is a header, {"model": ..., "most": ..., "member": ...},
-and the body; the answer is {} and the document in parts, or {"error": ...} as the client will see it.
+and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}, the first of which the client will see.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +19,7 @@ from pydantic_core import to_json
 import server.protocol.messages
 import server.protocol.responses  # noqa: F401
 from server.children import Parts, serve
-from server.errors import ApiError, to_api_error
+from server.errors import to_api_error
 from server.json_values import check_count, pack, parse
 
 _BASE_BYTES = 56 << 20
@@ -39,9 +40,9 @@ def answer(parts: Parts) -> list[bytes]:
         raise
     except Exception as error:
         told = to_api_error(error)
-        if told.status >= 500:
-            raise
-        return [_error(told)]
+        fields = {name: getattr(told, name) for name in ("status", "code", "message", "param", "type", "headers")}
+        trace = traceback.format_exc() if told.status >= 500 else ""  # a bug; the daemon's log says where
+        return [json.dumps({"error": fields, "traceback": trace}).encode()]
 
 
 def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
@@ -59,11 +60,6 @@ def _model(name: str) -> type[BaseModel]:
     module, _, qualified = name.partition(":")
     found: Any = getattr(import_module(module), qualified)
     return found  # type: ignore[no-any-return]
-
-
-def _error(error: ApiError) -> bytes:
-    fields = {name: getattr(error, name) for name in ("status", "code", "message", "param", "type", "headers")}
-    return json.dumps({"error": fields}).encode()
 
 
 if __name__ == "__main__":

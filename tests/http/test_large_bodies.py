@@ -26,6 +26,7 @@ from loadtest.hostile import cases, family_bytes
 from server import bodies as bodies_module
 from server.app import API
 from server.bodies import INLINE_BYTES, BodyReader
+from server.protocol.retention import CacheControl
 
 Serve = Callable[..., Live]
 ROOT = Path(__file__).parents[2]
@@ -225,6 +226,17 @@ def test_a_large_line_of_a_batch_goes_the_same_way(serve: Serve, tmp_path: Path)
     assert live.context.bodies.child.pid is not None
     assert errors is not None
     assert [(error.code, error.line) for error in errors.data or ()] == [("too_many_values", 3)]
+
+
+def test_a_bug_in_the_child_is_a_500_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    reader = BodyReader(1000)
+    try:
+        with caplog.at_level(logging.ERROR), pytest.raises(bodies_module.ApiError) as refused:
+            reader._ask(CacheControl, bytearray(b'{"type": "ephemeral"}'), "no such member")
+    finally:
+        reader.close()
+    assert refused.value.status == 500
+    assert "KeyError" in caplog.text
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------

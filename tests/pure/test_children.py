@@ -89,7 +89,7 @@ def test_an_idle_child_ends(child: Child) -> None:
     assert ask(child, b"abc") == [b"cba"]
 
 
-def test_a_child_is_told_no_secret(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_gets_no_secret(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "hunter2")
     [environment] = ask(child, b"environment")
     assert "QUIRE_API_KEY" not in json.loads(environment)
