@@ -80,7 +80,11 @@ def _gguf_positions(config: EngineConfig, path: Path) -> int | None:
 
 def check_entries(folder: Path) -> None:
     """Raise ModelLoadError for a folder whose files a library would hang on, or read without end."""
-    for path in sorted(folder.iterdir()):
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelLoadError(f"{folder} cannot be read: {reason(error)}.") from None
+    for path in paths:
         if path.suffix not in (*_SMALL, ".safetensors") or path.is_dir():
             continue
         try:

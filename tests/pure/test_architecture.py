@@ -116,3 +116,42 @@ def test_every_module_says_what_it_is() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text())
         assert not tree.body or ast.get_docstring(tree), f"{path} has no module docstring"
+
+
+# Modules that open files of our own making or the system's, or that check a file first. Every other file may be named by a
+# user: it is read through engine/regular_file.py, which neither blocks on a FIFO nor reads a device without end.
+OPENERS = {
+    "engine.regular_file",
+    "engine.gguf_header",  # checked, then mapped
+    "engine.connector.local",
+    "engine.runtime.host_cpus",
+    "engine.runtime.host_memory",
+    "engine.runtime.mapped_file",
+    "engine.runtime.models.load",  # /proc/cpuinfo
+    "engine.runtime.native.build",
+    "server.batches.folder",
+    "server.batches.lines",
+    "server.model_source",  # the installed model, by its digest
+    "server.routes.page",
+}
+
+
+def opens_a_file(node: ast.AST) -> bool:
+    """Whether a node is open(...), path.open("rb"), or path.read_text()."""
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "open"
+    if not isinstance(node.func, ast.Attribute):
+        return False
+    mode = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+    reads = node.func.attr in ("read_text", "read_bytes") and isinstance(
+        node.func.value, ast.Name | ast.BinOp | ast.Call
+    )
+    return reads or (node.func.attr == "open" and mode in ("r", "rb", "w", "wb", "xb", "r+b"))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not within(module_of(path), "loadtest")], ids=module_of)
+def test_files_that_users_name_are_read_through_one_module(path: Path) -> None:
+    opened = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if opens_a_file(node)]
+    assert not opened or module_of(path) in OPENERS, f"{path}: lines {opened}; use engine/regular_file.py"

@@ -21,7 +21,7 @@ async def test_results_and_errors_arrive() -> None:
         await run_detached(divmod, 7, 0)
 
 
-async def test_a_result_nobody_waits_for_any_more_is_dropped() -> None:
+async def test_the_result_of_a_cancelled_call_is_dropped() -> None:
     go, gone = threading.Event(), threading.Event()
 
     def call() -> None:
