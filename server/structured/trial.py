@@ -98,6 +98,10 @@ def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
     if error is not None:
         return {"error": error}
     num_bytes = max(private_bytes(_statm()) - private_bytes(before), 0)
+    if num_bytes > MAX_BUILT_BYTES:
+        return {
+            "error": f"it takes {num_bytes >> 20} MiB of memory, more than {MAX_BUILT_BYTES >> 20}; make it smaller"
+        }
     return {"grammar": built[0][0], "bytes": num_bytes}
 
 
