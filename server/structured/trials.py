@@ -69,7 +69,7 @@ class Trials:
         self._num_lanes = num_lanes
         self._lock = threading.Lock()  # around what follows
         self._running: _Running | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def run(self, spec: GrammarSpec, *, lane: int, cpu_s: float) -> Tried:
         """The grammar in llguidance's form, known to build. Raises GrammarError, or OverloadedError if it was not tried."""
@@ -90,18 +90,18 @@ class Trials:
 
     def close(self) -> None:
         """End the processes, for good, though they may be starting. Idempotent."""
-        self._is_closed = True
+        self._closed.set()
         if self._running is not None:
             self._running.kill()
 
     def _start(self) -> _Running:
-        if self._is_closed:
+        if self._closed.is_set():
             raise _unavailable()
         with self._lock:
             running = self._running
             if running is None or running.process.poll() is not None:
                 running = self._running = _spawn(self._num_lanes)
-                if self._is_closed:  # perhaps before it could be seen
+                if self._closed.is_set():  # perhaps before it could be seen
                     running.kill()
                 answer = _ask(running, 0, self._setup(), _MAX_START_S)
                 if "error" in answer:
