@@ -22,8 +22,8 @@ from server.structured.trials import GrammarError, clean
 MAX_GROWN_BYTES = MAX_BUILT_BYTES  # of one grammar while it is followed
 _WORN_BYTES = MAX_GROWN_BYTES // 2
 _FEW = 8  # matchers that are not worth waking other threads for
-_NUM_QUIET = 32  # calls that took less than this, after which a grammar's masks are filled together with others
-_NOTICED_BYTES = 64 << 10
+_NUM_QUIET = 32  # calls in a row that took less than this, after which a grammar is measured less closely
+_NOTICED_BYTES = 16 << 10
 _SUSPECT_BYTES = 1 << 20  # by masks that were filled together
 _STATM = Path("/proc/self/statm")
 
@@ -53,6 +53,9 @@ class GuidanceMatcher:
 
     def accept(self, token_id: int) -> None:
         """Take in a drawn token; one that does not fit is in `error`."""
+        if self.grammar.is_quiet:  # its masks are measured, and would grow too
+            self.inner.consume_token(token_id)
+            return
         before = _meter.read()
         self.inner.consume_token(token_id)
         self.grammar.charge(_meter.read() - before)

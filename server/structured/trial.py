@@ -35,6 +35,7 @@ _WALK_STACK = 1 << 20  # less than the threads have on which masks are computed 
 _NUM_WALKS = 3
 _WALK_TOKENS = 24
 _PAGE = resource.getpagesize()
+_STATM = Path("/proc/self/statm")
 
 
 def limits() -> LLParserLimits:
@@ -98,6 +99,10 @@ def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
     if error is not None:
         return {"error": error}
     num_bytes = max(private_bytes(_statm()) - private_bytes(before), 0)
+    if num_bytes > MAX_BUILT_BYTES:
+        return {
+            "error": f"it takes {num_bytes >> 20} MiB of memory, more than {MAX_BUILT_BYTES >> 20}; make it smaller"
+        }
     return {"grammar": built[0][0], "bytes": num_bytes}
 
 
@@ -149,13 +154,16 @@ def _on_thread(stack_bytes: int, work: Callable[[], None]) -> str | None:
 
 
 def _statm() -> bytes:
-    return Path("/proc/self/statm").read_bytes()
+    """Of this process; zeros where the system has no such file."""
+    return _STATM.read_bytes() if _STATM.exists() else b"0 0 0"
 
 
 def _limit(cpu_s: float) -> None:
     """From now on the kernel ends this process when it takes too much; which limit it was shows in the signal."""
-    size = int(_statm().split()[0]) * _PAGE + MAX_BUILT_BYTES + _SPARE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))  # the library aborts: SIGABRT
+    num_pages = int(_statm().split()[0])
+    if num_pages:
+        size = num_pages * _PAGE + MAX_BUILT_BYTES + _SPARE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))  # the library aborts: SIGABRT
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # SIGALRM
 

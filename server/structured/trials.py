@@ -69,7 +69,7 @@ class Trials:
         self._num_lanes = num_lanes
         self._lock = threading.Lock()  # around what follows
         self._running: _Running | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def run(self, spec: GrammarSpec, *, lane: int, cpu_s: float) -> Tried:
         """The grammar in llguidance's form, known to build. Raises GrammarError, or OverloadedError if it was not tried."""
@@ -89,23 +89,29 @@ class Trials:
         return Tried(answer["grammar"], answer["bytes"])
 
     def close(self) -> None:
-        """End the processes, for good. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            running, self._running = self._running, None
-        if running is not None:
-            running.kill()
+        """End the processes, for good, though they may be starting. Idempotent."""
+        self._closed.set()
+        if self._running is not None:
+            self._running.kill()
 
     def _start(self) -> _Running:
+        if self._closed.is_set():
+            raise _unavailable()
         with self._lock:
-            if self._is_closed:
-                raise _unavailable()
-            if self._running is None or self._running.process.poll() is not None:
-                self._running = _begin(self._num_lanes, self._setup())
-            return self._running
+            running = self._running
+            if running is None or running.process.poll() is not None:
+                running = self._running = _spawn(self._num_lanes)
+                if self._closed.is_set():  # perhaps before it could be seen
+                    running.kill()
+                answer = _ask(running, 0, self._setup(), _MAX_START_S)
+                if "error" in answer:
+                    running.kill()
+                    reason = clean(str(answer["error"]))
+                    raise GrammarError(f"this model's tokenizer cannot be used for structured outputs: {reason}")
+            return running
 
 
-def _begin(num_lanes: int, setup: dict[str, Any]) -> _Running:
+def _spawn(num_lanes: int) -> _Running:
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     pairs = [socket.socketpair() for _ in range(num_lanes)]
     theirs = [their.fileno() for _, their in pairs]
@@ -120,14 +126,7 @@ def _begin(num_lanes: int, setup: dict[str, Any]) -> _Running:
     )
     for _, their in pairs:
         their.close()
-    running = _Running(process, [Connection(ours.detach()) for ours, _ in pairs])
-    answer = _ask(running, 0, setup, _MAX_START_S)
-    if "error" in answer:
-        running.kill()
-        raise GrammarError(
-            f"this model's tokenizer cannot be used for structured outputs: {clean(str(answer['error']))}"
-        )
-    return running
+    return _Running(process, [Connection(ours.detach()) for ours, _ in pairs])
 
 
 def _ask(running: _Running, lane: int, document: dict[str, Any], limit_s: float) -> dict[str, Any]:

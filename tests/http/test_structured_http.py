@@ -21,6 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TAG = "structured_outputs.structural_tag"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000))
+POWER = "((a{1000}){1000}){1000}"
 DOUBLING = "start: T30\nT0: /a|b/\n" + "\n".join(f"T{i + 1}: T{i} T{i}" for i in range(30))
 
 
@@ -58,6 +59,10 @@ def tags(**changes: Any) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs", "look-ahead"),
         ({"structured_outputs": {"regex": "<end>"}}, "structured_outputs", "special token"),
         ({"structured_outputs": {"grammar": DOUBLING}}, "structured_outputs", "too big"),
+        ({"structured_outputs": {"regex": POWER}}, "structured_outputs", "make it smaller"),
+        ({"structured_outputs": {"grammar": f"start: /{POWER}/"}}, "structured_outputs", "make it smaller"),
+        (json_schema({"type": "string", "pattern": f"^{POWER}$"}), "response_format", "make it smaller"),
+        ({"structured_outputs": {"regex": "a?" * 30_000}}, "structured_outputs", "make it smaller"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ""),
         ({"structured_outputs": {"choice": ["a", "a"]}}, "structured_outputs.choice", "twice"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "empty"),

@@ -62,6 +62,12 @@ def test_a_grammar_that_takes_too_long_is_ended(trials: Trials) -> None:
     assert trials.run(SLOW[0], lane=1, cpu_s=LONG_S)
 
 
+def test_a_grammar_that_takes_too_much_memory_is_ended(trials: Trials) -> None:
+    """Else this one would go on for 17 s of CPU time."""
+    with pytest.raises(GrammarError, match=r"too much memory.*make it smaller"):
+        trials.run(HOSTILE["long optional"], lane=0, cpu_s=LONG_S)
+
+
 def test_memory_is_measured_for_each_grammar_alone(trials: Trials) -> None:
     """Whatever was tried before: freed memory that is used again would count as none."""
     sizes = [trials.run(spec, lane=0, cpu_s=LONG_S).num_bytes for spec in (SLOW[0], FINE, SLOW[0], FINE)]

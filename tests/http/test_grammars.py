@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import byte_tokenizer
 
 from engine.core.errors import InvalidRequestError, OverloadedError
 from server.structured import guidance
@@ -21,7 +22,6 @@ from server.structured.maker import MAX_TEXT, GrammarMaker
 from server.structured.spec import GrammarSpec, Kind
 from server.structured.trial import private_bytes, to_guidance
 from server.structured.trials import GrammarError
-from tests.http.harness import byte_tokenizer
 from tests.pure.hostile_grammars import HOSTILE, SLOW
 
 WAIT_S = 120.0
