@@ -13,6 +13,8 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
+from engine.regular_file import read_json
+
 _MAX_BYTES = 1 << 20
 _VERSION = 1
 
@@ -28,10 +30,9 @@ class LengthsFile:
     def load(self) -> list[int]:
         """Return the lengths of the last run, or none."""
         with suppress(OSError, ValueError, TypeError):
-            if self._path.is_file() and self._path.stat().st_size <= _MAX_BYTES:
-                document = json.loads(self._path.read_text(encoding="utf-8"))
-                if isinstance(document, dict) and document.get("version") == _VERSION:
-                    return [length for length in document.get("lengths", ()) if isinstance(length, int) and length > 0]
+            document = read_json(self._path, _MAX_BYTES)
+            if isinstance(document, dict) and document.get("version") == _VERSION:
+                return [length for length in document.get("lengths", ()) if isinstance(length, int) and length > 0]
         return []
 
     def save(self, lengths: Sequence[int]) -> None:
