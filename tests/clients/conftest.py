@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--port", "0", "--served-model-name", "smol", "--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
 
@@ -44,7 +46,7 @@ def base_url() -> Iterator[str]:
         reader.start()
         yield found.group(1) + "/v1"
         process.terminate()
-        assert process.wait(timeout=60) == 0, "".join(told)
+        assert process.wait(timeout=PATIENCE_S) == 0, "".join(told)
         assert not any("Traceback" in line for line in told), "".join(told)
     finally:
         process.kill()

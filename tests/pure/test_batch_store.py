@@ -21,6 +21,7 @@ from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
 from server.batches.thread import Result, StoreThread
 from server.batches.worker import BatchWorker
 from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
+from tests.patience import PATIENCE_S
 
 FILE = "file-" + "a" * 32
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
@@ -208,7 +209,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
                 result = work(store)
                 if isinstance(result, list) and any(isinstance(each, PendingLine) for each in result):
                     is_asked.set()
-                    assert may_go_on.wait(60)
+                    assert may_go_on.wait(PATIENCE_S)
                 return result
 
             return await super().__call__(slow)
@@ -218,7 +219,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
         worker = BatchWorker(thread, folder, max_running=2, max_line_bytes=100)
         nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
         worker.start(nobody, nobody, Stats(), is_dead=lambda: False)
-        await asyncio.to_thread(is_asked.wait, 60)
+        await asyncio.to_thread(is_asked.wait, PATIENCE_S)
         stopping = asyncio.create_task(worker.stop())
         await asyncio.sleep(0)
         may_go_on.set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +12,9 @@ from engine.core.errors import ConfigError, NeverFitsError
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
+from tests.patience import eventually
 from tests.pure.driver import VOCAB, config, request, solo
-from tests.pure.test_loop import PATIENCE_S, Listener
+from tests.pure.test_loop import Listener
 
 EVEN = dict.fromkeys(CANDIDATES, 1.0)
 
@@ -63,10 +62,7 @@ def test_an_idle_engine_cuts_its_pool_anew_and_says_the_same_as_before() -> None
     try:
         for index in range(64):
             engine.submit(request(f"r{index}", (index % VOCAB, 1), max_tokens=1, eos_token_ids=frozenset()))
-        give_up_s = time.monotonic() + PATIENCE_S
-        while not engine.stats.repartitions:  # of which no event tells
-            assert time.monotonic() < give_up_s
-            time.sleep(0.01)
+        eventually(lambda: engine.stats.repartitions > 0)
         assert (engine.config.block_size, engine.config.num_blocks) == (4, 48)
         assert engine.stats.blocks_free + engine.stats.blocks_cached == 48
         assert engine.stats.blocks_waste == pytest.approx(0.25)

@@ -129,7 +129,7 @@ ASKS = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(
     asks=st.lists(ASKS, max_size=25),
     policy=st.sampled_from(tuple(POLICIES)),

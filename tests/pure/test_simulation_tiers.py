@@ -69,7 +69,7 @@ def test_a_prompt_waits_until_the_one_before_it_is_packed() -> None:
     assert second.queue_s == pytest.approx(first.queue_s + pause_s - 0.001)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.floats(0, 0.5), st.integers(1, 200), st.integers(1, 20), st.sampled_from("ab ")),

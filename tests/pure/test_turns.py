@@ -150,7 +150,7 @@ def test_a_prompt_of_some_steps_has_most_of_each() -> None:
     fixed=st.floats(0.0, 0.05),
     token=st.floats(1e-5, 1e-3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_parts_are_short_enough_or_as_short_as_is_affordable(
     rows: int, num_prompt: int, newcomer: int, fixed: float, token: float
 ) -> None:
