@@ -95,6 +95,7 @@ class Engine:
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         self._open: set[tuple[str, int]] = set()  # (request id, choice) without a terminal event; engine thread only
         self._deliver: Deliver | None = None
+        self._on_end: Callable[[], None] = lambda: None
         self._is_second_try = False  # the last step was taken back for want of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
         self._progress_s = clock()
@@ -103,9 +104,10 @@ class Engine:
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
-    def start(self, deliver: Deliver) -> None:
-        """Start the thread. `deliver` is called on it, at most once a step, with events in order."""
+    def start(self, deliver: Deliver, on_end: Callable[[], None] = lambda: None) -> None:
+        """Start the thread. It calls `deliver` with events in order, at most once a step, and `on_end` as its last act."""
         self._deliver = deliver
+        self._on_end = on_end
         self._thread.start()
 
     def submit(self, *requests: Request) -> None:
@@ -151,11 +153,26 @@ class Engine:
         since = max(self.clock() - self._progress_s, 0.0) if busy else 0.0
         return EngineHealth(alive, busy, since, error)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended, even if it hangs in a step."""
+        return self._thread.is_alive()
+
+    def order_stop(self, drain_s: float) -> None:
+        """Refuse new requests and order the thread to end: open requests may finish for `drain_s`, the rest is aborted."""
+        end_s = self.clock() + drain_s
+        self._inbox.refuse(
+            lambda: ShuttingDownError(
+                "The server is shutting down; send the request to another one.",
+                retry_after_s=max(end_s - self.clock(), 1.0),
+            )
+        )
+        self._inbox.put(Stop(end_s))
+
     def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let open ones finish for `drain_s`, abort the rest, end the thread. Blocks."""
-        self._inbox.refuse(ShuttingDownError("The server is shutting down; send the request to another one."))
-        self._inbox.put(Stop(self.clock() + drain_s))
-        if self._thread.is_alive():
+        """Order the thread to end and wait until it has; with a step that hangs that is for ever."""
+        self.order_stop(drain_s)
+        if self.is_running:
             self._thread.join()
 
     def _check_queue(self, num_new_tokens: int) -> None:
@@ -194,6 +211,7 @@ class Engine:
             self._inbox.close()
             self._offload.close()
             self._runner.close()
+            self._on_end()
 
     def _is_done(self) -> bool:
         return self._stop_at_s is not None and not self._scheduler.has_work
@@ -358,7 +376,7 @@ class Engine:
         """Tell every open request, and refuse all that come later. The scheduler may be what broke: it is not asked."""
         reason = str(cause) if isinstance(cause, DeviceLostError) else f"{type(cause).__name__}: {cause}"
         self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
-        self._inbox.refuse(self._error)
+        self._inbox.refuse(lambda: EngineDeadError(str(self._error)))
         self._note_open(self._inbox.close())
         self.stats.finished[FinishReason.ERROR] += len(self._open)
         self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)

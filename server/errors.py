@@ -37,6 +37,7 @@ from engine.core.errors import (
 MAX_ENTRIES = 10  # of a validation message
 MAX_SHOWN = 200  # characters of anything a client sent, so that a bad body of megabytes is not sent back
 
+_RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 # The first class that fits decides: (exception, status, type, code).
@@ -80,7 +81,9 @@ class ApiError(Exception):
         return to_json({"error": error})
 
     def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+        """The answer; a 503 always says when to try again."""
+        headers = _RETRY_SOON | self.headers if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.headers
+        return Response(self.body(), self.status, headers, media_type="application/json")
 
 
 def unsupported(name: str, reason: str) -> ApiError:
@@ -111,7 +114,7 @@ def to_api_error(error: Exception) -> ApiError:
 def _retry_headers(error: Exception) -> dict[str, str]:
     if isinstance(error, DeadlineError):
         return {"x-should-retry": "false"}  # OpenAI's clients would try a 408 again, later than its sender wanted it
-    if not isinstance(error, OverloadedError):
+    if not isinstance(error, OverloadedError | ShuttingDownError):
         return {}
     wait_s = max(error.retry_after_s, 0.001)
     return {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}

@@ -1,7 +1,7 @@
 """The `quire` command with the real everything but the model: build_engine returns an engine over the fake runner.
 
 FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the device is lost. FAKE_HOLD names a file: while it
-exists, the step whose number it holds hangs, and so does every later one.
+exists, the step whose number it holds hangs, and so does every later one; a file NAME.hung then shows that. FAKE_MARGIN_S replaces STOP_MARGIN_S.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class MortalRunner(FakeRunner):
 
     def run(self, plan: StepPlan) -> PendingStep:
         while self.hold.exists() and self.num_steps >= int(self.hold.read_text()):
+            self.hold.with_suffix(".hung").touch()
             time.sleep(POLL_S)
         self.steps_left -= 1
         if self.steps_left < 0:
@@ -58,6 +59,8 @@ if __name__ == "__main__":
     stand_in = types.ModuleType("engine.build")
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
     sys.modules["engine.build"] = stand_in
+    from server import daemon
     from server.cli import main
 
+    daemon.STOP_MARGIN_S = float(os.environ.get("FAKE_MARGIN_S", daemon.STOP_MARGIN_S))
     sys.exit(main())
