@@ -150,6 +150,7 @@ def _load_front(settings: Settings, source: str) -> TextTokenizer:
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
     from server.draft_tokenizer import check_draft_tokenizer
+    from server.protocol.sampling import check_defaults
     from server.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
@@ -158,6 +159,7 @@ def _load_front(settings: Settings, source: str) -> TextTokenizer:
         chat_template=_read_template(settings.chat_template),
         model_sampling=settings.generation_config == "auto",
     )
+    check_defaults(tokenizer.sampling_defaults)
     check_draft_tokenizer(tokenizer, settings.speculative_config)
     return tokenizer
 
