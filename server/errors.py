@@ -7,8 +7,10 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import sqlite3
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -96,10 +98,20 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
+def is_disk_full(error: Exception) -> bool:
+    """Whether a write failed for want of room: an error of the system's, or SQLite's."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, sqlite3.Error) and "disk is full" in str(error)  # its code has no name before Python 3.11
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What a client is told about any exception; what nobody foresaw is told nothing about."""
     if isinstance(error, ApiError):
         return error
+    if is_disk_full(error):
+        message = "The server's disk is full; delete files, or try again later."
+        return ApiError(507, "insufficient_storage", message, None, _SERVER)
     if isinstance(error, ValidationError):
         return _from_validation(error)
     if isinstance(error, HTTPException):

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import ShuttingDownError
-from server.errors import ApiError, to_api_error
+from server.errors import ApiError, is_disk_full, to_api_error
 from server.ledger import Entry
 from server.metrics import Metrics
 from server.tenancy import TENANT
@@ -70,7 +70,10 @@ class RequestScope:
                 await to_api_error(ShuttingDownError(message)).response()(scope, receive, send_with_headers)
             raise
         except Exception as error:
-            logger.exception("request %s failed", request_id)
+            if is_disk_full(error):
+                logger.error("request %s failed: %s", request_id, error)  # noqa: TRY400 - nothing to trace
+            else:
+                logger.exception("request %s failed", request_id)
             if not status:
                 await to_api_error(error).response()(scope, receive, send_with_headers)
         finally:

@@ -133,11 +133,15 @@ def test_files_are_in_the_inputs_order_and_unrun_lines_say_why(store: Store, fol
     assert told.request_counts.completed == 2
 
 
-def test_an_input_that_is_read_stays(store: Store) -> None:
+def test_an_input_that_is_read_stays(store: Store, tmp_path: Path) -> None:
+    content = tmp_path / FILE
+    content.touch()
     store.add_batch(batch("one"))
-    assert store.delete_file(FILE) == "one"
+    assert store.delete_file(FILE, content) == "one"
+    assert content.exists()
     store.update("one", lambda each: each.move(BatchStatus.FAILED, 2))
-    assert store.delete_file(FILE) is None
+    assert store.delete_file(FILE, content) is None
+    assert not content.exists()
     assert not store.add_batch(batch("two")), "its input is gone"
 
 
