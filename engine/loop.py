@@ -29,12 +29,12 @@ from engine.core.errors import (
     DeviceMemoryError,
     EngineDeadError,
     MemoryBudgetError,
-    OverloadedError,
     QuireError,
     ShuttingDownError,
 )
+from engine.core.places import Door
 from engine.core.plan import PendingStep, Runner, StepPlan
-from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
+from engine.core.queue_limits import NO_LIMITS, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
@@ -49,7 +49,6 @@ Deliver = Callable[[StepEvents], None]
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
-_MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
 _QUIET_S = 0.1  # without a message for this long, nobody waits while other work is done
 
 
@@ -88,7 +87,7 @@ class Engine:
         self._runner = runner
         self._offload = Offload(scheduler, runner, store)
         self._depth = depth
-        self._limits = limits
+        self._door = Door(scheduler, limits)
         self._block_sizes = block_sizes
         self.layout = layout
         self._inbox = Inbox()
@@ -118,7 +117,12 @@ class Engine:
         """
         for request in requests:
             check_request(request, self.config)
-        self._check_queue(sum(len(request.prompt) for request in requests))
+        self._door.check(
+            self.clock(),
+            sum(len(request.prompt) for request in requests),
+            num_unseen=self._inbox.num_requests,
+            num_unseen_tokens=self._inbox.num_tokens,
+        )
         self._inbox.put_requests(requests)
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
@@ -174,26 +178,6 @@ class Engine:
         self.order_stop(drain_s)
         if self.is_running:
             self._thread.join()
-
-    def _check_queue(self, num_new_tokens: int) -> None:
-        """Refuse at the door what would wait too long, with the time after which it should be tried again."""
-        stats, inbox = self.stats, self._inbox
-        num_ahead = count_ahead(stats, self.config.max_num_seqs) + inbox.num_requests
-        num_tokens = stats.num_waiting_tokens + inbox.num_tokens
-        full = self._limits.find_full(num_ahead, num_tokens, num_new_tokens)
-        if not full:
-            return
-        stats.rejected += 1
-        wait_s = self._estimate_wait_s(num_ahead, num_tokens)
-        raise OverloadedError(f"The queue is full: {full}; try again in {wait_s:.0f} s.", retry_after_s=wait_s)
-
-    def _estimate_wait_s(self, num_ahead: int, num_tokens: int) -> float:
-        """Tokens to compute for all that wait, at the recent rate: their prompts, and answers of average length."""
-        stats = self.stats
-        num_answers = stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH]
-        mean_answer = stats.generation_tokens / num_answers if num_answers else 0.0
-        work = num_tokens + num_ahead * mean_answer
-        return min(max(work / stats.tokens_per_s if stats.tokens_per_s else 1.0, 1.0), _MAX_RETRY_S)
 
     # -- engine thread -----------------------------------------------------------------------------------------------
 
@@ -350,6 +334,7 @@ class Engine:
         # With overlap a step begins, as far as the device goes, when the one before it ends.
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
+        self._door.stepped(seconds)
         if seconds > 0:
             # A chunk by layers counts in the step that brings it through the last one.
             num_tokens = plan.num_tokens - plan.num_partial
