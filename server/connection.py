@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         super().on_headers_complete()
-        self.cycle.transport = self._answer_transport
+        self.cycle.transport = self._answer_transport  # type: ignore[assignment]  # the part of one that it uses
         if not self.pipeline:
             self._running = self.cycle
         elif len(self.pipeline) > MAX_PIPELINED:
