@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -232,3 +233,34 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
 
     asyncio.run(leave())
     assert [line.attempts for line in store.take_lines(set(), 3)] == [1, 1, 1]
+
+
+def test_a_file_is_on_the_disk_before_its_name_is_and_the_name_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power leaves is decided by the order of these calls."""
+    folder = DataFolder(tmp_path)
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", os.fstat(fd).st_ino)))
+    rename = Path.rename
+
+    def noted(path: Path, target: Path) -> Path:
+        calls.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    file = folder.create(FILE)
+    with file:
+        file.write(b"content")
+        assert not calls
+        written = folder.path_of(FILE).with_name(FILE + ".tmp").stat().st_ino
+        file.keep()
+        assert folder.path_of(FILE).read_bytes() == b"content"
+    names = (tmp_path / "files").stat().st_ino
+    assert calls == [("sync", written), ("rename", written), ("sync", names)]
+    folder.close()
+
+
+def test_what_the_database_has_told_outlasts_a_loss_of_power(store: Store) -> None:
+    settings = {name: store._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")}
+    assert settings == {"synchronous": 2, "journal_mode": "wal"}, "2 is FULL: a commit is on the disk when it returns"
