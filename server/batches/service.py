@@ -93,7 +93,12 @@ class BatchService:
 
     async def content(self, file_id: str) -> Path:
         """Where the content of a file is that exists."""
-        return self._folder.path_of((await self.file(file_id)).id)
+        path = self._folder.path_of((await self.file(file_id)).id)
+        if not path.exists():
+            raise ApiError(
+                404, "file_not_found", "The file's deletion was cut short and its content is gone.", "file_id"
+            )
+        return path
 
     async def files(
         self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
@@ -105,7 +110,7 @@ class BatchService:
 
     async def delete(self, file_id: str) -> None:
         """Remove a file that no open batch reads."""
-        path = await self.content(file_id)
+        path = self._folder.path_of((await self.file(file_id)).id)
         reader = await self._store(lambda store: store.delete_file(file_id, path))
         if reader is not None:
             message = f"The file is the input of {reader}, which has not ended; cancel that first."

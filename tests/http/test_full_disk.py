@@ -128,6 +128,15 @@ def test_a_database_that_cannot_grow_is_a_507(serve: Serve, tmp_path: Path) -> N
     assert {path.name for path in (tmp_path / "files").iterdir()} == files, "what is not known takes no room"
 
 
+def test_a_deletion_that_was_cut_short_can_be_repeated(serve: Serve, tmp_path: Path) -> None:
+    live = serve(data_dir=tmp_path)
+    file_id = upload(live, 10).json()["id"]
+    (tmp_path / "files" / file_id).unlink()
+    assert httpx.get(f"{live.url}/v1/files/{file_id}/content").status_code == 404
+    assert httpx.delete(f"{live.url}/v1/files/{file_id}").status_code == 200
+    assert httpx.get(f"{live.url}/v1/files").json()["data"] == []
+
+
 def test_a_draft_whose_last_bytes_have_no_room_is_gone(tmp_path: Path) -> None:
     """They are written when it is closed, which fails again."""
     folder = DataFolder(tmp_path)
