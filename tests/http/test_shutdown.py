@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -11,13 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 from test_batch_restart import lines
 from test_cli import outcome, quire, read_until, ready
 
+from server.middleware import RequestScope
 from tests.patience import PATIENCE_S, eventually
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -157,3 +161,30 @@ def test_a_process_whose_engine_hangs_before_it_is_ready_can_be_ended(tmp_path: 
             process.send_signal(signal.SIGTERM)
             read_until(process, "(SIGTERM)")
         assert outcome(process)[0] == 1
+
+
+async def test_a_request_that_is_cancelled_at_the_end_is_answered() -> None:
+    """One that waits for something else than the engine; the server cancels it when its patience is over."""
+    sent: list[Message] = []
+    begun = asyncio.Event()
+
+    async def hang(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/load_lora_adapter", "headers": []}
+    task = asyncio.create_task(RequestScope(hang, Mock())(scope, receive, send))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    start, body = sent
+    assert start["status"] == 503
+    assert b"retry-after" in dict(start["headers"])
+    assert json.loads(body["body"])["error"]["code"] == "shutting_down"
