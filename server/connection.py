@@ -46,9 +46,9 @@ class Connection(HttpToolsProtocol):
         self._answer_transport = _AnswerTransport(self)
 
     def close_once_read(self) -> None:
-        """Close the connection; if a request is still being sent, once all of it has come."""
-        self._is_ending = True
-        if self.cycle is None or not self.cycle.more_body:
+        """Close the connection; if the request that was answered is still being sent, once all of it has come."""
+        self._is_ending = self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
+        if not self._is_ending:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:

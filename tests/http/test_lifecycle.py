@@ -134,7 +134,11 @@ def test_a_stream_that_has_nothing_to_say_shows_that_it_lives(serve: Serve) -> N
     live.gate.close()
     with httpx.stream("POST", live.url + COMPLETIONS, json={"prompt": "hi|", "stream": True}) as response:
         lines = response.iter_lines()
-        assert [next(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
+        num_pings = 0
+        while num_pings < 2:
+            line = next(lines)
+            assert not line or line.startswith(":"), "also where it stands, if the engine says so before the step"
+            num_pings += line == ": ping"
         live.gate.open()
         said = [line for line in lines if line and not line.startswith(":")]
     assert said[-1] == "data: [DONE]"
