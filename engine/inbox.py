@@ -62,7 +62,7 @@ class Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._messages: deque[Message] = deque()
-        self._refusal: QuireError | None = None
+        self._refusal: Callable[[], QuireError] | None = None
         self._is_closed = False
         self.num_requests = 0
         self.num_tokens = 0
@@ -71,7 +71,7 @@ class Inbox:
         """Queue requests, all or none, or raise why not."""
         with self._changed:
             if self._refusal is not None:
-                raise type(self._refusal)(str(self._refusal))  # a fresh one: a raised error grows with every raise
+                raise self._refusal()
             self.num_requests += len(requests)
             self.num_tokens += sum(len(request.prompt) for request in requests)
             self._messages.extend(requests)
@@ -94,8 +94,8 @@ class Inbox:
                 message.outcome.cancel()
         return messages
 
-    def refuse(self, why: QuireError) -> None:
-        """From now on requests are refused with `why`; the latest reason holds."""
+    def refuse(self, why: Callable[[], QuireError]) -> None:
+        """Refuse requests from now on, each with a new `why()`; the latest reason holds."""
         with self._changed:
             self._refusal = why
 

@@ -27,13 +27,13 @@ from engine.core.errors import (
     DeviceLostError,
     DeviceMemoryError,
     EngineDeadError,
-    OverloadedError,
     QuireError,
     ShuttingDownError,
 )
 from engine.core.kv.tiers import BlockStore
+from engine.core.places import Door
 from engine.core.plan import PendingStep, Runner, StepPlan
-from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
+from engine.core.queue_limits import NO_LIMITS, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
@@ -47,7 +47,6 @@ Deliver = Callable[[StepEvents], None]
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
-_MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
 _QUIET_S = 0.1  # without a message for this long, nobody waits while other work is done
 
 
@@ -86,7 +85,7 @@ class Engine:
         self._runner = runner
         self._offload = Offload(scheduler, runner, store)
         self._depth = depth
-        self._limits = limits
+        self._door = Door(scheduler, limits)
         self._keep_lengths = keep_lengths
         self.layout = layout
         self._inbox = Inbox()
@@ -94,6 +93,7 @@ class Engine:
         # (request id, choice) without a terminal event, and the prompt's length; engine thread only.
         self._open: dict[tuple[str, int], int] = {}
         self._deliver: Deliver | None = None
+        self._on_end: Callable[[], None] = lambda: None
         self._is_second_try = False  # the last step was taken back for want of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
         self._progress_s = clock()
@@ -102,9 +102,10 @@ class Engine:
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
-    def start(self, deliver: Deliver) -> None:
-        """Start the thread. `deliver` is called on it, at most once a step, with events in order."""
+    def start(self, deliver: Deliver, on_end: Callable[[], None] = lambda: None) -> None:
+        """Start the thread. It calls `deliver` with events in order, at most once a step, and `on_end` as its last act."""
         self._deliver = deliver
+        self._on_end = on_end
         self._thread.start()
 
     def submit(self, *requests: Request) -> None:
@@ -115,7 +116,12 @@ class Engine:
         """
         for request in requests:
             check_request(request, self.config)
-        self._check_queue(sum(len(request.prompt) for request in requests))
+        self._door.check(
+            self.clock(),
+            sum(len(request.prompt) for request in requests),
+            num_unseen=self._inbox.num_requests,
+            num_unseen_tokens=self._inbox.num_tokens,
+        )
         self._inbox.put_requests(requests)
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
@@ -154,32 +160,27 @@ class Engine:
         since = max(self.clock() - self._progress_s, 0.0) if busy else 0.0
         return EngineHealth(alive, busy, since, error)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended, even if it hangs in a step."""
+        return self._thread.is_alive()
+
+    def order_stop(self, drain_s: float) -> None:
+        """Refuse new requests and order the thread to end: open requests may finish for `drain_s`, the rest is aborted."""
+        end_s = self.clock() + drain_s
+        self._inbox.refuse(
+            lambda: ShuttingDownError(
+                "The server is shutting down; send the request to another one.",
+                retry_after_s=max(end_s - self.clock(), 1.0),
+            )
+        )
+        self._inbox.put(Stop(end_s))
+
     def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let open ones finish for `drain_s`, abort the rest, end the thread. Blocks."""
-        self._inbox.refuse(ShuttingDownError("The server is shutting down; send the request to another one."))
-        self._inbox.put(Stop(self.clock() + drain_s))
-        if self._thread.is_alive():
+        """Order the thread to end and wait until it has; with a step that hangs that is for ever."""
+        self.order_stop(drain_s)
+        if self.is_running:
             self._thread.join()
-
-    def _check_queue(self, num_new_tokens: int) -> None:
-        """Refuse at the door what would wait too long, with the time after which it should be tried again."""
-        stats, inbox = self.stats, self._inbox
-        num_ahead = count_ahead(stats, self.config.max_num_seqs) + inbox.num_requests
-        num_tokens = stats.num_waiting_tokens + inbox.num_tokens
-        full = self._limits.find_full(num_ahead, num_tokens, num_new_tokens)
-        if not full:
-            return
-        stats.rejected += 1
-        wait_s = self._estimate_wait_s(num_ahead, num_tokens)
-        raise OverloadedError(f"The queue is full: {full}; try again in {wait_s:.0f} s.", retry_after_s=wait_s)
-
-    def _estimate_wait_s(self, num_ahead: int, num_tokens: int) -> float:
-        """Tokens to compute for all that wait, at the recent rate: their prompts, and answers of average length."""
-        stats = self.stats
-        num_answers = stats.finished[FinishReason.STOP] + stats.finished[FinishReason.LENGTH]
-        mean_answer = stats.generation_tokens / num_answers if num_answers else 0.0
-        work = num_tokens + num_ahead * mean_answer
-        return min(max(work / stats.tokens_per_s if stats.tokens_per_s else 1.0, 1.0), _MAX_RETRY_S)
 
     # -- engine thread -----------------------------------------------------------------------------------------------
 
@@ -199,6 +200,7 @@ class Engine:
             self._inbox.close()
             self._offload.close()
             self._runner.close()
+            self._on_end()
 
     def _is_done(self) -> bool:
         return self._stop_at_s is not None and not self._scheduler.has_work
@@ -296,6 +298,7 @@ class Engine:
         # With overlap a step begins, as far as the device goes, when the one before it ends.
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
+        self._door.stepped(seconds)
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate
@@ -321,7 +324,7 @@ class Engine:
         """Tell every open request, and refuse all that come later. The scheduler may be what broke: it is not asked."""
         reason = str(cause) if isinstance(cause, DeviceLostError) else f"{type(cause).__name__}: {cause}"
         self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
-        self._inbox.refuse(self._error)
+        self._inbox.refuse(lambda: EngineDeadError(str(self._error)))
         self._note_open(self._inbox.close())
         for num_prompt in self._open.values():
             self.stats.end(FinishReason.ERROR, 1, num_prompt, 0)

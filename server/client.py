@@ -8,10 +8,12 @@ steps merged, and the engine never waits for it. Knows no text and no HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from engine.core.types import AbortCause, Request, TokenEvent
+from engine.core.errors import QuireError
+from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from engine.loop import Engine
 
 
@@ -63,6 +65,11 @@ class Answer:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
+    def fail(self, error: QuireError) -> None:
+        """End what still runs on an error, in the engine's place."""
+        for request_id, choice in sorted(self._alive):
+            self.put(TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=error))
+
     def stop(self, event: TokenEvent) -> None:
         """A stop string was found in this event's choice; its other choices go on."""
         self._client.engine.abort(event.request_id, AbortCause.STOP_STRING, event.choice)
@@ -74,8 +81,10 @@ class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_draining = False
+        self.is_abandoned = False  # the engine did not stop in time, and nothing it does counts any more
         self._answers: dict[str, Answer] = {}  # by request id
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
 
     @property
     def num_open(self) -> int:
@@ -85,12 +94,23 @@ class EngineClient:
     def start(self) -> None:
         """Start the engine and listen to it on the running loop."""
         self._loop = asyncio.get_running_loop()
-        self.engine.start(self._deliver)
+        self.engine.start(self._deliver, self._on_end)
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new work, let open answers finish for `drain_s`, end the rest. Returns when the engine has stopped."""
+        """Refuse new work, let open answers finish for `drain_s`, end the rest. Returns when the engine has stopped.
+
+        No thread waits for it: if a step hangs, whoever awaits this may give up, and the process can end.
+        """
         self.is_draining = True
-        await asyncio.to_thread(self.engine.stop, drain_s)
+        self.engine.order_stop(drain_s)
+        if self.engine.is_running and not self.is_abandoned:
+            await self._ended.wait()
+
+    def abandon(self, error: QuireError) -> None:
+        """End every open answer on `error`, since the engine does not; what it still says is ignored."""
+        self.is_abandoned = True
+        for answer in set(self._answers.values()):
+            answer.fail(error)
 
     def submit(self, requests: Sequence[Request]) -> Answer:
         """Hand requests to the engine, all or none, and return their answer, to be entered as a scope.
@@ -112,7 +132,15 @@ class EngineClient:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
+    def _on_end(self) -> None:
+        """Engine thread, at its end."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ended without the engine
+            self._loop.call_soon_threadsafe(self._ended.set)
+
     def _dispatch(self, events: Iterable[TokenEvent]) -> None:
+        if self.is_abandoned:
+            return
         for event in events:
             answer = self._answers.get(event.request_id)
             if answer is not None:

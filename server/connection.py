@@ -6,6 +6,9 @@ of that only the last request: the first would be computed to its end for nobody
 
 Pipelined requests are answered in order, however many there are. MAX_PIPELINED of them are parsed ahead of the one that
 runs; the bytes of the others wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some are answered.
+
+An answer may be complete while its request is still being sent: a refusal, or a disk that is full. Closing then would reset
+the connection, and the client would lose the answer. So the rest is read and thrown away, for at most LINGER_S.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from server.errors import ApiError
 MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers
 MAX_PIPELINED = 16  # parsed requests behind one that runs
 MAX_UNPARSED_BYTES = 256 * 1024
+LINGER_S = 30.0  # for the rest of a request that has been answered already
 _PIECE_BYTES = 4096  # parsed in one go; bounds how many requests can be parsed beyond MAX_PIPELINED
 _END_OF_AUTHORITY = re.compile(rb"[/?#]")
 
@@ -36,6 +40,15 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _AnswerTransport:
+    """What an answer is written to: the connection decides when it may be closed."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+        self.close = connection.close_once_read
+
+
 class Connection(HttpToolsProtocol):
     """A connection, over which requests come one after another."""
 
@@ -44,11 +57,20 @@ class Connection(HttpToolsProtocol):
     _num_head_bytes = 0  # since the last head began, and what came before it in the same piece
     _running: RequestResponseCycle | None = None  # the last that began; others may have come behind it
     _refusal: ApiError | None = None  # ends the connection once the requests before it are answered
+    _linger: asyncio.TimerHandle | None = None  # while the rest of an answered request is read
+    _is_ending = False  # close the connection once that has been read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         self.flow = _Flow(transport)
         self._unparsed = bytearray()
+        self._answer_transport = _AnswerTransport(self)
+
+    def close_once_read(self) -> None:
+        """Close the connection; if the request that was answered is still being sent, once all of it has come."""
+        self._is_ending = self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
+        if not self._is_ending:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Keep what came, and parse as much of it as may be parsed now."""
@@ -85,6 +107,7 @@ class Connection(HttpToolsProtocol):
             self.headers[:] = [(name, value) for name, value in self.headers if name != b"host"]
             self.headers.append((b"host", authority))
         super().on_headers_complete()
+        self.cycle.transport = self._answer_transport  # type: ignore[assignment]  # the part of one that it uses
         if self.pipeline:
             self.flow.resume_reading()
         else:
@@ -98,11 +121,34 @@ class Connection(HttpToolsProtocol):
         if following is None and self._refusal is not None:
             self._hang_up(self._refusal)
         elif not self.transport.is_closing():
+            if self.cycle.response_complete and self.cycle.more_body:
+                self._begin_linger()
             self._parse()
             self.flow.resume_reading()
 
+    def _begin_linger(self) -> None:
+        self._unset_keepalive_if_required()
+        self._linger = self.loop.call_later(LINGER_S, self.transport.close)
+        if self._is_ending and self.transport.can_write_eof():
+            self.transport.write_eof()  # a client that reads to the end has its answer
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._linger is None:
+            return
+        self._linger.cancel()
+        self._linger = None
+        if self._is_ending:
+            self.transport.close()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever runs hears of it, too."""
+        if self._linger is not None:
+            self._linger.cancel()
         if self._is_answering_another:
             assert self._running is not None
             self._running.disconnected = True
@@ -117,6 +163,9 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server leaves: answers are waited for, but not a request that is still being sent."""
+        if self._linger is not None:
+            self._is_ending = True
+            return
         is_half_sent = self.cycle is not None and self.cycle.more_body and not self.cycle.response_started
         if is_half_sent and not self._is_answering_another:
             self.transport.close()

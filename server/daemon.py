@@ -2,7 +2,8 @@
 
 First signal: new requests are refused while open ones may finish for the shutdown timeout, then they are aborted.
 Second signal: they are aborted now. Third: the process leaves as it is. An engine that dies has already told its
-streams; the process follows with exit status 1. Main thread, on the event loop.
+streams; the process follows with exit status 1. If the engine hangs, the event loop ends every open answer in its place,
+and the process ends with status 1 without waiting for it. Main thread, on the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ShuttingDownError
 from server.connection import Connection
 from server.routes.context import Context
 from server.tenant_file import read_tenants
@@ -28,6 +29,7 @@ log = logging.getLogger("quire.serve")
 
 FLUSH_S = 5  # for answers that are complete to reach slow readers
 STOP_MARGIN_S = 10.0  # a step in flight may take this long past the timeout before the process leaves without it
+LEAVE_S = 4 * FLUSH_S  # the process ends within this once the engine has stopped or was abandoned
 WATCH_S = 0.25  # how often the engine's pulse is felt
 IDLE_S = 1.0  # after the start, and between looks for a moment when nobody waits
 
@@ -82,6 +84,8 @@ class Daemon(uvicorn.Server):
             self._loop.add_signal_handler(signal.SIGHUP, self._reread, self._tenants)
         try:
             await super().serve(sockets)
+            if self._client.is_abandoned:
+                _leave()  # nothing that waits for threads may follow: some wait for the engine
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -121,14 +125,25 @@ class Daemon(uvicorn.Server):
         log.info("SIGHUP: %d tenants from %s", len(tenants), path)
 
     async def _drain(self, timeout_s: float) -> None:
+        stopping = [self._client.stop(timeout_s)]
         if self._batches is not None:
-            await self._batches.stop()  # what runs of them is not waited for: the next daemon runs it
+            stopping.append(self._batches.stop())  # its running lines are not waited for: the next daemon runs them
         try:
-            await asyncio.wait_for(self._client.stop(timeout_s), timeout_s + STOP_MARGIN_S)
+            await asyncio.wait_for(asyncio.gather(*stopping), timeout_s + STOP_MARGIN_S)
         except asyncio.TimeoutError:
-            log.error("a step of the engine has not come back; leaving without it")  # noqa: TRY400 - nothing to trace
-            os._exit(1)
-        self.should_exit = True
+            self._abandon()
+        finally:
+            self.should_exit = True
+            assert self._loop is not None
+            self._loop.call_later(LEAVE_S, _leave)
+
+    def _abandon(self) -> None:
+        """End every open answer without the engine."""
+        log.error(
+            "a step of the engine has not come back; leaving without it, ending %d requests", self._client.num_open
+        )
+        message = "The server is shutting down and its engine did not come back from a step; send the request again."
+        self._client.abandon(ShuttingDownError(message))
 
     async def _warm_up(self) -> None:
         """Make ready what the first structured request would wait for, and others with it, in a moment of idleness."""
@@ -145,3 +160,9 @@ class Daemon(uvicorn.Server):
                 self.should_exit = True
                 return
             await asyncio.sleep(WATCH_S)
+
+
+def _leave() -> None:
+    """End the process with status 1, without waiting for any thread."""
+    logging.shutdown()
+    os._exit(1)

@@ -7,8 +7,10 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import sqlite3
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
@@ -37,6 +39,7 @@ from engine.core.errors import (
 MAX_ENTRIES = 10  # of a validation message
 MAX_SHOWN = 200  # characters of anything a client sent, so that a bad body of megabytes is not sent back
 
+_RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 
 # The first class that fits decides: (exception, status, type, code).
@@ -81,7 +84,9 @@ class ApiError(Exception):
         return to_json({"error": error})
 
     def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+        """The answer; a 503 always says when to try again."""
+        headers = _RETRY_SOON | self.headers if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.headers
+        return Response(self.body(), self.status, headers, media_type="application/json")
 
 
 def unsupported(name: str, reason: str) -> ApiError:
@@ -103,10 +108,20 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
+def is_disk_full(error: Exception) -> bool:
+    """Whether a write failed for want of room: an error of the system's, or SQLite's."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, sqlite3.Error) and "disk is full" in str(error)  # its code has no name before Python 3.11
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What a client is told about any exception; what nobody foresaw is told nothing about."""
     if isinstance(error, ApiError):
         return error
+    if is_disk_full(error):
+        message = "The server's disk is full; delete files, or try again later."
+        return ApiError(507, "insufficient_storage", message, None, _SERVER)
     if isinstance(error, ValidationError):
         return _from_validation(error)
     if isinstance(error, HTTPException):
@@ -121,7 +136,7 @@ def to_api_error(error: Exception) -> ApiError:
 def _retry_headers(error: Exception) -> dict[str, str]:
     if isinstance(error, DeadlineError):
         return {"x-should-retry": "false"}  # OpenAI's clients would try a 408 again, later than its sender wanted it
-    if not isinstance(error, OverloadedError):
+    if not isinstance(error, OverloadedError | ShuttingDownError):
         return {}
     wait_s = max(error.retry_after_s, 0.001)
     return {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}

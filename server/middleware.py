@@ -6,6 +6,7 @@ route and no protocol.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -14,7 +15,8 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, to_api_error
+from engine.core.errors import ShuttingDownError
+from server.errors import ApiError, is_disk_full, to_api_error
 from server.ledger import Entry
 from server.metrics import Metrics
 from server.tenancy import TENANT
@@ -64,8 +66,16 @@ class RequestScope:
 
         try:
             await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the server leaves and has waited long enough
+            if not status:
+                message = "The server is shutting down and could not finish this request; send it again."
+                await to_api_error(ShuttingDownError(message)).response()(scope, receive, send_with_headers)
+            raise
         except Exception as error:
-            logger.exception("request %s failed", request_id)
+            if is_disk_full(error):
+                logger.error("request %s failed: %s", request_id, error)  # noqa: TRY400 - nothing to trace
+            else:
+                logger.exception("request %s failed", request_id)
             if not status:
                 await to_api_error(error).response()(scope, receive, send_with_headers)
         finally:

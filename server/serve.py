@@ -205,6 +205,7 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
     from server.draft_tokenizer import check_draft_tokenizer
+    from server.protocol.sampling import check_defaults
     from server.tokenizer import load_tokenizer
 
     settings = plan.settings
@@ -216,6 +217,7 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     )
     if plan.model.vocab_size is not None:
         tokenizer.hold_to(plan.model.vocab_size)
+    check_defaults(tokenizer.sampling_defaults)
     check_draft_tokenizer(tokenizer, settings.speculative_config)
     return tokenizer
 

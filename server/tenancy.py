@@ -23,13 +23,13 @@ from math import ceil, inf
 from typing import Any
 
 from engine.core.errors import OverloadedError
+from engine.core.places import MAX_RETRY_S, MIN_RETRY_S, Appointments
 from engine.core.types import Request
 from server.protocol.usage import Usage
 from server.tenant_file import DEFAULT, Tenant
 from server.tenant_metrics import TenantMetrics
 from server.timeline import Spans
 
-MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
 TENANT = "tenant"  # the key in a request's state under which the guard leaves the Account
 
 
@@ -52,6 +52,8 @@ class Account:
         self._clock = clock
         self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; less than none is a debt
         self._filled_s = clock()
+        self._appointments = Appointments()
+        self._num_opened, self._num_spent = 0, 0  # requests, and their tokens
 
     def change(self, tenant: Tenant) -> None:
         """Its terms are others from now on; what it owes stays."""
@@ -70,11 +72,22 @@ class Account:
         tenant, limit = self.tenant, self.tenant.max_concurrent_requests
         if limit is not None and self.num_open >= limit:
             self._metrics.refused(tenant.name, "concurrent_requests")
-            raise _refusal(f"Tenant {tenant.name} has {limit} requests open, the most it may have", request_s / limit)
+            why = f"Tenant {tenant.name} has {limit} requests open, the most it may have"
+            raise self._refusal(why, 0.0, request_s / limit)
         rate = tenant.tokens_per_minute
         if rate is not None and (tokens := self._fill()) <= 0:
             self._metrics.refused(tenant.name, "tokens_per_minute")
-            raise _refusal(f"Tenant {tenant.name} has used up its {rate} tokens a minute", (1 - tokens) * 60 / rate)
+            why = f"Tenant {tenant.name} has used up its {rate} tokens a minute"
+            mean = self._num_spent / max(self._num_opened, 1)
+            raise self._refusal(why, (1 - tokens) * 60 / rate, mean * 60 / rate, num_before=0)
+
+    def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
+        """After `wait_s`, and `each_s` for every refused client that comes back before, and for `num_before` others."""
+        now = self._clock()
+        wait_s += (num_before + self._appointments.count(now)) * each_s
+        wait_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
+        self._appointments.add(now + wait_s)
+        return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def room_for_lines(self, num_running: int) -> float:
         """Return how many more lines of batches may begin beside `num_running`; infinite without a limit.
@@ -94,14 +107,19 @@ class Account:
     def open(self, requests: Sequence[Request]) -> None:
         """They have been submitted, as one request of a client's."""
         self.num_open += 1
-        self._tokens = self._fill() - sum([len(request.prompt) for request in requests])
+        self._num_opened += 1
+        self._spend(sum([len(request.prompt) for request in requests]))
         self._metrics.opened(self.tenant.name)
 
     def close(self, usage: Usage, num_drawn_tokens: int, spans: Spans | None) -> None:
         """It has ended, whichever way. A beam search draws more than its answer's usage tells."""
         self.num_open -= 1
-        self._tokens = self._fill() - num_drawn_tokens
+        self._spend(num_drawn_tokens)
         self._metrics.closed(self.tenant.name, usage, spans)
+
+    def _spend(self, num_tokens: int) -> None:
+        self._tokens = self._fill() - num_tokens
+        self._num_spent += num_tokens
 
     def headers(self, num_drawn_tokens: int = 0) -> dict[str, str]:
         """The limits in OpenAI's headers, less the tokens that the answer has drawn and that `close` will charge.
@@ -118,11 +136,6 @@ class Account:
             told["x-ratelimit-remaining-tokens"] = str(max(int(tokens), 0))
             told["x-ratelimit-reset-tokens"] = f"{(rate - tokens) * 60 / rate:.3f}s"
         return told
-
-
-def _refusal(why: str, wait_s: float) -> OverloadedError:
-    wait_s = min(max(wait_s, 1.0), MAX_RETRY_S)
-    return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
 
 class Tenancy:

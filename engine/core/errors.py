@@ -123,7 +123,11 @@ class ComputeError(ServerError):
 
 
 class ShuttingDownError(ServerError):
-    """The daemon is draining."""
+    """The daemon is draining. `retry_after_s` is the time until it has ended, so that another may have taken its place."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(ServerError):

@@ -7,6 +7,7 @@ set alarms on.
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
@@ -18,12 +19,13 @@ from engine.core.targets import Targets
 from engine.core.types import FinishReason, RequestTimings
 
 _NUM_LENGTHS = 1024
+_NUM_ANSWERS = 256
 
 
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "gaps", "lengths", "predictor")
+    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "answers", "gaps", "lengths", "predictor")
 
     def __init__(
         self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: LengthPredictor | None
@@ -35,6 +37,7 @@ class Recorder:
         self._host_pool, self._disk_pool = tiers.host.pool, tiers.disk.pool
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.lengths: deque[int] = deque(maxlen=_NUM_LENGTHS)  # in tokens, of the sequences that were completed last
+        self.answers: deque[float] = deque(maxlen=_NUM_ANSWERS)  # in tokens generated; infinite if max_tokens cut it
         self.gauges(0, 0)
 
     def queued(self, seq: Sequence, change: int) -> None:
@@ -124,6 +127,8 @@ class Recorder:
             if self.predictor is not None and seq.num_expected is not None and seq.params.max_tokens:
                 stats.length_error_tokens.observe(abs(num_generated - seq.num_expected))
                 self.predictor.learn(seq.request, num_generated, is_cut=reason is FinishReason.LENGTH)
+            if num_generated:
+                self.answers.append(inf if reason is FinishReason.LENGTH else num_generated)
             if not has_token:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:

@@ -354,6 +354,16 @@ class Scheduler:
         """Tokens, prompts included, of the sequences that were completed last."""
         return self._recorder.lengths
 
+    @property
+    def recent_answers(self) -> list[float]:
+        """The lengths of the last completed answers; infinite for those that were cut. Any thread may ask."""
+        return list(self._recorder.answers)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that run, to be read only. Any thread may ask."""
+        return list(self._roster.running)
+
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""
         holders = self._roster.holders(self._flights)

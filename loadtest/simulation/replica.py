@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import OverloadedError
+from engine.core.places import Door
 from engine.core.plan import StepPlan, StepResult
-from engine.core.queue_limits import NO_LIMITS, QueueLimits, count_ahead
+from engine.core.queue_limits import NO_LIMITS, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.types import Request, TokenEvent
@@ -81,7 +81,7 @@ class Replica:
         self.num_expected = 0  # requests that will come here, once their prompts are computed elsewhere
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
-        self._limits, self._max_num_seqs = limits, config.max_num_seqs
+        self._door = Door(self._scheduler, limits)
         self._drafting = Drafting(acceptance or 0.0)
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
@@ -97,12 +97,7 @@ class Replica:
 
     def submit(self, request: Request, at_s: float) -> None:
         """Take a request now, which must not be before what was simulated. Raises a ClientError, or OverloadedError."""
-        stats = self.stats
-        num_tokens = stats.num_waiting_tokens
-        full = self._limits.find_full(count_ahead(stats, self._max_num_seqs), num_tokens, len(request.prompt))
-        if full:
-            stats.rejected += 1
-            raise OverloadedError(full, retry_after_s=0.0)
+        self._door.check(at_s, len(request.prompt))
         if not self._scheduler.has_work:
             self.now = max(self.now, at_s)
         self._scheduler.add(request)
@@ -168,6 +163,7 @@ class Replica:
         seconds += self._owed_s
         self._owed_s = 0.0
         self.busy_s += seconds
+        self._door.stepped(seconds)
         self._device_free_s = max(self.now, self._device_free_s) + seconds
         self._launched.append((plan, result, self._device_free_s))
 

@@ -78,8 +78,13 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._draft.unlink(missing_ok=True)
+        try:
+            self._file.close()  # writes what is buffered, which a full disk refuses again
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._draft.unlink(missing_ok=True)
 
     def write(self, data: bytes) -> None:
         self._file.write(data)

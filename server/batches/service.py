@@ -6,11 +6,10 @@ Each is its owner's (server/tenancy.py) and a 404 for any other. Raises ApiError
 from __future__ import annotations
 
 import asyncio
-import errno
+import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, Callable, Collection
 from math import ceil
 from pathlib import Path
 
@@ -74,18 +73,21 @@ class BatchService:
             message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."
             raise ApiError(429, "too_many_files", message, type="rate_limit_error")
         file_id = new_file_id()
-        with _disk_faults():
-            new = self._folder.create(file_id)
-            with new:
-                form = Form(content_type, new)
-                await form.read(stream)
-                _check_form(form, new.num_bytes)
-                await asyncio.to_thread(new.keep)
+        new = self._folder.create(file_id)
+        with new:
+            form = Form(content_type, new)
+            await form.read(stream)
+            _check_form(form, new.num_bytes)
+            await asyncio.to_thread(new.keep)
         assert form.filename is not None, "a form without a file is refused"
         file = FileObject(
             id=file_id, bytes=new.num_bytes, created_at=int(time.time()), filename=form.filename, purpose=Purpose.BATCH
         )
-        await self._store(lambda store: store.add_file(owner, file))
+        try:
+            await self._store(lambda store: store.add_file(owner, file))
+        except sqlite3.Error:
+            self._folder.path_of(file_id).unlink()
+            raise
         return file
 
     async def file(self, owner: str, file_id: str) -> FileObject:
@@ -96,7 +98,12 @@ class BatchService:
 
     async def content(self, owner: str, file_id: str) -> Path:
         """Where the content of a file is that exists."""
-        return self._folder.path_of((await self.file(owner, file_id)).id)
+        path = self._folder.path_of((await self.file(owner, file_id)).id)
+        if not path.exists():
+            raise ApiError(
+                404, "file_not_found", "The file's deletion was cut short and its content is gone.", "file_id"
+            )
+        return path
 
     async def files(
         self, owner: str, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
@@ -108,12 +115,11 @@ class BatchService:
 
     async def delete(self, owner: str, file_id: str) -> None:
         """Remove a file that no open batch reads."""
-        path = await self.content(owner, file_id)
-        reader = await self._store(lambda store: store.delete_file(owner, file_id))
+        path = self._folder.path_of((await self.file(owner, file_id)).id)
+        reader = await self._store(lambda store: store.delete_file(owner, file_id, path))
         if reader is not None:
             message = f"The file is the input of {reader}, which has not ended; cancel that first."
             raise ApiError(409, "file_in_use", message, "file_id")
-        await self._store(lambda _: path.unlink(missing_ok=True))
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -186,15 +192,3 @@ def _check_form(form: Form, num_bytes: int) -> None:
         raise ApiError(400, "unsupported_parameter", message, unknown[0])
     if not num_bytes:
         raise ApiError(400, "invalid_value", "The file is empty; put one request on each line.", "file")
-
-
-@contextmanager
-def _disk_faults() -> Iterator[None]:
-    """A full disk is told to the client; any other fault of the disk is ours."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        message = "The server has no room left for files; delete some, or try again later."
-        raise ApiError(507, "insufficient_storage", message, type="server_error") from error

@@ -130,11 +130,15 @@ class Store:
         )
         return [FileObject.model_validate_json(row[0]) for row in rows]
 
-    def delete_file(self, owner: str, file_id: str) -> str | None:
-        """Forget an owner's file, unless an open batch reads it: then its id is returned."""
+    def delete_file(self, owner: str, file_id: str, content: Path) -> str | None:
+        """Remove an owner's file, unless an open batch reads it: then its id is returned.
+
+        The content goes first: on a full disk that makes the room which the database needs to forget it.
+        """
         with self._transaction() as db:
             row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
             if row is None:
+                content.unlink(missing_ok=True)
                 db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (file_id, owner))
             return None if row is None else str(row[0])
 

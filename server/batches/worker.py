@@ -80,6 +80,7 @@ class BatchWorker:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._stopped: asyncio.Task[None] | None = None
 
     def start(
         self,
@@ -101,8 +102,13 @@ class BatchWorker:
         self._news.set()
 
     async def stop(self) -> None:
-        """Leave lines that run as if they had not begun, and keep what has come. Idempotent."""
-        task, self._task = self._task, None
+        """Leave lines that run as if they had not begun, and keep what has come. Idempotent; it goes on if cancelled."""
+        if self._stopped is None:
+            self._stopped = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopped)
+
+    async def _stop(self) -> None:
+        task = self._task
         if task is None:
             return
         self._is_stopping = True  # before Python 3.12 wait_for may swallow a cancellation

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import BeamParams, EarlyStopping, SamplingParams
 from server.choice import TextRules
 from server.errors import shorten
@@ -18,6 +19,7 @@ from server.protocol.limits import Limits
 from server.protocol.retention import PromptCacheOptions, Retention, retained_s
 from server.protocol.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from server.structured.spec import GrammarSpec
+from server.text import SamplingDefaults
 
 MAX_N = 128
 MAX_STOPS = 4
@@ -28,6 +30,7 @@ MAX_CACHE_SALT = 128
 MAX_DEADLINE_MS = 86_400_000  # a day
 MAX_USER = 512
 MAX_LENGTH_PENALTY = 10
+MAX_REPETITION_PENALTY = 100  # and its inverse at least: logits stay finite in float32, whichever way it pushes them
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
 
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
@@ -118,7 +121,7 @@ class SamplingBody(RequestBody):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: Integer | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
@@ -355,6 +358,18 @@ class SamplingBody(RequestBody):
             for space in ("", " ")
         ]
         return tuple(dict.fromkeys(form for form in forms if form))
+
+
+def check_defaults(defaults: SamplingDefaults) -> None:
+    """Raise ConfigError if a model recommends values that no request may ask for."""
+    try:
+        SamplingBody.model_validate(asdict(defaults))
+    except ValidationError as error:
+        name, reason = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
+        raise ConfigError(
+            f"The model's generation_config.json has {name} {shorten(repr(getattr(defaults, str(name))))} ({reason}); "
+            "correct it, or start with --generation-config quire."
+        ) from error
 
 
 def seconds(milliseconds: int | None) -> float | None:

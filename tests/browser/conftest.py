@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Response, sync_playwright
 
-from tests.http.harness import WAIT_S, Live
+from tests.http.harness import Live
+from tests.patience import PATIENCE_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -43,7 +44,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         def open_(live: Live, **options: Any) -> Page:
             context = stack.enter_context(browser.new_context(**options))
             page = context.new_page()
-            page.set_default_timeout(WAIT_S * 1000)
+            page.set_default_timeout(PATIENCE_S * 1000)
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.on("console", lambda said: complaints.append(said.text) if "status of 401" not in said.text else None)
             page.on("response", note_response)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 SERVE = ("-m", "server")  # what Python runs to be the `quire` command
 
@@ -43,7 +45,7 @@ def serving(*flags: str, command: Sequence[str] = SERVE) -> Iterator[str]:
         reader.start()
         yield found.group(1)
         process.terminate()
-        assert process.wait(timeout=60) == 0, "".join(told)
+        assert process.wait(timeout=PATIENCE_S) == 0, "".join(told)
         assert not any("Traceback" in line for line in told), "".join(told)
     finally:
         process.kill()

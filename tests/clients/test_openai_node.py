@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 HERE = Path(__file__).parent / "node"
 NODE = shutil.which("node")
 
@@ -20,7 +22,7 @@ NODE = shutil.which("node")
 )
 def test_the_client_for_node(base_url: str) -> None:
     done = subprocess.run(
-        [str(NODE), "client.mjs", base_url], cwd=HERE, capture_output=True, text=True, timeout=120, check=False
+        [str(NODE), "client.mjs", base_url], cwd=HERE, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

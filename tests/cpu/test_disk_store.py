@@ -30,8 +30,9 @@ from engine.runtime.disk_store import DiskStore
 from engine.runtime.fingerprint import fingerprint
 from tests.cpu.model_driver import request
 from tests.cpu.test_models_families import CASES, save_tiny
+from tests.patience import PATIENCE_S
 
-BLOCK_BYTES, NUM_SLOTS, LIMIT_S = 5000, 6, 20.0
+BLOCK_BYTES, NUM_SLOTS = 5000, 6
 
 
 def digest(name: int) -> bytes:
@@ -57,7 +58,7 @@ class Host:
 
     def move(self, kind: TransferKind, name: int, slot: int) -> bool:
         self.store.start([Transfer(kind, digest(name), slot, slot)])
-        ((transfer, is_good),) = self.store.finished(LIMIT_S)
+        ((transfer, is_good),) = self.store.finished(PATIENCE_S)
         assert (transfer.digest, transfer.slot) == (digest(name), slot)
         return is_good
 
@@ -109,7 +110,7 @@ damage = st.lists(
 
 
 @given(damage=damage)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_damaged_folder_brings_back_what_was_written_or_nothing(
     damage: list[tuple[bool, float, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -171,7 +172,7 @@ def test_fetches_go_before_stores(tmp_path: Path) -> None:
     host.store.start(transfers)
     order = []
     while len(order) < len(transfers):
-        order += [transfer.kind for transfer, _ in host.store.finished(LIMIT_S)]
+        order += [transfer.kind for transfer, _ in host.store.finished(PATIENCE_S)]
     assert order.index(TransferKind.FETCH) < 199
     host.store.close()
 
@@ -245,7 +246,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
         engine.submit(dataclasses.replace(request(str(name), prompt, max_tokens=8), arrival_s=engine.clock()))
     num_open = len(PROMPTS)
     while num_open:
-        for event in heard.get(timeout=LIMIT_S):
+        for event in heard.get(timeout=PATIENCE_S):
             assert event.error is None
             said.setdefault(event.request_id, []).extend(event.token_ids)
             num_open -= event.finish_reason is not None
@@ -257,7 +258,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
 def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_tiers, "measure_costs", lambda *args: SwapCosts(0.0, 1e-6, LIMIT_S))  # so it waits
+    monkeypatch.setattr(host_tiers, "measure_costs", lambda *args: SwapCosts(0.0, 1e-6, PATIENCE_S))  # so it waits
     model, folder = tiny(tmp_path), tmp_path / "kv"
     lives = []
     for _ in range(3):

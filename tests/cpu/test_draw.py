@@ -82,3 +82,14 @@ def test_rows_that_are_void_give_some_id_and_spoil_no_other(library: Library) ->
     found = drawn.ids.tolist()
     assert all(0 <= token < 100 for token in found)
     assert (found[0], found[4]) == (expected[0], expected[4])
+
+
+@pytest.mark.parametrize("at", [0, 1, 15, 16, 31, 1000, 4095])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_one_logit_that_is_not_finite_is_found_at_every_place(library: Library, at: int, bad: float) -> None:
+    logits = torch.randn(3, 4096)
+    logits[1, at] = bad
+    for filters in ({"temperature": 0.0}, {}, {"top_p": 0.9}):
+        wishes = [wish(7, **filters)] * 3
+        assert _draw_natively(library, logits.clone(), wishes).is_finite.tolist() == [True, False, True]
+        assert _draw_in_torch(logits.clone(), wishes).is_finite.tolist() == [True, False, True]

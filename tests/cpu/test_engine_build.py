@@ -25,6 +25,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.runner import ModelRunner
 from tests.cpu.lora_folders import save_adapter
+from tests.patience import PATIENCE_S
 
 GIB = 1 << 30
 FREE_DRAFTS = DraftCosts(plain=((1, 1.0),), checking=((1, 1.0),), drafting=((1, 0.0),))
@@ -204,7 +205,7 @@ def test_the_engine_answers_on_its_own_thread(folder: str, async_scheduling: boo
         num_tokens: dict[str, int] = {}
         ends: dict[str, FinishReason] = {}
         while len(ends) < 6:
-            for event in heard.get(timeout=30):
+            for event in heard.get(timeout=PATIENCE_S):
                 num_tokens[event.request_id] = num_tokens.get(event.request_id, 0) + len(event.token_ids)
                 if event.finish_reason is not None:
                     ends[event.request_id] = event.finish_reason
@@ -221,7 +222,7 @@ def answer(engine: Engine, request: Request) -> list[int]:
     engine.submit(request)
     token_ids: list[int] = []
     while True:
-        for event in events.get(timeout=60):
+        for event in events.get(timeout=PATIENCE_S):
             token_ids += event.token_ids
             if event.finish_reason is not None:
                 engine.stop(0.0)

@@ -20,6 +20,7 @@ from server.model_source import find_model
 from server.reasoning import ReasoningTags
 from server.thinking import TagIds
 from server.tokenizer import load_tokenizer
+from tests.patience import PATIENCE_S
 
 PATH, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WEATHER = {
@@ -59,7 +60,7 @@ async def ask(app: Any, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=300) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE_S) as client,
     ):
         answers = await asyncio.gather(
             *(client.post(COMPLETIONS if "prompt" in body else PATH, json=body) for body in bodies)

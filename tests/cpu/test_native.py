@@ -320,3 +320,34 @@ def test_without_the_library_the_backend_says_what_to_do(monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu_native, "native", lambda: None)
     with pytest.raises(ConfigError, match="no C compiler to make them; install one"):
         CpuNativeAttention()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("at", [0, 5, 63, 199])
+def test_one_key_that_is_not_finite_shows_in_every_answer_that_reads_it(
+    library: Library, dtype: torch.dtype, is_int8: bool, at: int
+) -> None:
+    """A maximum that drops NaN would give the key no weight, and an answer that is wrong without a trace of it.
+
+    A decode over 200 keys, prompts before and behind the key, and a sequence that has nothing to do with it.
+    """
+    torch.manual_seed(3)
+    spec, backend, block_size = AttentionSpec(4, 2, 40, 40**-0.5), CpuNativeAttention(), 16
+    tables = make_tables([(200, 1), (0, 30)], block_size, is_scattered=True)
+    pools = empty_pools(backend, spec, 96, block_size, torch.int8 if is_int8 else dtype)
+    q, k, v = (torch.randn(200, heads, 40).to(dtype) for heads in (4, 2, 2))
+    k[at, 0, 7] = torch.nan  # of the first of two heads of keys: the second pair of queries never reads it
+
+    def attend(start: int, num: int) -> Tensor:
+        backend.prepare(make_batch([(start, num)], tables[:1], block_size))
+        return backend.attend(spec, *(x[start : start + num] for x in (q, k, v)), *pools)
+
+    prompt, decode = attend(0, 199), attend(199, 1)
+    found = torch.cat((prompt, decode)).isnan().any(-1)  # [200 positions, 4 heads]
+    assert torch.equal(found[:, :2].all(-1), torch.arange(200) >= at)
+    assert torch.equal(found[:, :2].any(-1), torch.arange(200) >= at)
+    assert not found[:, 2:].any()
+    backend.prepare(make_batch([(0, 30)], tables[1:], block_size))
+    clean = torch.randn(30, 2, 40).to(dtype)
+    assert backend.attend(spec, torch.randn(30, 4, 40).to(dtype), clean, clean, *pools).isfinite().all()

@@ -15,12 +15,12 @@ from engine.core.plan import StepPlan
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from tests.cpu.test_models_families import CASES, save_tiny
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
-PATIENCE_S = 120.0  # a bound on waiting, not a measurement
 
 
 def build(folder: Path, device: str, **changes: object) -> Engine:

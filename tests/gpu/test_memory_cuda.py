@@ -17,12 +17,12 @@ from engine.core.config import EngineConfig
 from engine.core.errors import ComputeError, MemoryBudgetError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
+from tests.patience import PATIENCE_S
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
-PATIENCE_S = 120.0  # a bound on waiting, not a measurement
 NUM_POSITIONS = 1 << 21  # at 64 KiB a token, 128 GiB: more than the shares below are of any card
 
 

@@ -1,6 +1,7 @@
 """The `quire` command with the real everything but the model: build_engine returns an engine over the fake runner.
 
-FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the device is lost.
+FAKE_STEP_S is how long a step takes, FAKE_STEPS after how many the device is lost. FAKE_HOLD names a file: while it
+exists, the step whose number it holds hangs, and so does every later one; a file NAME.hung then shows that. FAKE_MARGIN_S replaces STOP_MARGIN_S.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import DeviceLostError, MemoryBudgetError
@@ -18,16 +20,21 @@ from engine.core.plan import PendingStep, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine
+from tests.patience import POLL_S
 
 VOCAB_SIZE = 49152
 
 
 class MortalRunner(FakeRunner):
-    """Fails as a whole after some steps."""
+    """Fails as a whole after some steps, and hangs for as long as it is held."""
 
     steps_left = int(os.environ.get("FAKE_STEPS", "1000000"))
+    hold = Path(os.environ.get("FAKE_HOLD", "/nonexistent"))
 
     def run(self, plan: StepPlan) -> PendingStep:
+        while self.hold.exists() and self.num_steps >= int(self.hold.read_text()):
+            self.hold.with_suffix(".hung").touch()
+            time.sleep(POLL_S)
         self.steps_left -= 1
         if self.steps_left < 0:
             raise DeviceLostError("the device fell off the bus")
@@ -52,6 +59,8 @@ if __name__ == "__main__":
     stand_in = types.ModuleType("engine.build")
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
     sys.modules["engine.build"] = stand_in
+    from server import daemon
     from server.cli import main
 
+    daemon.STOP_MARGIN_S = float(os.environ.get("FAKE_MARGIN_S", daemon.STOP_MARGIN_S))
     sys.exit(main())

@@ -30,10 +30,10 @@ from server.app_config import AppConfig
 from server.connection import Connection
 from server.text import SamplingDefaults
 from server.tokenizer import TextTokenizer, Vocabulary
+from tests.patience import PATIENCE_S, eventually
 
 END = 256
 VOCAB_SIZE = 258  # 256 bytes, the end token, and one id that the tokenizer does not have
-WAIT_S = 10.0  # for what has to happen; never a measurement
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}|{% endif %}"
     "{{ suffix or '' }}"
@@ -91,7 +91,7 @@ class Gate:
         self._opened.clear()
 
     def __call__(self, seconds: float) -> None:
-        assert self._opened.wait(WAIT_S), "a test left the gate closed"
+        assert self._opened.wait(PATIENCE_S), "a test left the gate closed"
         time.sleep(seconds)
 
 
@@ -148,7 +148,7 @@ class Live:
         finally:
             self.gate.open()
             server.should_exit = True
-            thread.join(WAIT_S)
+            thread.join(PATIENCE_S)
             listener.close()
         assert not thread.is_alive()
         if self.engine.health().error is None:
@@ -163,11 +163,3 @@ class Live:
         eventually(lambda: not self.engine.health().busy)
         assert self.engine.stats.blocks_held == 0
         assert self.engine.stats.integrity_failures == 0
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for something that another thread brings about."""
-    give_up_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < give_up_s, "it never happened"
-        time.sleep(0.002)

@@ -44,7 +44,7 @@ def parrot(serve: Serve, adapters: Adapters) -> Live:
 
 @pytest.fixture
 def client(parrot: Live) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=parrot.url, timeout=10) as client:
+    with httpx.Client(base_url=parrot.url) as client:
         yield client
 
 
@@ -141,7 +141,7 @@ def test_cached_blocks_are_no_other_adapters(client: httpx.Client) -> None:
 def test_adapters_take_part_in_preemption(serve: Serve, adapters: Adapters) -> None:
     small = replace(CONFIG, num_blocks=12, max_num_seqs=8, max_model_len=160)
     live = serve(config=small, adapters=adapters, runner=AdaptableParrot)
-    with httpx.Client(base_url=live.url, timeout=30) as client, ThreadPoolExecutor(9) as pool:
+    with httpx.Client(base_url=live.url) as client, ThreadPoolExecutor(9) as pool:
         texts = list(pool.map(lambda model: say(client, model, "hal" * 12), ["next", None, "org/after"] * 3))
     assert texts == ["ibm" * 12, "hal" * 12, "jcn" * 12] * 3
     assert live.engine.stats.preemptions > 0

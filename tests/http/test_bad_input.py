@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import WAIT_S, Live
+from harness import Live
+
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -382,7 +384,7 @@ def test_tokenize_wants_one_of_two(http: httpx.Client, fields: dict[str, Any]) -
 def exchange(live: Live, *pieces: bytes) -> tuple[bytes, dict[str, Any]]:
     """The status line and the error of what is answered to raw bytes, after which the server hangs up."""
     host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         for piece in pieces:
             connection.sendall(piece)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))

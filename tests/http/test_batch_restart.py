@@ -36,8 +36,10 @@ def finished(folder: Path) -> dict[str, bytes]:
 
 def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    argv = ("serve", "--port", "0", "--data-dir", str(folder))
-    with quire(*argv, FAKE_STEP_S="0.005") as process:
+    argv = ("serve", "--data-dir", str(folder))
+    hold = tmp_path / "hold"
+    hold.write_text("150")  # of some 450 steps that the whole batch takes
+    with quire(*argv, FAKE_HOLD=str(hold)) as process:
         url = ready(process)
         with openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0) as client:
             file = client.files.create(file=lines(), purpose="batch")
@@ -63,7 +65,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_told_to_leave_it_does_not_wait_for_a_batch(tmp_path: Path) -> None:
-    argv = ("serve", "--port", "0", "--data-dir", str(tmp_path))
+    argv = ("serve", "--data-dir", str(tmp_path))
     with quire(*argv, FAKE_STEP_S="0.05") as process:
         with openai.OpenAI(base_url=ready(process) + "/v1", api_key="any", max_retries=0) as client:
             file = client.files.create(file=lines().replace(b": 30", b": 3000"), purpose="batch")
@@ -77,7 +79,7 @@ def test_told_to_leave_it_does_not_wait_for_a_batch(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_daemon(tmp_path: Path) -> None:
-    argv = ("serve", "--port", "0", "--data-dir", str(tmp_path))
+    argv = ("serve", "--data-dir", str(tmp_path))
     with quire(*argv) as first:
         ready(first)
         with quire(*argv) as second:

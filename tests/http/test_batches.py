@@ -19,6 +19,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
 from server import ledger
 from server.batches.folder import NewFile
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 Lines = list[dict[str, Any] | str]
@@ -500,4 +501,4 @@ def test_an_application_that_stops_leaves_lines_to_the_next(tmp_path: Path) -> N
 def stop_worker(live: Live) -> None:
     """As the daemon does when it is told to leave; the harness waits for an idle engine first."""
     loop = live.context.client._loop
-    asyncio.run_coroutine_threadsafe(live.context.batches.stop(), loop).result(10)
+    asyncio.run_coroutine_threadsafe(live.context.batches.stop(), loop).result(PATIENCE_S)

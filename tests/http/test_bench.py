@@ -15,6 +15,7 @@ from loadtest.bench import Asking, Level, Sweep, closed_loop, first_model, open_
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.front import child
 from loadtest.workload import Job
+from tests.patience import PATIENCE_S
 
 Handler = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -67,7 +68,7 @@ async def serve() -> AsyncIterator[Serve]:
     async def start(handler: Handler) -> tuple[Scripted, Client]:
         scripted = Scripted(handler)
         server = await asyncio.start_server(scripted, "127.0.0.1", 0)
-        client = Client(Target.parse(f"127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key"), timeout_s=5.0)
+        client = Client(Target.parse(f"127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key"), timeout_s=PATIENCE_S)
         opened.append((server, client))
         return scripted, client
 
@@ -175,13 +176,16 @@ async def test_a_server_that_never_answers_is_an_error(serve: Serve) -> None:
 
 
 async def test_closed_loop_keeps_its_concurrency_and_open_loop_does_not_wait(serve: Serve) -> None:
-    in_flight, peak = 0, 0
+    in_flight, peak, wanted, full = 0, 0, 3, asyncio.Event()
 
     async def slow(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         nonlocal in_flight, peak
         in_flight += 1
         peak = max(peak, in_flight)
-        await asyncio.sleep(0.01)
+        if peak == wanted:
+            full.set()
+        await full.wait()
+        await asyncio.sleep(0.01)  # one more could come now
         in_flight -= 1
         writer.write(STREAM + chunk(GOOD) + chunk(b""))
 
@@ -189,7 +193,8 @@ async def test_closed_loop_keeps_its_concurrency_and_open_loop_does_not_wait(ser
     outcomes: list[Outcome] = []
     await closed_loop(client, Asking("m"), [Job("x", 4)] * 12, 3, outcomes.append)
     assert (len(outcomes), peak) == (12, 3)
-    peak = 0
+    peak, wanted = 0, 12
+    full.clear()
     await open_loop(client, Asking("m"), [Job("x", 4)] * 12, outcomes.append)
     assert (len(outcomes), peak) == (24, 12)
 

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from server.cli import main
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -25,11 +26,12 @@ LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 @contextmanager
 def quire(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of fake_quire.py, on a free port unless `argv` names one."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        env={**kept, "QUIRE_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -43,7 +45,7 @@ def quire(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit status and what was written to standard error."""
-    _, written = process.communicate(timeout=30)
+    _, written = process.communicate(timeout=PATIENCE_S)
     return process.returncode, written
 
 
@@ -86,9 +88,9 @@ def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
     [
         (["--port", "x"], 2, "quire: --port is 'x'; it must be a whole number."),
         (["--dtype", "float8"], 2, "--dtype is 'float8'; choose one of auto, float32, bfloat16, float16."),
-        (["--host", "192.0.2.1", "--port", "0"], 2, "--host is '192.0.2.1', which is no address of this machine"),
-        (["/no/model", "--port", "0"], 1, "There is no model at '/no/model'"),
-        (["--kv-cache-memory-bytes", "1", "--port", "0"], 1, "--kv-cache-memory-bytes is 1, too little for one block."),
+        (["--host", "192.0.2.1"], 2, "--host is '192.0.2.1', which is no address of this machine"),
+        (["/no/model"], 1, "There is no model at '/no/model'"),
+        (["--kv-cache-memory-bytes", "1"], 1, "--kv-cache-memory-bytes is 1, too little for one block."),
     ],
 )
 def test_a_fault_is_one_line_and_an_exit_status(argv: list[str], status: int, sentence: str) -> None:
@@ -100,7 +102,7 @@ def test_a_fault_is_one_line_and_an_exit_status(argv: list[str], status: int, se
 
 
 def test_the_traceback_is_there_for_who_wants_it() -> None:
-    with quire("serve", "/no/model", "--port", "0", "--log-level", "debug") as process:
+    with quire("serve", "/no/model", "--log-level", "debug") as process:
         assert "Traceback" in outcome(process)[1]
 
 
@@ -118,12 +120,12 @@ def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
 
 
 def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
-    with quire("serve", "--port", "0") as process:
+    with quire("serve") as process:
         url = ready(process)
         command = shlex.split(read_until(process, r"try: (curl .*)"))
         assert command[1] == f"{url}/v1/chat/completions"
         body = json.loads(command[command.index("-d") + 1])
-        answer = httpx.post(command[1], json=body, timeout=30)
+        answer = httpx.post(command[1], json=body)
         assert answer.status_code == 200
         assert answer.json()["usage"]["prompt_tokens"] == 37  # SmolLM2's own template, with its system prompt
         process.send_signal(signal.SIGTERM)
@@ -132,17 +134,20 @@ def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
     assert "POST /v1/chat/completions 200" in written
 
 
-def test_the_first_signal_lets_open_answers_finish() -> None:
-    with quire("serve", "--port", "0") as process:
+def test_the_first_signal_lets_open_answers_finish(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.write_text("5")
+    with quire("serve", "--shutdown-timeout", "600", FAKE_HOLD=str(hold)) as process:
         url = ready(process)
-        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 600}, timeout=30) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 600}) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
-            read_until(process, "(SIGINT): finishing 1 open requests within 30 s")
-            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"}, timeout=30)
+            read_until(process, "(SIGINT): finishing 1 open requests within 600 s")
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "hi"})
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "shutting_down"
+            hold.unlink()
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -152,9 +157,9 @@ def test_the_first_signal_lets_open_answers_finish() -> None:
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
     timeout = "0.1" if num_signals == 1 else "60"
-    with quire("serve", "--port", "0", "--shutdown-timeout", timeout, FAKE_STEP_S="0.02") as process:
+    with quire("serve", "--shutdown-timeout", timeout, FAKE_STEP_S="0.02") as process:
         url = ready(process)
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -168,9 +173,9 @@ def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
 
 
 def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:
-    with quire("serve", "--port", "0", FAKE_STEPS="20") as process:
+    with quire("serve", FAKE_STEPS="20") as process:
         url = ready(process)
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
             events = [line for line in answer.iter_lines() if line]
         assert events[-1] == "data: [DONE]"
         assert "the device fell off the bus" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
@@ -180,7 +185,7 @@ def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:
 
 
 def test_json_logs_are_one_object_a_line() -> None:
-    with quire("serve", "--port", "0", "--log-format", "json") as process:
+    with quire("serve", "--log-format", "json") as process:
         read_until(process, r'"message": "(ready)')
         process.send_signal(signal.SIGTERM)
         status, written = outcome(process)

@@ -33,7 +33,7 @@ def test_what_waits_too_long_is_a_408_on_every_path(serve: Serve, path: str, fie
     live = serve(config=ONE_AT_A_TIME, **SLOW)
     with asked(live, COMPLETIONS, **ENDLESS):
         eventually(lambda: live.engine.stats.num_running == 1)
-        response = httpx.post(live.url + path, json={**BODIES[path], field: 20}, timeout=10)
+        response = httpx.post(live.url + path, json={**BODIES[path], field: 20})
         assert response.status_code == 408
         assert response.headers["x-should-retry"] == "false"
         error = response.json()["error"]
@@ -52,14 +52,14 @@ def test_what_waits_too_long_is_a_408_on_every_path(serve: Serve, path: str, fie
 
 def test_a_prompt_dropped_beside_one_that_ran_leaves_a_true_history(serve: Serve) -> None:
     live = serve(config=ONE_AT_A_TIME, **SLOW)
-    fields = {"prompt": ["endless", "x", "y"], "max_tokens": 100, "max_queue_ms": 200}
-    response = httpx.post(live.url + COMPLETIONS, json=fields, timeout=10)
+    fields = {"prompt": ["endless", "x", "y"], "max_tokens": 100, "max_queue_ms": 2000}
+    response = httpx.post(live.url + COMPLETIONS, json=fields)
     assert response.status_code == 408
     ended = httpx.get(f"{live.url}/v1/requests/{response.headers['x-request-id']}").json()
     names = [event["event"] for event in ended["history"]]
     assert names == ["received", "scheduled", "first_token", "last_token", "finished"]
-    assert ended["history"][1]["at_s"] < 0.2
-    assert ended["metrics"]["queue_time_ms"] < 200
+    assert ended["history"][1]["at_s"] < 2.0
+    assert ended["metrics"]["queue_time_ms"] < 2000
 
 
 def test_a_stream_that_has_begun_ends_on_an_error(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -68,7 +68,7 @@ def test_a_stream_that_has_begun_ends_on_an_error(serve: Serve, caplog: pytest.L
     with asked(live, COMPLETIONS, **ENDLESS):
         eventually(lambda: live.engine.stats.num_running == 1)
         fields = {"prompt": "x", "stream": True, "max_queue_ms": 20}
-        response = httpx.post(live.url + COMPLETIONS, json=fields, timeout=10)
+        response = httpx.post(live.url + COMPLETIONS, json=fields)
     assert response.status_code == 200
     *_, error, done = [part for part in response.text.split("\n\n") if part]
     assert done == "data: [DONE]"

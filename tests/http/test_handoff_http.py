@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fake_adapters import AdaptableParrot, read_adapter
 from harness import Live, eventually
+from test_lifecycle import asked
 
 from engine.adapters import Adapters
 from engine.connector.local import LocalConnector
@@ -133,13 +134,16 @@ def test_short_prompts_and_scores_are_computed_where_they_are_asked_for(pair: tu
 def test_without_a_prefill_daemon_prompts_are_computed_here_and_that_is_told_once(
     serve: Serve, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode = serve(role="decode", kv_connector_dir=folder, prefill_url="http://127.0.0.1:9", api_keys=("secret",))
-    for index in range(3):
-        assert ask(decode, prompt=f"{index}{TEXT}|")["choices"][0]["text"] == f"{index}{TEXT}"[:20]
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        decode = serve(role="decode", kv_connector_dir=folder, prefill_url=nowhere, api_keys=("secret",))
+        for index in range(3):
+            assert ask(decode, prompt=f"{index}{TEXT}|")["choices"][0]["text"] == f"{index}{TEXT}"[:20]
     assert handoffs(decode) == {"failed": 3}
     told = [record.getMessage() for record in caplog.records if "computed here" in record.getMessage()]
     assert len(told) == 1
-    assert "http://127.0.0.1:9" in told[0]
+    assert nowhere in told[0]
 
 
 @pytest.mark.parametrize("key", ["other", "secret"])
@@ -166,15 +170,8 @@ def test_a_client_that_leaves_ends_the_prefill(serve: Serve, folder: Path) -> No
     prefill = serve(role="prefill", kv_connector_dir=folder)
     decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url)
     prefill.gate.close()
-
-    def leave() -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{decode.url}/v1/completions", json={"prompt": TEXT}, timeout=0.3)
-
-    client = threading.Thread(target=leave)
-    client.start()
-    eventually(lambda: prefill.context.client.num_open == 1)
-    client.join()
+    with asked(decode, "/v1/completions", prompt=TEXT):
+        eventually(lambda: prefill.context.client.num_open == 1)
     eventually(lambda: prefill.context.client.num_open == 0)
     prefill.gate.open()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import CONFIG, WAIT_S, Live, eventually
+from harness import CONFIG, Live, eventually
 
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.fake_runner import FakeStep
@@ -22,6 +22,7 @@ from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.queue_limits import QueueLimits
 from engine.core.stats import FailureCause
 from engine.core.types import AbortCause
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -117,7 +118,11 @@ def test_a_stream_that_has_nothing_to_say_shows_that_it_lives(serve: Serve) -> N
     live.gate.close()
     with httpx.stream("POST", live.url + COMPLETIONS, json={"prompt": "hi|", "stream": True}) as response:
         lines = response.iter_lines()
-        assert [next(lines) for _ in range(4)] == [": ping", "", ": ping", ""]
+        num_pings = 0
+        while num_pings < 2:
+            line = next(lines)
+            assert not line or line.startswith(":"), "also where it stands, if the engine says so before the step"
+            num_pings += line == ": ping"
         live.gate.open()
         said = [line for line in lines if line and not line.startswith(":")]
     assert said[-1] == "data: [DONE]"
@@ -267,7 +272,7 @@ def test_when_the_engine_dies_every_stream_hears_it_and_health_turns_red(
     answers: list[httpx.Response] = []
 
     def ask(stream: bool) -> None:
-        answers.append(httpx.post(live.url + COMPLETIONS, json={**ENDLESS, "stream": stream}, timeout=30))
+        answers.append(httpx.post(live.url + COMPLETIONS, json={**ENDLESS, "stream": stream}))
 
     threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
     for thread in threads:
@@ -323,7 +328,7 @@ def test_a_request_that_is_still_being_sent_holds_up_no_shutdown() -> None:
     live = Live()
     with live.serving():
         host, port = live.url.removeprefix("http://").split(":")
-        connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
+        connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
         )

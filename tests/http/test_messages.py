@@ -436,7 +436,8 @@ def test_leaving_a_stream_ends_it(serve: Serve) -> None:
     live = serve(step_s=0.02)
     fields = {"messages": [user("x")], "max_tokens": 400, "stream": True, "ignore_eos": True}
     with httpx.Client(base_url=live.url) as http, http.stream("POST", PATH, json=fields) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: what forgets it closes the stream
+        next(lines)
         eventually(lambda: live.engine.stats.num_running == 1)
     live.check_idle()
 

@@ -20,12 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
+from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
 from engine.core.stats import CacheTier, Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
 from server.metric_rows import METRICS, VLLM_METRICS
 from server.metrics import MAX_NAMES, Metrics
+from tests.patience import PATIENCE_S
 
 NUM_REQUESTS = 5
 
@@ -52,11 +54,17 @@ def engine() -> Iterator[Engine]:
     for index in range(NUM_REQUESTS):
         params = SamplingParams(max_tokens=index + 1, temperature=0.0)
         engine.submit(Request(request_id=f"r{index}", prompt=(1,) * 9, params=params, arrival_s=engine.clock()))
-        assert ended.acquire(timeout=10)
+        assert ended.acquire(timeout=PATIENCE_S)
     endless = SamplingParams(max_tokens=100, temperature=0.0)
-    engine.submit(Request(request_id="left", prompt=(2,) * 9, params=endless, arrival_s=engine.clock()))
-    engine.abort("left", AbortCause.DISCONNECT)
-    assert ended.acquire(timeout=10)
+    left = Request(request_id="left", prompt=(2,) * 9, params=endless, arrival_s=engine.clock())
+
+    def leave(scheduler: Scheduler, _: Runner) -> None:
+        """Both come before the next step."""
+        engine.submit(left)
+        engine.abort("left", AbortCause.DISCONNECT)
+
+    engine.between_steps(leave)
+    assert ended.acquire(timeout=PATIENCE_S)
     yield engine
     engine.stop(0.0)
 
@@ -287,7 +295,7 @@ def test_drafts_are_counted_by_their_place() -> None:
     engine.start(lambda events: ended.set() if any(events.ends) else None)
     params = SamplingParams(max_tokens=9, temperature=0.0)  # one behind the prompt, and twice four
     engine.submit(Request(request_id="r", prompt=(1, 2), params=params, arrival_s=engine.clock()))
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE_S)
     engine.stop(0.0)
     families = scrape(Metrics(engine, "m", compat_vllm=True))
     for prefix in ("quire_", "vllm:"):

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import openai
 import pytest
-from harness import CONFIG, WAIT_S, Live, eventually
+from harness import CONFIG, Live, eventually
 
 from engine.core.queue_limits import QueueLimits
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -126,7 +127,7 @@ def test_a_full_server_is_asked_again_when_it_says(serve: Serve) -> None:
 def test_a_server_that_leaves_is_an_error_of_its_own(serve: Serve) -> None:
     live = serve()
     loop = live.context.client._loop
-    asyncio.run_coroutine_threadsafe(live.context.client.stop(0.0), loop).result(WAIT_S)
+    asyncio.run_coroutine_threadsafe(live.context.client.stop(0.0), loop).result(PATIENCE_S)
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
         with pytest.raises(openai.InternalServerError) as leaving:
             client.completions.create(model="parrot", prompt="x|")

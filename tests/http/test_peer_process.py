@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from loadtest import compare
 from loadtest.__main__ import main
 from loadtest.peers.process import Command, PeerError, free_port, running, session_members
 from loadtest.roofline import Roofline
+from tests.patience import PATIENCE_S, eventually
 
 # Answers completions in one chunk, some time after its start, and has a child that ignores SIGTERM.
 SERVER = """
@@ -43,13 +43,10 @@ def server(port: int) -> Command:
 
 def test_a_server_is_awaited_measured_and_gone_with_its_children(tmp_path: Path) -> None:
     port = free_port()
-    with running(server(port), port, tmp_path / "log", BODY, 30.0) as process:
+    with running(server(port), port, tmp_path / "log", BODY, PATIENCE_S) as process:
         assert process.ready_s > 0.3
         pid = int(re.search(r"child (\d+)", process.log_tail())[1])
-        deadline = time.monotonic() + 10
-        while not process.peak_rss_bytes and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert process.peak_rss_bytes > 10 << 20  # two interpreters
+        eventually(lambda: process.peak_rss_bytes > 10 << 20)  # two interpreters
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(process._process.pid, 0)
@@ -60,7 +57,7 @@ def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
     command = Command([sys.executable, "-c", "print('no such model'); raise SystemExit(3)"], {})
     with (
         pytest.raises(PeerError, match=r"status 3 while starting.\nno such model"),
-        running(command, free_port(), tmp_path / "log", BODY, 30.0),
+        running(command, free_port(), tmp_path / "log", BODY, PATIENCE_S),
     ):
         pass
 
@@ -77,7 +74,7 @@ def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path: Path) -> 
 def test_a_command_that_does_not_exist_is_a_sentence(tmp_path: Path) -> None:
     with (
         pytest.raises(PeerError, match="`/no/such/server` cannot be run"),
-        running(Command(["/no/such/server"], {}), 1, tmp_path / "log", BODY, 1.0),
+        running(Command(["/no/such/server"], {}), 1, tmp_path / "log", BODY, PATIENCE_S),
     ):
         pass
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -150,20 +149,30 @@ def test_a_silent_stream_is_told_its_place_and_then_that_it_lives(
 ) -> None:
     monkeypatch.setattr(sse, "NEWS_S", 0.01)
     live = serve(config=ONE_AT_A_TIME, step_s=0.05, sse_keep_alive_interval_s=0.3)
-    with ThreadPoolExecutor() as pool, streaming(live, "endless", max_tokens=40) as first:
+    with streaming(live, "endless", max_tokens=400) as first:
         eventually(lambda: live.engine.stats.num_running == 1)
         with streaming(live, "hello to all of you|", max_tokens=20) as second:
             eventually(lambda: live.engine.stats.num_waiting == 1)
-            third = pool.submit(httpx.post, live.url + PATH, json={"prompt": "x|", "stream": True})
-            text = second.read().decode()
-        first.read()
-        late = third.result().text
-    assert text.index(": queued, 1 of") < text.index("data: ")
-    assert text.count(": queued, 1 of 1\n") <= 1, "a place is told when it changes"
-    assert ": ping" in text
-    assert ": queued, 2 of 2" in late
+            lines = second.iter_lines()
+            heard = up_to(lines, ": ping")
+            with streaming(live, "x|") as third:
+                late_lines = third.iter_lines()
+                late = up_to(late_lines, ": queued, 2 of 2")
+                first.close()
+                heard += lines
+                late += late_lines
+    assert heard.index(": queued, 1 of 1") < heard.index(": ping")
+    assert heard.count(": queued, 1 of 1") == 1, "a place is told when it changes"
     assert late.index(": queued, 2 of 2") < late.index(": queued, 1 of 1")
-    assert late.endswith("data: [DONE]\n\n")
+    assert heard[-2:] == late[-2:] == ["data: [DONE]", ""]
+
+
+def up_to(lines: Iterator[str], last: str) -> list[str]:
+    """The next lines, as far as this one."""
+    found: list[str] = []
+    while last not in found:
+        found.append(next(lines))
+    return found
 
 
 def test_keep_alive_can_be_turned_off(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:

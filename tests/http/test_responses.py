@@ -438,7 +438,8 @@ def test_leaving_a_stream_ends_it(serve: Serve) -> None:
     with httpx.Client(base_url=live.url) as http:
         fields = {"input": "x", "stream": True, "ignore_eos": True, "max_output_tokens": 400}
         with http.stream("POST", PATH, json=fields) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: what forgets it closes the stream
+            next(lines)
             eventually(lambda: live.engine.stats.num_running == 1)
     live.check_idle()
 

@@ -16,6 +16,7 @@ import pytest
 from engine.core.errors import ConfigError
 from server.pinned_prefixes import compute_prefixes, read_prefixes
 from tests.http.harness import CONFIG, Live
+from tests.pure.driver import once_stopping
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
@@ -34,7 +35,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def http(live: Live) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live.url, timeout=30) as client:
+    with httpx.Client(base_url=live.url) as client:
         yield client
 
 
@@ -184,7 +185,7 @@ def test_the_operators_prefixes_are_there_from_the_start(tmp_path: Path) -> None
     path.write_text("\n\n".join(map(json.dumps, lines)))
     with (
         Live(config=PINNING, template=TEMPLATE, pinned_prefixes=path).serving() as live,
-        httpx.Client(base_url=live.url, timeout=30) as http,
+        httpx.Client(base_url=live.url) as http,
     ):
         scan(http)
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "x"}]
@@ -237,10 +238,10 @@ async def test_a_signal_ends_the_computing_of_prefixes(tmp_path: Path, caplog: p
     live.gate.close()
     live.context.client.start()
     computing = asyncio.ensure_future(compute_prefixes(requests, live.context))
-    await asyncio.sleep(0.05)
+    while not live.context.client.num_open and not computing.done():  # noqa: ASYNC110 - no event reports it
+        await asyncio.sleep(0)
+    once_stopping(live.engine, live.gate.open)
     stopping = asyncio.ensure_future(live.context.client.stop(0.0))
-    await asyncio.sleep(0.05)
-    live.gate.open()
     await asyncio.gather(computing, stopping)
     assert "Stopped before all pinned prefixes" in caplog.text
     assert "share" not in caplog.text

@@ -23,6 +23,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.patience import PATIENCE_S
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -53,7 +55,6 @@ def statuses(operation: Any) -> set[int]:
         max_examples=EXAMPLES,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -61,7 +62,7 @@ def statuses(operation: Any) -> set[int]:
     def run(case: Any) -> None:
         if isinstance(case.body, dict):
             case.body.pop("model", None)  # a random one would end most requests before they begin
-        seen.add(case.call_and_validate(checks=CHECKS, timeout=10).status_code)
+        seen.add(case.call_and_validate(checks=CHECKS, timeout=PATIENCE_S).status_code)
 
     run()
     return seen

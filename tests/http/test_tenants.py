@@ -187,7 +187,7 @@ def test_a_request_that_the_engine_refuses_counts_for_nothing(live: Live) -> Non
 def test_on_sighup_the_file_is_read_again_and_a_faulty_one_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_text("tenants: [{name: a, key: first}]", encoding="utf-8")
-    with quire("serve", "--port", "0", "--tenants", str(path), "--api-key", "plain") as process:
+    with quire("serve", "--tenants", str(path), "--api-key", "plain") as process:
         url = ready(process)
 
         def is_let_in(key: str) -> bool:

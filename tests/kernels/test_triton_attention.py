@@ -24,7 +24,8 @@ from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_deco
 from engine.runtime.cuda.attention_tuning import Cut, choose_tuning
 from engine.runtime.cuda.store import store_kv, view_pool
 from tests.cpu.test_models_families import CASES, save_tiny
-from tests.gpu.test_engine_cuda import PATIENCE_S, build
+from tests.gpu.test_engine_cuda import build
+from tests.patience import PATIENCE_S
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE.type == "cuda" else (0, 0)

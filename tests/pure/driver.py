@@ -14,6 +14,8 @@ from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
+from engine.inbox import Message, Stop
+from engine.loop import Engine
 
 VOCAB = 50
 EOS = 7
@@ -38,6 +40,18 @@ def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **change
     outer = {name: changes.pop(name) for name in names if name in changes}
     params = SamplingParams(**({"max_tokens": 5, "eos_token_ids": frozenset([EOS])} | changes))  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]
+
+
+def once_stopping(engine: Engine, then: Callable[[], None]) -> None:
+    """Call `then` as soon as the engine has been ordered to stop, which a hanging step does not show."""
+    put = engine._inbox.put
+
+    def put_and_call(message: Message) -> None:
+        put(message)
+        if isinstance(message, Stop):
+            then()
+
+    engine._inbox.put = put_and_call  # type: ignore[assignment, method-assign]
 
 
 def fail(piece: SequenceSlice) -> str | None:

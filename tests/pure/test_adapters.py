@@ -17,6 +17,7 @@ from engine.core.fake_runner import FakeRunner
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
+from tests.patience import PATIENCE_S
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +78,17 @@ def test_reading_stops_nobody_who_looks() -> None:
 
     def slow(name: str, path: str) -> Adapter:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         return read(name, path)
 
     adapters = Adapters(slow, 1)
     with ThreadPoolExecutor() as pool:
         coming = pool.submit(adapters.load, "a", "1")
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE_S)
         assert adapters.find("a") is None
         assert adapters.all() == []
         go_on.set()
-        assert coming.result(10) is adapters.find("a")
+        assert coming.result(PATIENCE_S) is adapters.find("a")
 
 
 def test_a_chain_begins_with_salt_and_adapter() -> None:

@@ -70,11 +70,17 @@ def test_its_steps_are_small_for_whoever_comes_waits_for_one() -> None:
     driver = Driver(config(max_num_batched_tokens=24))
     for i in range(4):
         driver.add(request(f"batch-{i}", tuple(range(20)), max_tokens=9, is_background=True))
+    sizes = []
     while driver.scheduler.has_work:
         assert driver.launch()
-        assert driver.scheduler._flights[-1].num_tokens <= 24 // BACKGROUND_SHARE
+        sizes.append(driver.scheduler._flights[-1].num_tokens)
         driver.commit()
+    assert max(sizes) == 6, "a quarter of a step's 24 tokens, all of which it uses"
     driver.check_streams()
+    alone = Driver(config(max_num_batched_tokens=24))
+    alone.add(request("online", tuple(range(24)), max_tokens=1))
+    alone.launch()
+    assert alone.scheduler._flights[-1].num_tokens == 24, "anybody else has the whole step"
 
 
 def test_while_others_live_it_pauses_and_keeps_its_blocks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
 from server.tenancy import Tenancy
 from server.tenant_file import DEFAULT
 from server.tenant_metrics import TenantMetrics
+from tests.patience import PATIENCE_S
 
 ME = DEFAULT
 FILE = "file-" + "a" * 32
@@ -142,11 +144,15 @@ def test_files_are_in_the_inputs_order_and_unrun_lines_say_why(store: Store, fol
     assert told.request_counts.completed == 2
 
 
-def test_an_input_that_is_read_stays(store: Store) -> None:
+def test_an_input_that_is_read_stays(store: Store, tmp_path: Path) -> None:
+    content = tmp_path / FILE
+    content.touch()
     store.add_batch(ME, batch("one"))
-    assert store.delete_file(ME, FILE) == "one"
+    assert store.delete_file(ME, FILE, content) == "one"
+    assert content.exists()
     store.update("one", lambda each: each.move(BatchStatus.FAILED, 2))
-    assert store.delete_file(ME, FILE) is None
+    assert store.delete_file(ME, FILE, content) is None
+    assert not content.exists()
     assert not store.add_batch(ME, batch("two")), "its input is gone"
 
 
@@ -297,7 +303,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
                 result = work(store)
                 if isinstance(result, list) and any(isinstance(each, PendingLine) for each in result):
                     is_asked.set()
-                    assert may_go_on.wait(60)
+                    assert may_go_on.wait(PATIENCE_S)
                 return result
 
             return await super().__call__(slow)
@@ -308,7 +314,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
         nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
         tenancy = Tenancy((), None, TenantMetrics(CollectorRegistry()))
         worker.start(nobody, nobody, Stats(), lambda: False, tenancy)
-        await asyncio.to_thread(is_asked.wait, 60)
+        await asyncio.to_thread(is_asked.wait, PATIENCE_S)
         stopping = asyncio.create_task(worker.stop())
         await asyncio.sleep(0)
         may_go_on.set()
@@ -317,3 +323,34 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
 
     asyncio.run(leave())
     assert [line.attempts for line in take(store, [], 3)] == [1, 1, 1]
+
+
+def test_a_file_is_on_the_disk_before_its_name_is_and_the_name_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power leaves is decided by the order of these calls."""
+    folder = DataFolder(tmp_path)
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", os.fstat(fd).st_ino)))
+    rename = Path.rename
+
+    def noted(path: Path, target: Path) -> Path:
+        calls.append(("rename", path.stat().st_ino))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    file = folder.create(FILE)
+    with file:
+        file.write(b"content")
+        assert not calls
+        written = folder.path_of(FILE).with_name(FILE + ".tmp").stat().st_ino
+        file.keep()
+        assert folder.path_of(FILE).read_bytes() == b"content"
+    names = (tmp_path / "files").stat().st_ino
+    assert calls == [("sync", written), ("rename", written), ("sync", names)]
+    folder.close()
+
+
+def test_what_the_database_has_told_outlasts_a_loss_of_power(store: Store) -> None:
+    settings = {name: store._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")}
+    assert settings == {"synchronous": 2, "journal_mode": "wal"}, "2 is FULL: a commit is on the disk when it returns"

@@ -142,3 +142,31 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_a_pool_has_a_bound_on_its_pins_and_the_latest_stay() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(8, evicted.append, max_pinned=2)
+    blocks = pool.alloc_many(5)
+    for block in blocks:
+        pool.index(block)
+    for block in blocks[:3]:
+        pool.pin(block)
+        pool.check_integrity([blocks])
+    assert pool.num_pinned == 2
+    pool.pin(blocks[2])
+    assert pool.num_pinned == 2, "one that is pinned already takes the place of none"
+    for block in blocks:
+        pool.free(block)
+    pool.alloc_many(8)
+    assert evicted == [blocks[0], blocks[3], blocks[4], blocks[1], blocks[2]], (
+        "pinned blocks go last, the first of them first"
+    )
+
+
+def test_a_pool_without_places_for_pins_has_none() -> None:
+    pool = BlockPool(2, max_pinned=0)
+    [block] = pool.alloc_many(1)
+    pool.index(block)
+    pool.pin(block)
+    assert pool.num_pinned == 0

@@ -18,6 +18,7 @@ from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
 from engine.loop import Engine
+from tests.patience import PATIENCE_S
 from tests.pure.driver import VOCAB, config, request, solo
 from tests.pure.test_loop import Listener
 
@@ -117,11 +118,13 @@ def test_a_full_pool_takes_what_it_has_room_for(folder: Path) -> None:
         prefill.answer(request("p", PROMPT, max_tokens=0))
         sent = prefill.exchange.send(prefill.prefix(request("d", PROMPT)))
         assert sent is not None
-        blocks = decode.engine.between_steps(lambda scheduler, _: scheduler._kv.pool.alloc_many(45)).result(5)
+        blocks = decode.engine.between_steps(lambda scheduler, _: scheduler._kv.pool.alloc_many(45)).result(
+            PATIENCE_S
+        )
         assert decode.exchange.receive(sent[0], decode.prefix(request("d", PROMPT))) == 0, "all or nothing, of a piece"
         assert decode.exchange.count_missing(decode.prefix(request("d", PROMPT))) == 4
         free = decode.engine.between_steps(lambda scheduler, _: [scheduler._kv.pool.free(b) for b in blocks])
-        free.result(5)
+        free.result(PATIENCE_S)
     finally:
         prefill.engine.stop(0)
         decode.engine.stop(0)
@@ -136,7 +139,7 @@ def test_a_copy_that_fails_leaves_nothing_to_be_found(pair: tuple[Daemon, Daemon
 
     task = decode.engine.between_steps(lambda scheduler, _: scheduler.adopt_prefix(prefix.names, PROMPT, 7, fail))
     with pytest.raises(ValueError, match="0 "):
-        task.result(5)
+        task.result(PATIENCE_S)
     assert decode.exchange.count_missing(prefix) == 7
     assert decode.answer(request("d", PROMPT)) == [solo(request("d", PROMPT), 0)[0]]
 
@@ -153,10 +156,10 @@ def test_an_engine_that_dies_keeps_nobody_waiting(folder: Path) -> None:
 
     def die(*_: object) -> None:
         begun.set()
-        waits.wait(5)
+        assert waits.wait(PATIENCE_S)
 
     daemon.engine.between_steps(die)
-    begun.wait(5)
+    assert begun.wait(PATIENCE_S)
     daemon.runner.run = broken  # type: ignore[method-assign]
     daemon.engine.submit(request("r", PROMPT))
     waits.set()

@@ -95,7 +95,7 @@ def test_an_engine_that_knows_nothing_tries() -> None:
     assert driver.scheduler.stats.missed[Target.DEADLINE] == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     asked=st.lists(
         st.tuples(
@@ -131,7 +131,7 @@ def test_nothing_is_dropped_that_could_be_in_time(
     world.driver.scheduler.check_integrity()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_prompt=st.integers(1, LIMIT), num_tokens=st.integers(1, 30), deadline_s=st.floats(0.005, 0.4))
 def test_accepted_work_that_is_left_alone_keeps_its_deadline(
     num_prompt: int, num_tokens: int, deadline_s: float

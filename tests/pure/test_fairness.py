@@ -85,7 +85,7 @@ def spread(driver: Metered, weights: dict[str, float]) -> float:
 
 
 @given(jobs, jobs, jobs, st.integers(0, 1), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([9, 24]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_waiting_tenant_is_served_more_than_another_by_more_than_the_bound(
     one: list[tuple[int, int]],
     two: list[tuple[int, int]],
@@ -115,7 +115,7 @@ def test_no_other_policy_keeps_the_bound(policy: str) -> None:
 
 
 @given(jobs, jobs, st.lists(st.sampled_from("abcd"), max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_counters_of_those_that_wait_stay_close(
     heavy: list[tuple[int, int]], light: list[tuple[int, int]], comings: list[str]
 ) -> None:
@@ -132,7 +132,7 @@ def test_counters_of_those_that_wait_stay_close(
 
 
 @given(jobs, st.integers(0, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_one_tenant_alone_gets_everything(kinds: list[tuple[int, int]], depth: int) -> None:
     """Step by step what it would get if nobody were told apart."""
     drivers = [Metered(policy=policy, depth=depth, max_num_seqs=3) for policy in ("priority", "fair")]

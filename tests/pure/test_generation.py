@@ -42,7 +42,7 @@ class Engine:
         self.aborted: list[tuple[Any, ...]] = []
         self.deliver: Any = None
 
-    def start(self, deliver: Any) -> None:
+    def start(self, deliver: Any, on_end: Any) -> None:
         self.deliver = deliver
 
     def submit(self, *asked: Request) -> None:

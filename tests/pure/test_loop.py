@@ -25,9 +25,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
 from engine.loop import Engine
-from tests.pure.driver import VOCAB, config, request, solo
-
-PATIENCE_S = 20.0  # a bound on waiting for what must happen, not a measurement
+from tests.patience import PATIENCE_S
+from tests.pure.driver import VOCAB, config, once_stopping, request, solo
 
 
 class Listener:
@@ -193,7 +192,7 @@ def test_an_aborted_request_ends_once_and_late_or_unknown_aborts_are_ignored(rig
 
 def test_stopping_lets_open_requests_finish(rig: Rig) -> None:
     rig.block()
-    threading.Timer(0.05, rig.release).start()
+    once_stopping(rig.engine, rig.release)
     rig.engine.stop(PATIENCE_S)
     assert rig.listener.ends["blocker", 0].finish_reason is FinishReason.LENGTH
     with pytest.raises(ShuttingDownError):
@@ -203,7 +202,7 @@ def test_stopping_lets_open_requests_finish(rig: Rig) -> None:
 
 def test_stopping_aborts_what_outlives_the_deadline(rig: Rig) -> None:
     rig.block()
-    threading.Timer(0.05, rig.release).start()
+    once_stopping(rig.engine, rig.release)
     rig.engine.stop(0.0)
     assert rig.listener.ends["blocker", 0].finish_reason is FinishReason.ABORT
     assert rig.engine.stats.aborted[AbortCause.SHUTDOWN] == 1

@@ -75,7 +75,7 @@ def test_an_engine_that_has_seen_nothing_holds_nothing_back() -> None:
     assert plan.num_tokens == 100
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     num_streams=st.integers(0, 12),
     num_prompt=st.integers(200, 3000),

@@ -86,7 +86,7 @@ class PinMachine(RuleBasedStateMachine):
 
 
 TestPinMachine = PinMachine.TestCase
-TestPinMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestPinMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_many_requests_for_one_prefix_cost_what_one_does() -> None:
@@ -150,7 +150,7 @@ class PinnedCacheMachine(RuleBasedStateMachine):
 
 
 TestPinnedCacheMachine = PinnedCacheMachine.TestCase
-TestPinnedCacheMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestPinnedCacheMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def pinning(seconds: float = HOUR, num_tokens: int = len(SYSTEM)) -> dict[str, tuple[Pin, ...]]:
@@ -261,7 +261,7 @@ def conserved(driver: Driver, shares: Iterable[float]) -> bool:
     return all(pool.num_pinned <= share * pool.num_blocks for pool, share in zip(pools, shares, strict=True))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     depth=st.integers(0, 1),
     eviction=st.sampled_from(tuple(EVICTION_POLICIES)),

@@ -173,5 +173,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_streams(self.aborted)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

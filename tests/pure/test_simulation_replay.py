@@ -83,7 +83,7 @@ def test_a_decode_step_costs_what_its_plan_does() -> None:
     assert COSTS.decode_step(4, 4 * 31) == pytest.approx(COSTS.step(decoding))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -12,6 +12,7 @@ from engine.core.sequence import Status
 from engine.core.snapshot import MAX_WAITING, Snapshot
 from engine.core.types import AbortCause
 from engine.loop import Engine
+from tests.patience import PATIENCE_S
 from tests.pure.driver import VOCAB, Driver, config, request
 
 
@@ -88,7 +89,7 @@ def test_a_look_is_answered_while_idle_on_the_engines_thread() -> None:
         told.set()
 
     engine.look(reply)
-    assert told.wait(20)
+    assert told.wait(PATIENCE_S)
     engine.stop(drain_s=0)
     [(snapshot, thread)] = seen
     assert (snapshot.num_free_blocks, snapshot.sequences, thread) == (24, (), "quire-engine")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.fake_runner import FakeRunner, FakeStep
@@ -31,7 +31,6 @@ def test_it_begins_with_what_was_measured() -> None:
     assert not believed.pays_to_bring(0, 2)
 
 
-@settings(deadline=None)
 @given(seen_s=st.floats(1e-6, 1.0), sizes=st.lists(st.integers(1, 64), min_size=1, max_size=40))
 def test_copies_are_followed_as_far_as_there_are_blocks(seen_s: float, sizes: list[int]) -> None:
     believed, stats = belief()

@@ -42,7 +42,7 @@ def copies_fail(driver: Driver, num_out: int, num_in: int | None) -> None:
     driver.scheduler.give_up_copies()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     depth=st.integers(0, 1),
     num_host=st.sampled_from([6, 14, 40]),

@@ -157,6 +157,25 @@ def test_requests_at_once_are_limited() -> None:
     held.check(6.0)
 
 
+def refused_s(held: Account, request_s: float = 0.0) -> float:
+    with pytest.raises(OverloadedError) as refused:
+        held.check(request_s)
+    return refused.value.retry_after_s
+
+
+def test_each_refused_client_of_a_tenant_is_given_another_time() -> None:
+    clock = Clock()
+    held = account(clock, max_concurrent_requests=2)
+    for _ in range(2):
+        held.open([request()])
+    assert [refused_s(held, 6.0) for _ in range(3)] == [3.0, 6.0, 9.0]
+    clock.now += 6.0
+    assert refused_s(held, 6.0) == 6.0, "one is still to come back"
+    held = account(clock, tokens_per_minute=60)
+    answer(held, 20, 70)
+    assert [refused_s(held) for _ in range(2)] == [31.0, 120.0], "a request takes 90 tokens"
+
+
 def test_tokens_a_minute_are_limited_and_come_again() -> None:
     clock = Clock()
     held = account(clock, tokens_per_minute=60)

@@ -41,7 +41,7 @@ async function leaveEarly() {
 }
 
 async function untilIdle() {
-  for (let tries = 0; tries < 500; tries++) {
+  for (let tries = 0; tries < 10_000; tries++) {
     const { server_load } = await (await fetch(new URL("/load", baseURL))).json();
     if (server_load === 0) return true;
     await new Promise((resume) => setTimeout(resume, 10));
