@@ -7,7 +7,6 @@ import json
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,7 +28,6 @@ from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
-from engine.runtime.native.decoder import LayeredSlice
 from engine.runtime.native.library import Library, native
 from engine.runtime.speculation.ngram import NgramDrafter
 from server.model_source import find_model
@@ -48,12 +46,8 @@ def forward(
     *,
     in_one_call: bool = True,
     last_rows: bool = False,
-    cuts: Sequence[int] = (),
 ) -> list[torch.Tensor]:
-    """Logits of prompts that are one batch over one pool: of all positions, or of each prompt's last three, twice.
-
-    With `cuts`, steps like it take the last prompt through the layers up to each.
-    """
+    """Logits of prompts that are one batch over one pool: of all positions, or of each prompt's last three, twice."""
     backend = load_backend("auto", CPU)
     cache = KVCache(model.attention_specs, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     steps = [(0, len(ids)) for ids, _ in prompts]
@@ -67,19 +61,13 @@ def forward(
         AdapterRows(each, torch.cat([own for own, (_, adapter) in zip(rows, prompts, strict=True) if adapter is each]))
         for each in adapters
     ]
-    layered = LayeredSlice(len(prompts[-1][0]))
     with torch.inference_mode():
-        for layered.begin, layered.end in pairwise(cuts):
-            model.forward(batch.ids, batch.positions, cache, None, groups, layered)
-            batch.ids[: -layered.num_tokens].fill_(5)  # other steps have other company
-        layered.begin, layered.end = layered.end, len(model.attention_specs)
         hidden = model.forward(
             batch.ids,
             batch.positions,
             cache if in_one_call else Piecewise(cache),
             torch.cat(wanted) if last_rows else None,
             groups,
-            layered if cuts else None,
         )
         return list(model.logits(hidden).split([len(own) for own in wanted]))
 
@@ -157,8 +145,6 @@ def test_company_changes_no_bit(library: Library, dtype: torch.dtype, quantizati
         library.use_threads(num_threads)
         for ours, own in zip(forward(model, prompts), alone, strict=True):
             assert torch.equal(ours, own)
-    for cuts in ((0, 1), (0, 1, 2), (0, 2)):
-        assert torch.equal(forward(model, prompts, cuts=cuts)[-1], alone[-1])
     ids, _ = prompts[0]
     assert not torch.equal(forward(model, [(ids, None)])[0], alone[0])
 

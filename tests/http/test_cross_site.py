@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from harness import WAIT_S, Live, eventually
+from harness import Live, eventually
 
 from server.origins import Authority, is_same_origin, names_host, names_origin
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 COMPLETION = {"prompt": "hello|", "max_tokens": 3}
@@ -23,7 +24,7 @@ def exchange(live: Live, *lines: str, version: str = "1.1", target: str = "GET /
     """The status and the body of what is answered to a request of these header lines."""
     host, port = live.url.removeprefix("http://").split(":")
     raw = "\r\n".join([f"{target} HTTP/{version}", *lines, "connection: close", "", ""])
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         connection.sendall(raw.encode("latin-1"))
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = answer.partition(b"\r\n\r\n")

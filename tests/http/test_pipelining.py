@@ -11,10 +11,11 @@ from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
-from harness import WAIT_S, Live, eventually
+from harness import Live, eventually
 
 from engine.core.types import AbortCause
 from server.connection import MAX_PIPELINED, MAX_UNPARSED_BYTES, Connection
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
@@ -24,7 +25,7 @@ ID = re.compile(rb"x-request-id: (\S+)")
 @contextmanager
 def connect(live: Live) -> Iterator[socket.socket]:
     host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
         yield connection
 
 
@@ -114,7 +115,7 @@ def test_a_flood_behind_one_that_runs_is_not_read_into_memory(serve: Serve, monk
         live.gate.open()
         answers = read(connection, 100)
         connection.shutdown(socket.SHUT_RDWR)
-        sender.join(WAIT_S)
+        sender.join(PATIENCE_S)
     assert ID.findall(answers)[:100] == [b"post", *[b"flood"] * 99]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.budget import BACKGROUND_SHARE
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
 from engine.core.queue_limits import QueueLimits

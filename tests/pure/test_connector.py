@@ -118,9 +118,7 @@ def test_a_full_pool_takes_what_it_has_room_for(folder: Path) -> None:
         prefill.answer(request("p", PROMPT, max_tokens=0))
         sent = prefill.exchange.send(prefill.prefix(request("d", PROMPT)))
         assert sent is not None
-        blocks = decode.engine.between_steps(lambda scheduler, _: scheduler._kv.pool.alloc_many(45)).result(
-            PATIENCE_S
-        )
+        blocks = decode.engine.between_steps(lambda scheduler, _: scheduler._kv.pool.alloc_many(45)).result(PATIENCE_S)
         assert decode.exchange.receive(sent[0], decode.prefix(request("d", PROMPT))) == 0, "all or nothing, of a piece"
         assert decode.exchange.count_missing(decode.prefix(request("d", PROMPT))) == 4
         free = decode.engine.between_steps(lambda scheduler, _: [scheduler._kv.pool.free(b) for b in blocks])

@@ -13,7 +13,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browser.conftest import CHROMIUM
-from tests.http.harness import WAIT_S, Live, eventually
+from tests.http.harness import Live, eventually
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 NAMES = "MAP evil.example 127.0.0.1, MAP quire.example 127.0.0.1"  # what DNS says, an attacker's or our own
@@ -84,7 +85,7 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser) -> Iterator[Page]:
     with browser.new_context() as context:
         opened = context.new_page()
-        opened.set_default_timeout(WAIT_S * 1000)
+        opened.set_default_timeout(PATIENCE_S * 1000)
         yield opened
 
 
