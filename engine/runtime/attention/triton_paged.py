@@ -144,7 +144,9 @@ class TritonPagedAttention:
             return self._library.attend(spec, q, pool.k, pool.v)
         tensors, device = step.tensors, self._device
         assert device is not None
-        tuning = self._tuning or choose_tuning(spec.head_dim, q.dtype.itemsize, device.capability)
+        tuning = self._tuning or choose_tuning(
+            spec.head_dim, q.dtype.itemsize, device.capability, has_narrow_pool=pool.k_scales is not None
+        )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.num_decodes:
             visible = min(step.longest_decode, spec.window or step.longest_decode)
