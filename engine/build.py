@@ -37,6 +37,7 @@ from engine.runtime.cuda.budget import (
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.swap import STAGING_BYTES
+from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.host_tiers import open_tiers
@@ -86,8 +87,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
             check_folder(Path(module.path))
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
-        check_card(device, dtype)
-        report(Progress("attention", describe_choice(config.attention_backend, device)))
+        _check_cuda(config, device, dtype, report)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
     _check_model_len(config, model)
@@ -154,6 +154,14 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         store=store,
         layout=_layout(config, settings, runner, model.dtype),
     )
+
+
+def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+    """Raise ConfigError for a GPU that cannot serve, or a machine that cannot compile kernels for it."""
+    check_card(device, dtype)
+    if has_triton(device):
+        check_toolchain()
+    report(Progress("attention", describe_choice(config.attention_backend, device)))
 
 
 def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout | None:
