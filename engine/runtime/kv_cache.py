@@ -31,6 +31,7 @@ from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
+from engine.runtime.transfer import to_device
 
 _MIB = 1 << 20
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -147,8 +148,7 @@ class KVCache:
                 for source, destination in pairs:
                     view[destination].copy_(view[source])
             return
-        listed = torch.tensor(pairs, pin_memory=True).to(self._device, non_blocking=True)
-        sources, destinations = listed.unbind(1)
+        sources, destinations = to_device(pairs, torch.int64, self._device).unbind(1)
         for view in self.blocks:  # all sources are read before any destination is written
             view.index_copy_(0, destinations, view.index_select(0, sources))
 

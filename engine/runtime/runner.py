@@ -33,6 +33,7 @@ from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
 from engine.runtime.swap import HostPool, MainMemoryPool
+from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
@@ -303,7 +304,7 @@ class ModelRunner:
     def _score(self, index: int, piece: SequenceSlice, first_row: int, hidden: Tensor) -> _Scores:
         """Log probabilities of the prompt tokens that follow the slice's positions, a bounded number at a time."""
         following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
-        targets = torch.tensor(following, dtype=torch.int64, device=self._device)
+        targets = to_device(following, torch.int64, self._device)
         step = max(1, _SCORED_BYTES // (4 * self._model.vocab_size))
         rows = hidden[first_row : first_row + len(following)]
         chunks = [

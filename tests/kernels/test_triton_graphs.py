@@ -14,6 +14,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
+from engine.runtime.cuda import decode_inputs
 from engine.runtime.cuda.decode_inputs import DecodeInputs
 from engine.runtime.cuda.graphs import DecodeGraphs, graph_sizes
 from engine.runtime.runner import ModelRunner
@@ -124,7 +125,7 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "tensor", fail)
+        patch.setattr(decode_inputs, "to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             inputs.send(plan)
     inputs.send(plan)

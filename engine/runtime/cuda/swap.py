@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.core.errors import MemoryBudgetError
 from engine.core.plan import Moves, StepPlan
 from engine.runtime.swap import host_rows, rows_as_bytes, split_rows
+from engine.runtime.transfer import to_device
 
 STAGING_BYTES = 64 << 20  # of device memory, for each direction
 
@@ -111,7 +112,7 @@ class PinnedPool:
         self._moves.append((num_blocks, begun, ended))
 
     def _to_device(self, blocks: list[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
+        return to_device(blocks, torch.int64, self._device)
 
 
 def gather(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:

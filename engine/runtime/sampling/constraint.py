@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.core.grammar import Grammar, Matcher
 from engine.core.plan import SequenceSlice
 from engine.runtime.cuda.available import uses_triton
+from engine.runtime.transfer import to_device
 
 _BITS = np.arange(32)  # of a mask's word
 
@@ -207,8 +208,8 @@ def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -
         for row, mask in zip(rows, masks, strict=True):
             _mask_on_host(logits[row].numpy(), mask)
         return
-    at = torch.tensor(list(rows), pin_memory=True).to(logits.device, non_blocking=True)
-    bits = torch.from_numpy(masks).pin_memory().to(logits.device, non_blocking=True)
+    at = to_device(list(rows), torch.int64, logits.device)
+    bits = to_device(masks, torch.int32, logits.device)
     if uses_triton(logits):
         from engine.runtime.cuda.mask import mask_rows
 
