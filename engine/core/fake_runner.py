@@ -121,6 +121,9 @@ class FakeRunner:
             None  # seq_id, start, tokens and layers of a slice by layers
         )
 
+    def begin(self) -> None:
+        """Nothing to get ready."""
+
     def run(self, plan: StepPlan) -> FakeStep:
         """Compute a step; nothing of the plan is kept."""
         self.num_steps += 1

@@ -142,6 +142,13 @@ class ModelRunner:
         self._drafter: Drafter | None = None
         self._layered: tuple[tuple[int, int], LayeredSlice] | None = None  # and its sequence and start
 
+    def begin(self) -> None:
+        """On CUDA, take an eager step: the device, cuBLAS's handle and its workspace belong to a thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            num_tokens = min(2, self._config.max_model_len, self._config.max_num_batched_tokens)
+            self.run(warm_up_plan(self._config, num_seqs=1, num_tokens=num_tokens)).wait()
+
     @property
     def num_layers(self) -> int:
         """That a plan may tell apart; 1 where a slice goes through all of them at once."""

@@ -25,7 +25,7 @@ from engine.runtime.cuda.budget import (
 )
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner, to_fault
-from engine.runtime.runner import warm_up_plan
+from engine.runtime.runner import ModelRunner, warm_up_plan
 
 GIB, SEGMENT = 1 << 30, 2 << 20
 CUDA = torch.device("cuda", 0)
@@ -282,6 +282,22 @@ def test_the_absence_of_a_card_is_explained(monkeypatch: pytest.MonkeyPatch) -> 
     assert "was built without CUDA" in explain_absence()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "made for CUDA 13.0) sees no CUDA device here" in explain_absence()
+
+
+def test_a_thread_takes_a_step_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS has a handle a thread: the first request would wait for it, and for what it allocates."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(ModelRunner, "run", lambda self, plan: (calls.append(plan), FakeStep(StepResult([]), None))[1])
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._device, runner._config = CUDA, CONFIG
+    CudaRunner(runner, CUDA).begin()
+    device, plan = calls
+    assert device == CUDA
+    assert [(piece.num_tokens, len(piece.samples)) for piece in plan.slices] == [(2, 1)], "no graph takes it"  # type: ignore[attr-defined]
+    runner._device = torch.device("cpu")
+    runner.begin()
+    assert len(calls) == 2
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

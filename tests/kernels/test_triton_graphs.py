@@ -14,9 +14,11 @@ from engine.core.config import SchedulerConfig
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
-from engine.runtime.cuda import decode_inputs
+from engine.runtime.attention.base import Batch
+from engine.runtime.attention.triton_paged import TritonPagedAttention
+from engine.runtime.cuda import decode_inputs, graphs
 from engine.runtime.cuda.decode_inputs import DecodeInputs
-from engine.runtime.cuda.graphs import DecodeGraphs, graph_sizes
+from engine.runtime.cuda.graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
 from engine.runtime.runner import ModelRunner
 from engine.runtime.sampling.sampler import Sampler
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
@@ -105,13 +107,47 @@ def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sample" not in calls[calls.index("launch") :]
 
 
+def test_long_contexts_have_graphs_that_are_cut_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many splits as a graph for short contexts has would leave a long one to a few programs."""
+    monkeypatch.setattr(graphs, "_PLANNED_CONTEXT", 16)
+    config = settings(max_num_seqs=5)
+    planned, launched = [], []
+    prepare, launch = TritonPagedAttention.prepare, DecodeGraphs.launch
+
+    def note(self: TritonPagedAttention, batch: Batch) -> None:
+        planned.append((batch.context_lens_host[0], len(batch.context_lens_host)))
+        prepare(self, batch)
+
+    def note_launch(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+        planned.clear()
+        outputs = launch(self, plan)
+        launched.append((max(piece.start for piece in plan.slices) + 1, len(plan.slices), *planned[0]))
+        return outputs
+
+    expected = serve(MODEL, config, asked(GREEDY), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
+    runner = make_runner(MODEL, config, "triton", device=DEVICE)
+    told: list[Progress] = []
+    runner.capture(told.append)
+    assert told[-1].done == len(graph_sizes(5)) + len(long_graph_sizes(5))
+    if DEVICE.type == "cpu":  # where a graph is its computation
+        monkeypatch.setattr(TritonPagedAttention, "prepare", note)
+        monkeypatch.setattr(DecodeGraphs, "launch", note_launch)
+    served = serve(MODEL, config, asked(GREEDY), depth=1, apart=0, runner=runner)
+    assert served.ids == expected.ids
+    if DEVICE.type == "cpu":
+        for context, num_rows, planned_context, size in launched:
+            assert planned_context == (16 if context <= 16 else config.max_model_len)
+            assert size == min(n for n in (graph_sizes(5) if context <= 16 else long_graph_sizes(5)) if n >= num_rows)
+        assert {context <= 16 for context, *_ in launched} == {True, False}
+
+
 def test_rows_of_nobody_leave_no_trace() -> None:
     runner = with_graphs(settings(max_num_seqs=8))
     tensors = [*runner._kv_cache._keys, *runner._kv_cache._values, runner._last_ids[:8]]
     for tensor in tensors:
         tensor.fill_(3)
     with torch.inference_mode():
-        runner._graphs._replays[8]()
+        runner._graphs._sets[0].replays[8]()
     assert all(bool((tensor == 3).all()) for tensor in tensors)
 
 
@@ -129,7 +165,7 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
         with pytest.raises(torch.OutOfMemoryError):
             inputs.send(plan)
     inputs.send(plan)
-    batch, _, _ = inputs.compute(1, torch.zeros(9, dtype=torch.int64, device=DEVICE))
+    batch, _, _ = inputs.compute(1, 64, torch.zeros(9, dtype=torch.int64, device=DEVICE))
     assert batch.block_tables[0, :3].tolist() == table
 
 
@@ -138,6 +174,9 @@ def test_sizes() -> None:
     assert graph_sizes(3) == [1, 2, 3]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert graph_sizes(300)[-4:] == [256, 272, 288, 300]
+    assert long_graph_sizes(1) == [1]
+    assert long_graph_sizes(5) == [1, 2, 4, 5]
+    assert long_graph_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
 def test_no_graph_knows_adapters() -> None:

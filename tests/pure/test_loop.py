@@ -84,6 +84,10 @@ class GatedRunner(FakeRunner):
         self.num_chores = 0  # for idle moments
         self.chores_done = threading.Event()
         self.closed = False
+        self.begun_on: tuple[str, int] | None = None  # the thread, and how many steps there had been
+
+    def begin(self) -> None:
+        self.begun_on = (threading.current_thread().name, self.num_steps)
 
     def use_idle_moment(self) -> bool:
         if not self.num_chores:

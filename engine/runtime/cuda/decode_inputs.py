@@ -40,7 +40,6 @@ class _Field(IntEnum):
 
 
 _LARGEST_TOP_K = (1 << 31) - 1  # of the kernels; beyond any vocabulary, and what it then keeps is all
-_PLANNED_CONTEXT = 8192  # tokens; what a graph's attention is cut for. Longer ones come out right, if not as fast
 
 
 class DecodeInputs:
@@ -77,10 +76,11 @@ class DecodeInputs:
         array[_Field.TEMPERATURE :, :num_rows] = floats.view(np.int64).T
         host.send_to(self._fields)
 
-    def compute(self, num_rows: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
+    def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
         """The first `num_rows` as a batch, how they are drawn, and their seats [num_rows] int64.
 
-        Operations on the device alone, which a graph may hold. `last_ids` [seats + 1] int64.
+        Operations on the device alone, which a graph may hold. Attention is cut for contexts of `max_context` tokens;
+        longer ones come out right, if not as fast. `last_ids` [seats + 1] int64.
         """
         fields = self._fields[:, :num_rows]
         seats, known, position = fields[_Field.SEAT], fields[_Field.ID], fields[_Field.POSITION]
@@ -95,7 +95,7 @@ class DecodeInputs:
             context_lens=(position + 1).int(),
             sample_rows=self._rows[:num_rows],
             query_lens_host=[1] * num_rows,
-            context_lens_host=[min(self._width * self._block_size, _PLANNED_CONTEXT)] * num_rows,
+            context_lens_host=[max_context] * num_rows,
             block_tables_host=[()] * num_rows,
         )
         floats = fields[_Field.TEMPERATURE :].view(torch.float64)
