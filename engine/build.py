@@ -6,6 +6,7 @@ user left open is decided here, from the model and from measured memory, and tol
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -313,9 +314,17 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
+        _configure_allocator()
         torch.cuda.set_per_process_memory_fraction(1.0)  # an engine before this one may have been held to a share
         return torch.device(name, torch.cuda.current_device())  # some of torch.cuda takes no device without a number
     return torch.device(name)
+
+
+def _configure_allocator() -> None:
+    """Have torch's cache of GPU memory grow in place: steps of ever other sizes cut fixed segments into pieces that fit
+    nothing. It is read with the first allocation; what the environment says already is left alone."""
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _load_kernels(setting: str, report: Report) -> None:

@@ -29,6 +29,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.native.decoder import LayeredSlice
 from engine.runtime.pooling import Pooled, pool
+from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
@@ -286,12 +287,14 @@ class ModelRunner:
         return layered
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
-        """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
+        """A step as a graph. It has drawn from the logits as they were; rows that want more are drawn again."""
         outputs = graphs.launch(plan)
-        if all(is_plain(piece) for piece in plan.slices):
+        others = [row for row, piece in enumerate(plan.slices) if not is_plain(piece)]
+        if not others:
             return Sampled(outputs.ids, outputs.is_finite, None, ())
-        self._last_ids.index_copy_(0, outputs.seats, outputs.last_ids)
-        return self._sampler.sample(plan, outputs.logits, self._last_ids)
+        at = to_device(others, torch.int64, self._device)
+        self._last_ids.index_copy_(0, outputs.seats.index_select(0, at), outputs.last_ids.index_select(0, at))
+        return self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
 
     def use_idle_moment(self) -> bool:
         """Make memory ready for requests to come."""

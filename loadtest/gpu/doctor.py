@@ -18,7 +18,7 @@ from pathlib import Path
 from loadtest.gpu.figures import Figure
 from loadtest.gpu.task import Task
 
-_PATIENCE_S = 45.0  # for those that run side by side
+_PATIENCE_S = 90.0  # for those that run side by side, each with kernels to compile
 _NUM_LINES = 25  # of a check's log
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine import build
 from engine.build import _warm_up_cuda, resolve_device
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
@@ -233,11 +234,25 @@ def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
 @pytest.mark.parametrize("name", ["cuda", "auto"])
 def test_the_device_has_a_number(name: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which torch.cuda.set_per_process_memory_fraction cannot do without."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # not to be left behind
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device(name) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="specified index"):
         torch.cuda._utils._get_device_index(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_cache_grows_in_place_unless_the_environment_says_otherwise(
+    name: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {name: "max_split_size_mb:64"} if name else {}
+    monkeypatch.setattr(build.os, "environ", environ)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    resolve_device("cuda")
+    expected = {name: "max_split_size_mb:64"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environ == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.plan import Sample, SequenceSlice, StepPlan
@@ -20,8 +21,11 @@ from engine.runtime.cuda import decode_inputs, graphs
 from engine.runtime.cuda.decode_inputs import DecodeInputs
 from engine.runtime.cuda.graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
 from engine.runtime.runner import ModelRunner
-from engine.runtime.sampling.sampler import Sampler
+from engine.runtime.sampling import sampler
+from engine.runtime.sampling.drawn import Drawn
+from engine.runtime.sampling.sampler import Sampler, is_plain
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
+from tests.cpu.test_constraint import StepGrammar
 
 # Rows of nobody have no keys, and no result: 0 / 0, which NumPy would warn of.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -85,6 +89,40 @@ def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth
     for key, events in served.events.items():
         for ours, others in zip(logprobs(events), logprobs(expected.events[key]), strict=True):
             assert ours.logprob == pytest.approx(others.logprob, abs=1e-4)
+
+
+def test_only_rows_that_ask_for_more_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside them, what the graph has drawn for the others stands; with a grammar as well, and one that fails."""
+    wishes = [
+        {},
+        {"temperature": 1.0, "seed": 5, "grammar": StepGrammar(reach=3)},
+        {"temperature": 0.8, "seed": 6},
+        {"temperature": 1.0, "seed": 7, "grammar": StepGrammar(fails_at=4)},
+        {"repetition_penalty": 1.4, "logprobs": 2},
+    ]
+    config = settings(max_num_seqs=6)
+    expected = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
+    runner, drawn = with_graphs(config), []
+    draw, launch = sampler.draw, DecodeGraphs.launch
+
+    def note(logits: Tensor, *args: object) -> Drawn:
+        drawn.append(len(logits))
+        return draw(logits, *args)
+
+    def note_launch(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+        drawn.append(-sum(not is_plain(piece) for piece in plan.slices))
+        return launch(self, plan)
+
+    monkeypatch.setattr(sampler, "draw", note)
+    monkeypatch.setattr(DecodeGraphs, "launch", note_launch)
+    served = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=runner)
+    assert served.ids == expected.ids
+    assert {key: len(logprobs(events)) for key, events in served.events.items()} == {
+        key: len(logprobs(events)) for key, events in expected.events.items()
+    }
+    launches = [at for at, num in enumerate(drawn) if num < 0]
+    assert len(launches) > 5
+    assert all(drawn[at + 1] == -drawn[at] for at in launches)
 
 
 def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

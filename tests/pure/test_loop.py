@@ -166,6 +166,12 @@ def test_requests_from_many_threads_say_what_they_say_alone(rig: Rig) -> None:
     assert not rig.engine.health().busy
 
 
+def test_the_runner_gets_ready_on_the_engines_thread(rig: Rig) -> None:
+    rig.engine.submit(request("a"))
+    rig.listener.wait_for(lambda: ("a", 0) in rig.listener.ends)
+    assert rig.runner.begun_on == ("quire-engine", 0)
+
+
 def test_events_are_delivered_once_a_step(rig: Rig) -> None:
     rig.block()
     for i in range(5):

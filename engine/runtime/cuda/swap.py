@@ -127,6 +127,27 @@ def scatter(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
         view.index_copy_(0, blocks, part)
 
 
+def read_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> None:
+    """Copy blocks out to rows [N, numbers of a block] in main memory: one copy for as many as the staging holds."""
+    for numbers, some in _portions(blocks, rows):
+        staged = torch.empty(some.shape, dtype=some.dtype, device=pool[0].device)
+        gather(pool, to_device(numbers, torch.int64, staged.device), staged)
+        some.copy_(staged)
+
+
+def write_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> None:
+    """The way back."""
+    device = pool[0].device
+    for numbers, some in _portions(blocks, rows):
+        scatter(pool, to_device(numbers, torch.int64, device), some.to(device))
+
+
+def _portions(blocks: Sequence[int], rows: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
+    size = max(STAGING_BYTES // (rows.shape[1] * rows.itemsize), 1)
+    for begin in range(0, len(blocks), size):
+        yield blocks[begin : begin + size], rows[begin : begin + size]
+
+
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Adjacent blocks as (the first, its place in the list, how many): one copy each."""
     begin = 0

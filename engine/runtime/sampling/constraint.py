@@ -32,7 +32,8 @@ _BITS = np.arange(32)  # of a mask's word
 class Constrained(NamedTuple):
     """A row of logits whose token a grammar has to allow."""
 
-    row: int  # in the logits, and in the step's ids
+    row: int  # in the step's ids
+    at: int  # in the logits
     seat: int
     piece: SequenceSlice
     grammar: Grammar
@@ -130,7 +131,7 @@ class Constraints:
             for turn in _turns(rows):
                 seats.update((each.row, self._catch_up(each)) for each in turn)
                 masks = self._masks(turn, [seats[each.row] for each in turn], logits.shape[1])
-                apply_masks(logits, [each.row for each in turn], masks)
+                apply_masks(logits, [each.at for each in turn], masks)
             step = ConstrainedStep([(each, seats[each.row]) for each in rows])
             for each in rows:
                 seat = seats[each.row]
