@@ -1,8 +1,8 @@
 """The sizes that the attention kernels' speed hangs on, in one table: tiles, warps, stages of loads, and how work is cut.
 
 None of them changes a result by more than the order of its sums. They were chosen by reasoning and by what compiles for
-capabilities 8.0, 9.0 and 10.0 without spilling registers, but for some 30 bytes of prompts in float32 with a head_dim of
-256 (`python -m loadtest.gpu.compile` prints it); no GPU has measured them yet. `bash loadtest/gpu.sh --tune` tries their
+capabilities 8.0, 9.0 and 10.0 with at most 64 bytes of registers spilled (`python -m loadtest.gpu.compile` prints it), but
+for prompts over a narrow pool with a head_dim of 256, which spill 136; no GPU has measured them yet. `bash loadtest/gpu.sh --tune` tries their
 neighbours on a card and prints the best, which then belongs here. Host code without state: any thread.
 """
 
@@ -70,8 +70,11 @@ def choose_tuning(
     if itemsize == 2:
         keys = (64 if is_small else 32) * (2 if has_narrow_pool else 1)
         decode = DecodeTile(keys, 4, 5)
+        if is_small and capability not in _LARGE_SHARED_MEMORY:
+            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, 32, 8, 3), *cuts)
         if is_small:
-            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, 64, 8, 3), *cuts)
+            stages = 2 if has_narrow_pool and capability[0] == 10 else 3
+            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, 64, 8, stages), *cuts)
         if capability in _LARGE_SHARED_MEMORY:
             return Tuning(decode, PromptTile(64, 32, 8, 3), PromptTile(128, 32, 8, 3), *cuts)
         return Tuning(decode, PromptTile(64, 32, 8, 3), PromptTile(64, 32, 8, 3), *cuts)
