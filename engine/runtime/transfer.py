@@ -33,7 +33,7 @@ class Staging:
         self._host = torch.zeros(tuple(shape), dtype=dtype, pin_memory=is_pinned)
         self._array: np.ndarray = self._host.numpy()
         self._device = device
-        self._copied = torch.cuda.Event() if is_pinned else None  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if is_pinned else None
 
     def begin(self) -> np.ndarray:
         """Wait for the last copy, if it is still under way, and return the memory, to be written."""
@@ -54,4 +54,4 @@ class Staging:
 
     def _note_copy(self) -> None:
         if self._copied is not None:
-            self._copied.record()  # type: ignore[no-untyped-call]
+            self._copied.record()

@@ -15,6 +15,7 @@ KERNELS = [
     "_decode_kernel",
     "_find_candidates",
     "_find_peaks",
+    "_mask_kernel",
     "_merge_kernel",
     "_prefill_kernel",
     "_quantise_rows",
@@ -38,5 +39,5 @@ def test_every_kernel_compiles_for_every_generation(compiling: dict[str, subproc
         assert sorted({kernel for target, kernel, *_ in kernels if target == name}) == expected
         for _, kernel, shape, *_, num_instructions in kernels:
             if kernel == "_decode_kernel" and "heads of 128, bf16, K/V" in shape:
-                # Half of what a warp can issue while the tile's bytes arrive at 4.3 TB/s: 1765 cycles, 910 of a narrow pool.
-                assert int(num_instructions) < (880 if "K/V bf16" in shape else 740), shape
+                # Four fifths of the cycles in which an H200's memory brings that many keys: 1765, and 910 of a narrow pool.
+                assert int(num_instructions) < 0.8 * (1765 if "K/V bf16" in shape else 910), shape

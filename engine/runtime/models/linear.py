@@ -189,7 +189,8 @@ def _has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
-        torch.mm(*torch.zeros((2, 16, 16), dtype=dtype, device=device), out_dtype=torch.float32)
+        x = torch.zeros((16, 16), dtype=dtype, device=device)
+        torch.mm(x, x, out_dtype=torch.float32)
     except (TypeError, RuntimeError):  # an older torch, or a build or a device without
         return False
     return True
