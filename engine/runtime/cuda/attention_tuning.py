@@ -70,11 +70,11 @@ def choose_tuning(
     if itemsize == 2:
         keys = (64 if is_small else 32) * (2 if has_narrow_pool else 1)
         decode = DecodeTile(keys, 4, 5)
-        if is_small and capability not in _LARGE_SHARED_MEMORY:
-            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, 32, 8, 3), *cuts)
+        if is_small and has_narrow_pool and capability != (9, 0):  # where conversions take the registers of 128 rows
+            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(64, 64, 8, 3), *cuts)
         if is_small:
-            stages = 2 if has_narrow_pool and capability[0] == 10 else 3
-            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, 64, 8, stages), *cuts)
+            keys = 64 if capability in _LARGE_SHARED_MEMORY else 32
+            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, keys, 8, 3), *cuts)
         if capability in _LARGE_SHARED_MEMORY:
             return Tuning(decode, PromptTile(64, 32, 8, 3), PromptTile(128, 32, 8, 3), *cuts)
         return Tuning(decode, PromptTile(64, 32, 8, 3), PromptTile(64, 32, 8, 3), *cuts)
