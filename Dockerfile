@@ -32,12 +32,18 @@ COPY README.md LICENSE ./
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
-# The CPU kernels are compiled here, into the wheel, because the final stage has no compiler.
+# The CPU kernels are compiled here, into the wheel, because the final stage of the CPU image has no compiler.
 RUN python -m engine.runtime.native.build \
     && pip wheel --no-deps --wheel-dir /wheels . \
     && python -c 'import glob, zipfile; names = zipfile.ZipFile(*glob.glob("/wheels/*.whl")).namelist(); assert any(name.endswith(".so") for name in names)'
 
 FROM python:3.12-slim-bookworm
+ARG DEVICE=cuda
+# Triton compiles what launches its kernels when they are first used; Python's headers are in the base image.
+# hadolint ignore=DL3008 # whichever compiler the pinned Debian release has
+RUN if [ "$DEVICE" = cuda ]; then \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN useradd --uid 10001 --create-home quire \
     && install -d -o quire -g quire /home/quire/.cache/huggingface
 COPY --from=dependencies /opt/quire /opt/quire

@@ -6,6 +6,7 @@ user left open is decided here, from the model and from measured memory, and tol
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from engine.runtime.cuda.budget import (
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.swap import STAGING_BYTES
+from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.disk_store import has_blocks
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
@@ -100,8 +102,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     _check_early(config, device)
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
-        check_card(device, dtype)
-        report(Progress("attention", describe_choice(config.attention_backend, device)))
+        _check_cuda(config, device, dtype, report)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
     _share_threads(config.num_threads, model)
@@ -177,6 +178,14 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
     for module in config.lora_modules:
         with naming(module):
             check_folder(Path(module.path))
+
+
+def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+    """Raise ConfigError for a GPU that cannot serve, or a machine that cannot compile kernels for it."""
+    check_card(device, dtype)
+    if has_triton(device):
+        check_toolchain()
+    report(Progress("attention", describe_choice(config.attention_backend, device)))
 
 
 def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout:
@@ -356,9 +365,17 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
+        _configure_allocator()
         torch.cuda.set_per_process_memory_fraction(1.0)  # an engine before this one may have been held to a share
         return torch.device(name, torch.cuda.current_device())  # some of torch.cuda takes no device without a number
     return torch.device(name)
+
+
+def _configure_allocator() -> None:
+    """Have torch's cache of GPU memory grow in place: steps of ever other sizes cut fixed segments into pieces that fit
+    nothing. It is read with the first allocation; what the environment says already is left alone."""
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _load_kernels(setting: str, report: Report) -> None:

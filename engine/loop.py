@@ -186,6 +186,7 @@ class Engine:
 
     def _main(self) -> None:
         try:
+            self._runner.begin()
             while not self._is_done():
                 self._turn()
             self._check_integrity()

@@ -115,6 +115,9 @@ class FakeRunner:
         self._fail = fail
         self._acceptance = acceptance
 
+    def begin(self) -> None:
+        """Nothing to get ready."""
+
     def run(self, plan: StepPlan) -> FakeStep:
         """Compute a step; nothing of the plan is kept."""
         self.num_steps += 1

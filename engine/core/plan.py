@@ -174,6 +174,10 @@ class PendingStep(Protocol):
 class Runner(Protocol):
     """Computes steps. Called by the engine thread only."""
 
+    def begin(self) -> None:
+        """Get ready on the thread that calls all else, before its first step."""
+        ...
+
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch a step. At overlap depth 1 the next `run` may come before this step's `wait`.
 

@@ -2,8 +2,7 @@
 
 One pass over the slices makes plain lists, which go into a host buffer (pinned for a GPU) and to the device in one copy
 a type. Block tables are kept from step to step, one row a seat, and only what a table has gained is written. The buffers
-come in pairs, used in turns, since with overlap a step's copy may still be under way while the next step is written. An
-id that is not known yet, drawn by the step before, is fetched on the device from `last_ids[seat]`. Engine thread.
+come in pairs, used in turns, so that with overlap the next step need not wait for the copy of the last one. An id that is not known yet, drawn by the step before, is fetched on the device from `last_ids[seat]`. Engine thread.
 """
 
 from __future__ import annotations
@@ -19,19 +18,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.plan import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
-
-
-class _Buffer:
-    """Host memory that a step's numbers are written to, and that travels to the device as one."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array = self._host.numpy()
-        self._device = device
-
-    def to_device(self, num: int) -> Tensor:
-        """The first `num` numbers."""
-        return self._host[:num].to(self._device, non_blocking=True)
+from engine.runtime.transfer import Staging
 
 
 class _Lists(NamedTuple):
@@ -82,7 +69,9 @@ class BatchBuilder:
         self._block_size = config.block_size
         self._tables = _BlockTables(seqs, widest)
         num_longs, num_ints = 4 * tokens + 3 * seqs, 2 * seqs + 1 + seqs * widest  # with drafts, every token may draw
-        pair = [(_Buffer(num_longs, torch.int64, device), _Buffer(num_ints, torch.int32, device)) for _ in range(2)]
+        pair = [
+            (Staging((num_longs,), torch.int64, device), Staging((num_ints,), torch.int32, device)) for _ in range(2)
+        ]
         self._turns = cycle(pair)
 
     def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
@@ -90,17 +79,18 @@ class BatchBuilder:
         long_buffer, int_buffer = next(self._turns)
         lists = self._walk(plan.slices)
         flat = lists.ids + lists.positions + lists.slots + lists.sample_rows + lists.carry_rows + lists.carry_seats
-        long_buffer.array[: len(flat)] = flat
-        longs = long_buffer.to_device(len(flat))
+        long_buffer.begin()[: len(flat)] = flat
+        longs = long_buffer.send(len(flat))
 
         num_slices, num_tokens = len(plan.slices), plan.num_tokens
         width = -(-max(lists.contexts) // self._block_size)
         num_heads = 2 * num_slices + 1
-        int_buffer.array[:num_heads] = lists.starts + lists.contexts
+        array = int_buffer.begin()
+        array[:num_heads] = lists.starts + lists.contexts
         num_ints = num_heads + num_slices * width
-        tables = int_buffer.array[num_heads:num_ints].reshape(num_slices, width)
+        tables = array[num_heads:num_ints].reshape(num_slices, width)
         self._tables.read([piece.seat for piece in plan.slices], tables)
-        ints = int_buffer.to_device(num_ints)
+        ints = int_buffer.send(num_ints)
 
         ids, first_carry = longs[:num_tokens], 3 * num_tokens + plan.num_samples
         if lists.carry_rows:

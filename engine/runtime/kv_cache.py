@@ -28,9 +28,12 @@ from engine.runtime.attention.base import (
     Rotation,
 )
 from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
+from engine.runtime.cuda import swap
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
+from engine.runtime.swap import split_rows
+from engine.runtime.transfer import to_device
 
 _MIB = 1 << 20
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -82,8 +85,9 @@ class KVCache:
                 self._blocks = [blocks]
                 self.headroom = Headroom(blocks)
             else:
-                self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-                self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+                # Zeros: a kernel that multiplies what stands behind a context's end by a weight of 0 must not find NaN.
+                self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+                self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 axis = _block_axis(backend, specs[0], block_size)
                 self._blocks = [pool.movedim(axis, 0) for pool in (*self._keys, *self._values)]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
@@ -121,24 +125,31 @@ class KVCache:
 
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
+        if self._device.type == "cuda":
+            swap.read_blocks(self.blocks, blocks, self._as_numbers(rows))
+            return
         for view, part in self._parts(rows):
             for block, row in zip(blocks, part, strict=True):
                 row.copy_(view[block])
 
     def write_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks in."""
+        if self._device.type == "cuda":
+            swap.write_blocks(self.blocks, blocks, self._as_numbers(rows))
+            return
         for view, part in self._parts(rows):
             for block, row in zip(blocks, part, strict=True):
                 view[block].copy_(row)
 
     def _parts(self, rows: NDArray[np.uint8]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each view of the pool, and the bytes of rows that are of it, in its type and shape."""
+        """Each view of the pool, and the part of rows that is of it, in its shape."""
+        return zip(self.blocks, split_rows(self._as_numbers(rows), self.blocks), strict=True)
+
+    def _as_numbers(self, rows: NDArray[np.uint8]) -> Tensor:
+        """The same memory in the pool's type."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of rows that are not writable, which are only read
-            whole = torch.from_numpy(rows)
-        sizes = [view[0].nbytes for view in self.blocks]
-        for view, part in zip(self.blocks, whole.split(sizes, dim=1), strict=True):
-            yield view, part.view(view.dtype).unflatten(1, view.shape[1:])
+            return torch.from_numpy(rows).view(self.blocks[0].dtype)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer. No source is the destination of one before it."""
@@ -147,8 +158,7 @@ class KVCache:
                 for source, destination in pairs:
                     view[destination].copy_(view[source])
             return
-        listed = torch.tensor(pairs, pin_memory=True).to(self._device, non_blocking=True)
-        sources, destinations = listed.unbind(1)
+        sources, destinations = to_device(pairs, torch.int64, self._device).unbind(1)
         for view in self.blocks:  # all sources are read before any destination is written
             view.index_copy_(0, destinations, view.index_select(0, sources))
 

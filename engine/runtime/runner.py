@@ -28,10 +28,12 @@ from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.pooling import Pooled, pool
+from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
 from engine.runtime.swap import HostPool, MainMemoryPool
+from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
@@ -148,6 +150,13 @@ class ModelRunner:
         self._captures = False
         self._drafter: Drafter | None = None
 
+    def begin(self) -> None:
+        """On CUDA, take an eager step: the device, cuBLAS's handle and its workspace belong to a thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            num_tokens = min(2, self._config.max_model_len, self._config.max_num_batched_tokens)
+            self.run(warm_up_plan(self._config, num_seqs=1, num_tokens=num_tokens)).wait()
+
     @torch.inference_mode()
     def capture(self, report: Callable[[Progress], None]) -> None:
         """Record decode steps as CUDA graphs; from now on they are launched as such. Kernels must be Triton's."""
@@ -259,12 +268,14 @@ class ModelRunner:
         return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
-        """A step as a graph. It has drawn from the logits as they were; where a row wants more, that is undone."""
+        """A step as a graph. It has drawn from the logits as they were; rows that want more are drawn again."""
         outputs = graphs.launch(plan)
-        if all(is_plain(piece) for piece in plan.slices):
+        others = [row for row, piece in enumerate(plan.slices) if not is_plain(piece)]
+        if not others:
             return Sampled(outputs.ids, outputs.is_finite, None, ())
-        self._last_ids.index_copy_(0, outputs.seats, outputs.last_ids)
-        return self._sampler.sample(plan, outputs.logits, self._last_ids)
+        at = to_device(others, torch.int64, self._device)
+        self._last_ids.index_copy_(0, outputs.seats.index_select(0, at), outputs.last_ids.index_select(0, at))
+        return self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
 
     def use_idle_moment(self) -> bool:
         """Make memory ready for requests to come."""
@@ -283,7 +294,7 @@ class ModelRunner:
     def _score(self, index: int, piece: SequenceSlice, first_row: int, hidden: Tensor) -> _Scores:
         """Log probabilities of the prompt tokens that follow the slice's positions, a bounded number at a time."""
         following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
-        targets = torch.tensor(following, dtype=torch.int64, device=self._device)
+        targets = to_device(following, torch.int64, self._device)
         step = max(1, _SCORED_BYTES // (4 * self._model.vocab_size))
         rows = hidden[first_row : first_row + len(following)]
         chunks = [

@@ -129,8 +129,9 @@ class TinyModel:
             x = torch.nn.functional.layer_norm(x + 2 * out.reshape(-1, 32), (32,))
         return x if rows is None else x[rows]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self._embedding.nan_to_num(0.0).T
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        logits = hidden @ self._embedding.nan_to_num(0.0).T
+        return logits if out is None else out.copy_(logits)
 
 
 def solo_greedy(model: CausalLM, prompt: Sequence[int], num: int) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine import build
 from engine.build import _warm_up_cuda, resolve_device
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
@@ -25,7 +26,7 @@ from engine.runtime.cuda.budget import (
 )
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner, to_fault
-from engine.runtime.runner import warm_up_plan
+from engine.runtime.runner import ModelRunner, warm_up_plan
 
 GIB, SEGMENT = 1 << 30, 2 << 20
 CUDA = torch.device("cuda", 0)
@@ -233,11 +234,25 @@ def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
 @pytest.mark.parametrize("name", ["cuda", "auto"])
 def test_the_device_has_a_number(name: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which torch.cuda.set_per_process_memory_fraction cannot do without."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # not to be left behind
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device(name) == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="specified index"):
         torch.cuda._utils._get_device_index(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_cache_grows_in_place_unless_the_environment_says_otherwise(
+    name: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {name: "max_split_size_mb:64"} if name else {}
+    monkeypatch.setattr(build.os, "environ", environ)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    resolve_device("cuda")
+    expected = {name: "max_split_size_mb:64"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environ == expected
 
 
 @pytest.mark.parametrize(
@@ -282,6 +297,22 @@ def test_the_absence_of_a_card_is_explained(monkeypatch: pytest.MonkeyPatch) -> 
     assert "was built without CUDA" in explain_absence()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "made for CUDA 13.0) sees no CUDA device here" in explain_absence()
+
+
+def test_a_thread_takes_a_step_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS has a handle a thread: the first request would wait for it, and for what it allocates."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(ModelRunner, "run", lambda self, plan: (calls.append(plan), FakeStep(StepResult([]), None))[1])
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._device, runner._config = CUDA, CONFIG
+    CudaRunner(runner, CUDA).begin()
+    device, plan = calls
+    assert device == CUDA
+    assert [(piece.num_tokens, len(piece.samples)) for piece in plan.slices] == [(2, 1)], "no graph takes it"  # type: ignore[attr-defined]
+    runner._device = torch.device("cpu")
+    runner.begin()
+    assert len(calls) == 2
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

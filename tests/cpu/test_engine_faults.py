@@ -32,6 +32,9 @@ class Forgetful:
         self._runner, self._random, self._num_spared = runner, random.Random(seed), 0
         self.num_failed = 0
 
+    def begin(self) -> None:
+        self._runner.begin()
+
     def run(self, plan: StepPlan) -> PendingStep:
         how = "" if self._num_spared else self._random.choice(["", "", "before", "after", "wait"])
         # With overlap, another step is launched before the one that fails at `wait` is waited for.

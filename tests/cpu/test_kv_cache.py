@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import kv_cache
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
+from engine.runtime.cuda import swap
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -39,6 +41,42 @@ def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) 
     pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
     weight = sum(tensor.nbytes for tensor in (*pool._keys, *pool._values))
     assert weight == 3 * block_bytes(specs, 4, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_blocks_go_out_and_in_by_a_gather(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where each copy costs a launch: a portion at a time, and the same bytes as block by block."""
+    specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
+    pool = KVCache(specs, load_backend("reference", CPU), num_blocks=9, block_size=4, dtype=dtype, device=CPU)
+    size = block_bytes(specs, 4, dtype)
+    rows = np.random.default_rng(3).integers(0, 100, (5, size), np.uint8)
+    blocks = [7, 2, 3, 8, 0]
+    pool.write_blocks(blocks, rows)
+    found, plainly = np.zeros_like(rows), np.zeros_like(rows)
+    pool.read_blocks(blocks, plainly)
+    assert (plainly == rows).all()
+    copies = []
+    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * size)
+    gather, scatter = swap.gather, swap.scatter
+    monkeypatch.setattr(swap, "gather", lambda *args: (copies.append(len(args[1])), gather(*args)))
+    monkeypatch.setattr(swap, "scatter", lambda *args: (copies.append(len(args[1])), scatter(*args)))
+    pool._device = torch.device("cuda", 0)
+    pool.read_blocks(blocks, found)
+    assert (found == rows).all()
+    other = rows[::-1].copy()
+    other.flags.writeable = False
+    pool.write_blocks(blocks, other)
+    pool.read_blocks(blocks, found)
+    assert (found == other).all()
+    assert copies == [2, 2, 1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_a_new_pool_has_no_nan(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "require_fp8", lambda device: None)
+    specs = [AttentionSpec(4, 2, 8, 1.0)]
+    pool = KVCache(specs, load_backend("torch", CPU), num_blocks=64, block_size=16, dtype=dtype, device=CPU)
+    assert not any(view.view(torch.uint8).any() for view in (*pool._keys, *pool._values))
 
 
 def test_int8_costs_a_byte_a_number_and_a_scale_a_row() -> None:

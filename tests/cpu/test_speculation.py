@@ -253,8 +253,8 @@ class Other(TinyModel):
 
     error = 0.15
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden + self.error * torch.sin(17 * hidden))
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return super().logits(hidden + self.error * torch.sin(17 * hidden), out)
 
 
 def test_another_model_drafts_and_nothing_changes() -> None:

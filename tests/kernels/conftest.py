@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,18 +81,23 @@ if not torch.cuda.is_available() and find_spec("triton"):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """compile_for_hopper.py in a process of its own, since kernels are either interpreted or compiled.
+    """`python -m loadtest.gpu.compile` in a process for each GPU, since kernels are either interpreted or compiled.
 
-    It takes half a minute of a core, and other tests of this folder need only one: they run meanwhile.
+    All shapes for a Hopper card, and each kernel once for its neighbours: a minute of a core. Other tests of this folder
+    need only one, and run meanwhile.
     """
     if not any("test_triton_compiles" in item.nodeid for item in request.session.items):
         yield None
         return
     root, cache = Path(__file__).parents[2], tmp_path_factory.mktemp("triton")
     env = os.environ | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
-    script = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py"))]
-    with subprocess.Popen(
-        script, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        process.kill()
+    with ExitStack() as stack:
+        processes = {}
+        for target, *options in (["90"], ["80", "--brief"], ["100", "--brief"]):
+            command = [sys.executable, "-m", "loadtest.gpu.compile", "--sm", target, *options]
+            processes[f"sm_{target}"] = stack.enter_context(
+                subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        yield processes
+        for process in processes.values():
+            process.kill()

@@ -21,7 +21,7 @@ from engine.runtime.attention.pool import PEAKS, SMALLEST_PEAK, from_pool, movab
 from engine.runtime.attention.reference import ReferenceAttention, dense_attention
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits
-from engine.runtime.cuda.attention_tuning import Cut, choose_tuning
+from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, choose_tuning
 from engine.runtime.cuda.store import store_kv, view_pool
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.gpu.test_engine_cuda import build
@@ -37,6 +37,7 @@ NEEDS_FP8 = pytest.mark.skipif(
 )
 HALVES = (torch.bfloat16, torch.float16)
 HEAD_DIMS, GROUPS, BLOCK_SIZES = (64, 80, 96, 128, 256), (1, 3, 4, 7, 8), (8, 16, 64)
+NARROW = [pytest.param(torch.int8, id="int8"), pytest.param(torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8)]
 # Of a float32 result, in units of its last place: products on a device are three of TF32, which keep 21 bits.
 FLOAT32_ULPS = 64 if DEVICE.type == "cpu" else 1024
 
@@ -127,9 +128,7 @@ class Case:
             exact = dense_attention(self.spec, queries, keys.double(), values.double(), start)
             # Weights are rounded once and so is the result, each by half a unit at most.
             ulps = 1.5 if self.dtype in HALVES else FLOAT32_ULPS
-            # Weights of a narrow pool's values are not rounded to float16, in which there is no room for their scales.
-            is_wide = self.dtype == torch.float16 and self.k_pool.dtype in PEAKS
-            bound = ulps * torch.finfo(torch.bfloat16 if is_wide else self.dtype).eps * values.double().abs().max()
+            bound = ulps * torch.finfo(self.dtype).eps * values.double().abs().max()
             error = (out[row : row + num].double() - exact).abs().max()
             assert error <= bound, f"slice {s}: {error:.2e} > {bound:.2e}"  # NaN is not at most anything
             row += num
@@ -222,6 +221,19 @@ def test_more_splits_than_are_merged_at_once() -> None:
     case.check(out)
 
 
+@pytest.mark.parametrize("pool_dtype", NARROW)
+def test_values_that_are_all_zero(pool_dtype: torch.dtype) -> None:
+    """The inverse of their scale, added up over a context, is more than float32 holds."""
+    case = Case(make_spec(64, 3), [(299, 1)], 16, torch.bfloat16, seed=5, pool_dtype=pool_dtype)
+    case.values = [torch.zeros_like(x) for x in case.values]
+    case.store_all(is_new_too=True)
+    batch, out = case.batch(), torch.full_like(case.q, torch.nan)
+    index = batch.query_starts, batch.query_starts, batch.context_lens, batch.block_tables
+    pool = view_pool(case.k_pool, case.v_pool)
+    attend_decodes(case.spec, case.q, out, pool, *index, num=1, splits=Splits(2, 64), tile=DecodeTile(64, 4, 3))
+    assert (out == 0).all()
+
+
 def test_splits_fill_the_device_and_bound_the_longest() -> None:
     cut = Cut(programs_per_sm=2, min_keys=128, max_keys=8192)
     assert choose_splits(8, 100, 132, cut).num == 1  # too short to be cut
@@ -233,9 +245,6 @@ def test_splits_fill_the_device_and_bound_the_longest() -> None:
 
 
 MIXED = [(0, 9), (20, 1), (33, 5), (64, 1), (0, 1), (15, 1)]  # the scheduler's order, not ours
-
-
-NARROW = [pytest.param(torch.int8, id="int8"), pytest.param(torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8)]
 
 
 @pytest.mark.parametrize("pool_dtype", [pytest.param(None, id="same"), *NARROW])
@@ -256,6 +265,16 @@ def test_a_narrow_pool_of_any_model(dim: int, variant: dict, dtype: torch.dtype,
     step_through(make_spec(dim, 3, **variant), MIXED, 16, dtype, pool_dtype, key_size=700.0, value_size=1e-4)
 
 
+@pytest.mark.parametrize("pool_dtype", NARROW)
+@pytest.mark.parametrize(("key_size", "value_size"), [(1e-7, 1e6), (1e12, 1e-12)])
+def test_a_narrow_pool_holds_numbers_that_float16_cannot(
+    key_size: float, value_size: float, pool_dtype: torch.dtype
+) -> None:
+    """Products are of float16: queries, the inverse of keys here, and values lie beyond its range; some values are 0."""
+    spec = make_spec(64, 4)
+    step_through(spec, MIXED[1:5], 16, torch.bfloat16, pool_dtype, key_size, value_size, has_empty_values=True)
+
+
 def step_through(
     spec: AttentionSpec,
     steps: list,
@@ -264,10 +283,15 @@ def step_through(
     pool_dtype: torch.dtype | None,
     key_size: float = 1.0,
     value_size: float = 1.0,
+    *,
+    has_empty_values: bool = False,
 ) -> None:
     case = Case(spec, steps, block_size, dtype, seed=block_size, pool_dtype=pool_dtype)
     case.q, case.keys = case.q / key_size, [x * key_size for x in case.keys]
     case.values = [x * value_size for x in case.values]
+    if has_empty_values:
+        for values in case.values:
+            values[::2] = 0
     case.store_all(is_new_too=False)
     merged = torch.cat([case.q, *case.new()], dim=1)
     q, k, v = merged.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)

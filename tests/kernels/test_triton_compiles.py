@@ -1,15 +1,44 @@
-"""The kernels compile for a device, which the interpreter says nothing about; and none needs memory for registers."""
+"""The kernels compile for GPUs, which the interpreter says nothing about; and none keeps its registers in memory."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 
+KERNELS = [
+    "_act_mul_kernel",
+    "_add_rms_norm",
+    "_add_to_tokens",
+    "_ban_tokens",
+    "_choose",
+    "_copy_best",
+    "_count_tokens",
+    "_decode_kernel",
+    "_find_candidates",
+    "_find_peaks",
+    "_mask_kernel",
+    "_merge_kernel",
+    "_prefill_kernel",
+    "_quantise_rows",
+    "_rotate_and_store",
+    "_search_borders",
+    "_store_kernel",
+    "_tally",
+]
+LINE = re.compile(
+    r"(sm_\d+) (\w+) \((.+?)\): (\d+) registers, (\d+) bytes spilled, (\d+) bytes shared(?:, (\d+) instructions)?"
+)
 
-def test_kernels_compile_for_hopper(compiling: subprocess.Popen[str]) -> None:
-    told, complaints = compiling.communicate()
-    assert compiling.returncode == 0, complaints
-    expected = """
-        _act_mul_kernel _add_rms_norm _add_to_tokens _ban_tokens _choose _copy_best _count_tokens _decode_kernel _find_candidates
-        _find_peaks _merge_kernel _prefill_kernel _quantise_rows _rotate_and_store _search_borders _store_kernel _tally
-    """
-    assert told.split() == expected.split()
+
+def test_every_kernel_compiles_for_every_generation(compiling: dict[str, subprocess.Popen[str]]) -> None:
+    for name, process in compiling.items():
+        told, complaints = process.communicate()
+        assert process.returncode == 0, f"{name}: {told}{complaints}"
+        kernels = [match.groups() for match in map(LINE.fullmatch, told.splitlines()) if match]
+        # e4m3 begins with 8.9.
+        expected = [kernel for kernel in KERNELS if name != "sm_80" or kernel != "_quantise_rows"]
+        assert sorted({kernel for target, kernel, *_ in kernels if target == name}) == expected
+        for _, kernel, shape, *_, num_instructions in kernels:
+            if kernel == "_decode_kernel" and "heads of 128, bf16, K/V" in shape:
+                # Four fifths of the cycles in which an H200's memory brings that many keys: 1765, and 910 of a narrow pool.
+                assert int(num_instructions) < 0.8 * (1765 if "K/V bf16" in shape else 910), shape

@@ -9,16 +9,23 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
+from engine.runtime.attention.base import Batch
+from engine.runtime.attention.triton_paged import TritonPagedAttention
+from engine.runtime.cuda import decode_inputs, graphs
 from engine.runtime.cuda.decode_inputs import DecodeInputs
-from engine.runtime.cuda.graphs import DecodeGraphs, graph_sizes
+from engine.runtime.cuda.graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
 from engine.runtime.runner import ModelRunner
-from engine.runtime.sampling.sampler import Sampler
+from engine.runtime.sampling import sampler
+from engine.runtime.sampling.drawn import Drawn
+from engine.runtime.sampling.sampler import Sampler, is_plain
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
+from tests.cpu.test_constraint import StepGrammar
 
 # Rows of nobody have no keys, and no result: 0 / 0, which NumPy would warn of.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -90,6 +97,40 @@ def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth
             assert ours.logprob == pytest.approx(others.logprob, abs=1e-4)
 
 
+def test_only_rows_that_ask_for_more_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside them, what the graph has drawn for the others stands; with a grammar as well, and one that fails."""
+    wishes = [
+        {},
+        {"temperature": 1.0, "seed": 5, "grammar": StepGrammar(reach=3)},
+        {"temperature": 0.8, "seed": 6},
+        {"temperature": 1.0, "seed": 7, "grammar": StepGrammar(fails_at=4)},
+        {"repetition_penalty": 1.4, "logprobs": 2},
+    ]
+    config = settings(max_num_seqs=6)
+    expected = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
+    runner, drawn = with_graphs(config), []
+    draw, launch = sampler.draw, DecodeGraphs.launch
+
+    def note(logits: Tensor, *args: object) -> Drawn:
+        drawn.append(len(logits))
+        return draw(logits, *args)
+
+    def note_launch(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+        drawn.append(-sum(not is_plain(piece) for piece in plan.slices))
+        return launch(self, plan)
+
+    monkeypatch.setattr(sampler, "draw", note)
+    monkeypatch.setattr(DecodeGraphs, "launch", note_launch)
+    served = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=runner)
+    assert served.ids == expected.ids
+    assert {key: len(logprobs(events)) for key, events in served.events.items()} == {
+        key: len(logprobs(events)) for key, events in expected.events.items()
+    }
+    launches = [at for at, num in enumerate(drawn) if num < 0]
+    assert len(launches) > 5
+    assert all(drawn[at + 1] == -drawn[at] for at in launches)
+
+
 def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drawn again behind it."""
     wishes = [
@@ -110,13 +151,47 @@ def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sample" not in calls[calls.index("launch") :]
 
 
+def test_long_contexts_have_graphs_that_are_cut_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many splits as a graph for short contexts has would leave a long one to a few programs."""
+    monkeypatch.setattr(graphs, "_PLANNED_CONTEXT", 16)
+    config = settings(max_num_seqs=5)
+    planned, launched = [], []
+    prepare, launch = TritonPagedAttention.prepare, DecodeGraphs.launch
+
+    def note(self: TritonPagedAttention, batch: Batch) -> None:
+        planned.append((batch.context_lens_host[0], len(batch.context_lens_host)))
+        prepare(self, batch)
+
+    def note_launch(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+        planned.clear()
+        outputs = launch(self, plan)
+        launched.append((max(piece.start for piece in plan.slices) + 1, len(plan.slices), *planned[0]))
+        return outputs
+
+    expected = serve(MODEL, config, asked(GREEDY), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
+    runner = make_runner(MODEL, config, "triton", device=DEVICE)
+    told: list[Progress] = []
+    runner.capture(told.append)
+    assert told[-1].done == len(graph_sizes(5)) + len(long_graph_sizes(5))
+    if DEVICE.type == "cpu":  # where a graph is its computation
+        monkeypatch.setattr(TritonPagedAttention, "prepare", note)
+        monkeypatch.setattr(DecodeGraphs, "launch", note_launch)
+    served = serve(MODEL, config, asked(GREEDY), depth=1, apart=0, runner=runner)
+    assert served.ids == expected.ids
+    if DEVICE.type == "cpu":
+        for context, num_rows, planned_context, size in launched:
+            assert planned_context == (16 if context <= 16 else config.max_model_len)
+            assert size == min(n for n in (graph_sizes(5) if context <= 16 else long_graph_sizes(5)) if n >= num_rows)
+        assert {context <= 16 for context, *_ in launched} == {True, False}
+
+
 def test_rows_of_nobody_leave_no_trace() -> None:
     runner = with_graphs(settings(max_num_seqs=8))
     tensors = [*runner._kv_cache._keys, *runner._kv_cache._values, runner._last_ids[:8]]
     for tensor in tensors:
         tensor.fill_(3)
     with torch.inference_mode():
-        runner._graphs._replays[8]()
+        runner._graphs._sets[0].replays[8]()
     assert all(bool((tensor == 3).all()) for tensor in tensors)
 
 
@@ -130,11 +205,11 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "tensor", fail)
+        patch.setattr(decode_inputs, "to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             inputs.send(plan)
     inputs.send(plan)
-    batch, _, _ = inputs.compute(1, torch.zeros(9, dtype=torch.int64, device=DEVICE))
+    batch, _, _ = inputs.compute(1, 64, torch.zeros(9, dtype=torch.int64, device=DEVICE))
     assert batch.block_tables[0, :3].tolist() == table
 
 
@@ -143,6 +218,9 @@ def test_sizes() -> None:
     assert graph_sizes(3) == [1, 2, 3]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert graph_sizes(300)[-4:] == [256, 272, 288, 300]
+    assert long_graph_sizes(1) == [1]
+    assert long_graph_sizes(5) == [1, 2, 4, 5]
+    assert long_graph_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
 def test_no_graph_knows_adapters() -> None:

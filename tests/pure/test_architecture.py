@@ -39,7 +39,7 @@ def within(name: str, *roots: str) -> bool:
 # What measures kernels calls them.
 ON_THE_DEVICE = tuple(
     f"loadtest.gpu.{name}"
-    for name in ("attention", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
+    for name in ("attention", "compile", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
 # The engine for scripts: the daemon's own text side around it, nothing of HTTP.
 OFFLINE = tuple(f"engine.llm.{name}" for name in ("grammars", "job", "offline", "params"))

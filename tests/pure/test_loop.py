@@ -83,6 +83,10 @@ class GatedRunner(FakeRunner):
         self.num_chores = 0  # for idle moments
         self.chores_done = threading.Event()
         self.closed = False
+        self.begun_on: tuple[str, int] | None = None  # the thread, and how many steps there had been
+
+    def begin(self) -> None:
+        self.begun_on = (threading.current_thread().name, self.num_steps)
 
     def use_idle_moment(self) -> bool:
         if not self.num_chores:
@@ -159,6 +163,12 @@ def test_requests_from_many_threads_say_what_they_say_alone(rig: Rig) -> None:
                 rig.listener.ends[one.request_id, choice].finish_reason,
             ) == solo(one, choice)
     assert not rig.engine.health().busy
+
+
+def test_the_runner_gets_ready_on_the_engines_thread(rig: Rig) -> None:
+    rig.engine.submit(request("a"))
+    rig.listener.wait_for(lambda: ("a", 0) in rig.listener.ends)
+    assert rig.runner.begun_on == ("quire-engine", 0)
 
 
 def test_events_are_delivered_once_a_step(rig: Rig) -> None:

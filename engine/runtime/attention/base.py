@@ -153,8 +153,8 @@ class CausalLM(Protocol):
         """ids, positions [T] -> the final, normed hidden states of `rows` [R] int64, or of all: [R, hidden]."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab_size], in `out` if it is given."""
         ...
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.pool import from_pool
+from engine.runtime.transfer import to_device
 
 
 class SliceView(NamedTuple):
@@ -52,7 +53,7 @@ def view_slice(
         num_queries,
         num_keys,
         blocks[0] * block_size + offset if is_run else offset,
-        None if is_run else torch.tensor(blocks, device=device),
+        None if is_run else to_device(blocks, torch.int64, device),
         _mask(num_queries, num_keys, start - first, window, device),
     )
 

@@ -23,6 +23,7 @@ from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, 
 from engine.runtime.cuda.attention_tuning import PromptTile, Tuning, choose_tuning
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.store import PoolView, block_major_shape, store_kv, view_pool
+from engine.runtime.transfer import to_device
 
 MAX_HEAD_DIM = 256
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -111,7 +112,7 @@ class TritonPagedAttention:
         decodes = [s for s, length in enumerate(lens) if length == 1]
         prefills = [s for s, length in enumerate(lens) if length > 1]
         # Where all have one query, the starts 0, 1, 2 ... are also the slices' own numbers.
-        listed = _to_device(decodes, torch.int32, device) if prefills else batch.query_starts
+        listed = to_device(decodes, torch.int32, device) if prefills else batch.query_starts
         longest = max((batch.context_lens_host[s] for s in decodes), default=0)
         if prefills and self._library is not None:
             self._library.prepare(batch)
@@ -144,7 +145,9 @@ class TritonPagedAttention:
             return self._library.attend(spec, q, pool.k, pool.v)
         tensors, device = step.tensors, self._device
         assert device is not None
-        tuning = self._tuning or choose_tuning(spec.head_dim, q.dtype.itemsize, device.capability)
+        tuning = self._tuning or choose_tuning(
+            spec.head_dim, q.dtype.itemsize, device.capability, has_narrow_pool=pool.k_scales is not None
+        )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if step.num_decodes:
             visible = min(step.longest_decode, spec.window or step.longest_decode)
@@ -166,7 +169,7 @@ def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, tuning: Tuning, nu
         lens, contexts = step.batch.query_lens_host, step.batch.context_lens_host
         work = list_work(step.prefills, lens, contexts, spec, tile, tuning.prompt_cut, num_sms)
         device = step.tensors.slots.device
-        pieces, cut_tiles = (_to_device(x, torch.int32, device) for x in (work.pieces, work.cut_tiles))
+        pieces, cut_tiles = (to_device(x, torch.int32, device) for x in (work.pieces, work.cut_tiles))
         step.work[key] = WorkTensors(pieces, cut_tiles, work.num_parts)
     return step.work[key]
 
@@ -177,8 +180,3 @@ def _describe(device: torch.device) -> _Device:
         return _Device(1, (0, 0))
     properties = torch.cuda.get_device_properties(device)
     return _Device(properties.multi_processor_count, (properties.major, properties.minor))
-
-
-def _to_device(numbers: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy that nobody waits for: pinned memory is not used again before the stream has passed."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -130,6 +130,7 @@ def _decode_kernel(
         WINDOW,
         HAS_SOFTCAP,
         IS_MASKED=True,
+        IN_PAIRS=k_scales is not None,
     )
     if IS_SPLIT:
         entry = (piece * tl.num_programs(1) * GROUP + heads).to(tl.int64) * num_splits + split

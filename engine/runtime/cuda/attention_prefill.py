@@ -148,12 +148,12 @@ def _prefill_kernel(
         masked = tl.maximum(tl.minimum((first_at + 1) // BLOCK_N * BLOCK_N, end), begin)
         peak, total, acc = attend_keys(
             q_tile, q_at, peak, total, acc, begin, masked, table, k_pool, v_pool, k_scales, v_scales, block_stride,
-            scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=False,
+            scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=False, IN_PAIRS=False,
         )  # fmt: skip
         begin = masked
     peak, total, acc = attend_keys(
         q_tile, q_at, peak, total, acc, begin, end, table, k_pool, v_pool, k_scales, v_scales, block_stride,
-        scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=True,
+        scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, WINDOW, HAS_SOFTCAP, IS_MASKED=True, IN_PAIRS=False,
     )  # fmt: skip
     if part < 0:
         if sinks is not None:

@@ -1,7 +1,9 @@
-"""What both attention kernels do with a tile of keys: gather it through the block table, score it, weigh the values.
+"""The step that both attention kernels repeat: load a tile of keys through the block table, score it, add its values.
 
-Softmax is online and in base 2 with float32 accumulators. The pool lies as store.py says; the numbers of a narrow one go
-into the products as they are, and their scales to the scores and the weights. Device code: it knows no slices.
+Softmax is online and in base 2 with float32 accumulators. The pool's layout is store.py's. Over a narrow pool (int8, fp8)
+the products are of float16, which all numbers of both types fit exactly and to which a conversion takes half an
+instruction a number, where one to bfloat16 takes several. A row's scale goes to its score, or to its weight.
+Device code: it knows no slices.
 """
 
 from __future__ import annotations
@@ -13,16 +15,70 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Of float32 products: three in tensor cores, which lose two or three bits instead of thirteen. In full precision there are
 # no tensor cores for them, and a tile's numbers do not fit a program's registers.
 PRECISION = tl.constexpr("tf32x3")
+_BIAS = tl.constexpr(127)  # of float32's exponent
+_LARGEST_QUERY = tl.constexpr(
+    14
+)  # exponent that queries are scaled to, as large as float16 and sums of 256 products allow
+# Exponent below which a row of values counts as this small. Its weight can then not overflow the sum of the weights.
+_SMALLEST_VALUE = tl.constexpr(-60)
 
 
 @triton.jit
-def load_rows(pool, rows, is_key, dims, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows of K or V that begin `rows` [N] elements into the pool: [N, BLOCK_D] of DTYPE, zero where there is nothing.
+def widen(numbers, kind: tl.constexpr, dtype: tl.constexpr):
+    """The low byte of each of `numbers`, unsigned integers, as a number of `kind` in `dtype`."""
+    if kind == tl.int8 and dtype == tl.float16:
+        # 0x6400 is 1024 in float16, whose last bit counts 1. Instructions that convert integers are a quarter as fast.
+        wide = ((numbers.to(tl.uint16) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    else:
+        wide = numbers.to(tl.uint8).to(kind, bitcast=True).to(dtype)
+    return wide
 
-    What is masked is never read, so nothing stale in the pool can reach a result, not even as 0 * NaN.
+
+@triton.jit
+def load_rows(pool, rows, dims, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
+    """Rows of K or V that begin `rows` [N] elements into the pool: [N, dims], zero behind HEAD_DIM.
+
+    Those of a narrow pool are converted to `dtype`; others have it.
     """
-    tile = tl.load(pool + rows[:, None] + dims[None, :], mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    return tile.to(DTYPE)
+    kind: tl.constexpr = pool.dtype.element_ty
+    if dims.shape[0] == HEAD_DIM:
+        tile = tl.load(pool + rows[:, None] + dims[None, :])
+    else:
+        tile = tl.load(pool + rows[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    if kind.primitive_bitwidth == 8:
+        tile = widen(tile.to(tl.uint8, bitcast=True), kind, dtype)
+    return tile
+
+
+@triton.jit
+def locate(table, keys, end, block_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where the rows of some keys begin in the pool, and where their scales are in a narrow one.
+
+    Behind `end` the last key is meant again: cheaper than a mask, and nothing stale in the pool is read.
+    """
+    at = tl.minimum(keys, end - 1).to(tl.uint32)
+    blocks = tl.load(table + at // BLOCK_SIZE).to(tl.int64) * block_stride
+    offsets = at % BLOCK_SIZE
+    return blocks + offsets * HEAD_DIM, (blocks + BLOCK_SIZE * HEAD_DIM) // 4 + offsets
+
+
+@triton.jit
+def exponent_of(x):
+    """Of a float32 that is not negative, as floor(log2(x)); 128 of NaN and infinity."""
+    return (x.to(tl.int32, bitcast=True) >> 23) - _BIAS
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2 ** exponent as float32, from -126 to 127."""
+    return ((exponent + _BIAS) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_half(q, scale):
+    """Queries as float16 whatever their size, and `scale` for what they are then multiplied to."""
+    exponent = tl.maximum(exponent_of(tl.max(tl.abs(q.to(tl.float32)))), -100) - _LARGEST_QUERY
+    return (q.to(tl.float32) * power_of_two(-exponent)).to(tl.float16), scale * power_of_two(exponent)
 
 
 @triton.jit
@@ -32,12 +88,35 @@ def soft_cap(scores, cap):
 
 
 @triton.jit
+def add_values(
+    weights, decay, acc, odd, v_pool, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IN_PAIRS: tl.constexpr
+):
+    """Add a tile's weighted values to `acc`, or with IN_PAIRS the even ones to it and the odd ones to `odd`.
+
+    Products of few rows want their second operand transposed, which shared memory can do with numbers of 16 bits but
+    not of 8. So two adjacent values of a byte are loaded as one number, and the even and the odd ones have a product each.
+    """
+    dtype: tl.constexpr = weights.dtype
+    acc *= decay
+    if IN_PAIRS:
+        kind: tl.constexpr = v_pool.dtype.element_ty
+        pairs = v_pool.to(tl.pointer_type(tl.uint16), bitcast=True)
+        v = load_rows(pairs, rows // 2, tl.arange(0, BLOCK_D // 2), HEAD_DIM // 2, dtype)
+        odd = tl.dot(weights, widen(v >> 8, kind, dtype), odd * decay, input_precision=PRECISION)
+        acc = tl.dot(weights, widen(v, kind, dtype), acc, input_precision=PRECISION)
+    else:
+        v = load_rows(v_pool, rows, tl.arange(0, BLOCK_D), HEAD_DIM, dtype)
+        acc = tl.dot(weights, v, acc, input_precision=PRECISION)
+    return acc, odd
+
+
+@triton.jit
 def attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_at,  # [BLOCK_M] positions
-    peak,  # [BLOCK_M] highest score so far, in base 2
+    peak,  # [BLOCK_M] highest exponent so far, in base 2: of a score, times the size of the value in a narrow pool
     total,  # [BLOCK_M] sum of weights, relative to the peak
-    acc,  # [BLOCK_M, BLOCK_D] weighed values, likewise
+    acc,  # [BLOCK_M, BLOCK_D] weighted values, likewise
     begin,  # key positions begin .. end - 1; begin at a tile's start
     end,
     table,  # the sequence's blocks
@@ -55,25 +134,38 @@ def attend_keys(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,  # whether a row may not see all of these keys
+    IN_PAIRS: tl.constexpr,  # whether values of a byte are loaded as pairs
 ):
-    """Go over the keys, a tile at a time; returns peak, total and acc with them."""
-    dims = tl.arange(0, BLOCK_D)
+    """Attend over the keys, one tile at a time; returns the new peak, total and acc."""
+    is_narrow: tl.constexpr = k_scales is not None
+    dtype: tl.constexpr = tl.float16 if is_narrow and q.dtype != tl.float32 else q.dtype
+    scale *= LOG2E
+    softcap *= LOG2E
+    if dtype != q.dtype:
+        q, scale = to_half(q, scale)
+    odd = 0.0
+    if IN_PAIRS:
+        acc, odd = tl.split(tl.reshape(acc, [acc.shape[0], BLOCK_D // 2, 2]))
+    last = tl.minimum(q_at, end - 1)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
-        is_key = keys < end
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64) * block_stride
-        offsets = keys % BLOCK_SIZE
-        rows = blocks + offsets * HEAD_DIM
-        scales_at = (blocks + BLOCK_SIZE * HEAD_DIM) // 4 + offsets
-        k = load_rows(k_pool, rows, is_key, dims, HEAD_DIM, q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if k_scales is not None:
-            scores *= tl.load(k_scales + scales_at, mask=is_key, other=0.0)[None, :]
+        rows, scales_at = locate(table, keys, end, block_stride, HEAD_DIM, BLOCK_SIZE)
+        k = load_rows(k_pool, rows, tl.arange(0, BLOCK_D), HEAD_DIM, dtype)
+        key_scale = scale
+        if is_narrow:
+            key_scale = (tl.load(k_scales + scales_at) * scale)[None, :]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * key_scale
         if HAS_SOFTCAP:
             scores = soft_cap(scores, softcap)
-        scores *= LOG2E
+        if is_narrow:
+            # Weights that have the power of two of their value's scale in them need no more range than float16 has,
+            # whatever the scales are: the largest is near 1. In `total` they count without it.
+            v_scale = tl.load(v_scales + scales_at)
+            exponents = tl.maximum(exponent_of(v_scale), _SMALLEST_VALUE)
+            inverse = power_of_two(-exponents)
+            scores += exponents.to(tl.float32)[None, :]
         if IS_MASKED:
-            is_visible = (keys[None, :] <= q_at[:, None]) & is_key[None, :]
+            is_visible = keys[None, :] <= last[:, None]
             if WINDOW > 0:
                 is_visible &= keys[None, :] > q_at[:, None] - WINDOW
             scores = tl.where(is_visible, scores, -float("inf"))
@@ -82,15 +174,15 @@ def attend_keys(
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(weights, 1)
-        if v_scales is not None:
-            weights *= tl.load(v_scales + scales_at, mask=is_key, other=0.0)[None, :]
-            # float16 has no room for a small weight of a small value.
-            v = load_rows(v_pool, rows, is_key, dims, HEAD_DIM, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+        if is_narrow:
+            total = total * decay + tl.sum(weights * inverse[None, :], 1)
+            weights *= (v_scale * inverse)[None, :]
         else:
-            v = load_rows(v_pool, rows, is_key, dims, HEAD_DIM, q.dtype)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+            total = total * decay + tl.sum(weights, 1)
+        acc, odd = add_values(weights.to(dtype), decay[:, None], acc, odd, v_pool, rows, HEAD_DIM, BLOCK_D, IN_PAIRS)
         peak = new_peak
+    if IN_PAIRS:
+        acc = tl.reshape(tl.join(acc, odd), [acc.shape[0], BLOCK_D])
     return peak, total, acc
 
 

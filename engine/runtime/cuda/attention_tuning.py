@@ -1,7 +1,8 @@
 """The sizes that the attention kernels' speed hangs on, in one table: tiles, warps, stages of loads, and how work is cut.
 
 None of them changes a result by more than the order of its sums. They were chosen by reasoning and by what compiles for
-capability 9.0 without spilling registers; no card has measured them yet. `bash loadtest/gpu.sh --tune` tries their
+capabilities 8.0, 9.0 and 10.0 with at most 64 bytes of registers spilled (`python -m loadtest.gpu.compile` prints it), but
+for prompts over a narrow pool with a head_dim of 256, which spill 136; no GPU has measured them yet. `bash loadtest/gpu.sh --tune` tries their
 neighbours on a card and prints the best, which then belongs here. Host code without state: any thread.
 """
 
@@ -53,24 +54,32 @@ _LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))  # 227 KiB a block. Others hav
 
 
 @cache
-def choose_tuning(head_dim: int, itemsize: int, capability: tuple[int, int]) -> Tuning:
-    """The table. `itemsize` is the queries'; float32 is for comparisons.
+def choose_tuning(
+    head_dim: int, itemsize: int, capability: tuple[int, int], *, has_narrow_pool: bool = False
+) -> Tuning:
+    """Return the table's entry. `itemsize` is the queries'; float32 is for comparisons.
 
     Decode: two tiles of K and V in flight, 64 KiB, times two programs an SM. Little's law asks for less: 4.8 TB/s times
-    a latency of 0.7 us is 25 KiB an SM. Prompts: rows as many as keep the accumulator in registers, since K and V are
-    read once a tile of rows; keys as many as fit 99 KiB of shared memory with the next tile on its way, so that one
-    entry runs on every card, but for a head_dim of 256, which large shared memory takes better.
+    a latency of 0.7 us is 25 KiB an SM. A narrow pool's tile has twice the keys in as many bytes. Prompts: rows as many as
+    keep the accumulator in registers, since K and V are read once a tile of rows; keys as many as fit 99 KiB of shared
+    memory with the next tile on its way, so that one entry runs on every card, but for a head_dim of 256, which large
+    shared memory takes better.
     """
     cuts = _DECODE_CUT, _PROMPT_CUT
-    is_narrow, is_small = head_dim <= 64, head_dim <= 128
+    is_small = head_dim <= 128
     if itemsize == 2:
+        keys = (64 if is_small else 32) * (2 if has_narrow_pool else 1)
+        decode = DecodeTile(keys, 4, 5)
+        if is_small and has_narrow_pool and capability != (9, 0):  # where conversions take the registers of 128 rows
+            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(64, 64, 8, 3), *cuts)
         if is_small:
-            return Tuning(DecodeTile(64, 4, 5), PromptTile(64, 64, 4, 3), PromptTile(128, 64, 8, 3), *cuts)
+            keys = 64 if capability in _LARGE_SHARED_MEMORY else 32
+            return Tuning(decode, PromptTile(64, 64, 4, 3), PromptTile(128, keys, 8, 3), *cuts)
         if capability in _LARGE_SHARED_MEMORY:
-            return Tuning(DecodeTile(32, 4, 5), PromptTile(64, 32, 8, 3), PromptTile(128, 32, 8, 3), *cuts)
-        return Tuning(DecodeTile(32, 4, 5), PromptTile(64, 32, 8, 3), PromptTile(64, 32, 8, 3), *cuts)
-    if is_narrow:
-        return Tuning(DecodeTile(32, 4, 3), PromptTile(32, 32, 4, 3), PromptTile(64, 32, 4, 3), *cuts)
+            return Tuning(decode, PromptTile(64, 32, 8, 3), PromptTile(128, 32, 8, 3), *cuts)
+        return Tuning(decode, PromptTile(64, 32, 8, 3), PromptTile(64, 32, 8, 3), *cuts)
+    if head_dim <= 64:
+        return Tuning(DecodeTile(32, 4, 3), PromptTile(32, 32, 8, 3), PromptTile(32, 32, 8, 3), *cuts)
     if is_small:
-        return Tuning(DecodeTile(32, 4, 3), PromptTile(32, 32, 4, 1), PromptTile(64, 16, 8, 3), *cuts)
-    return Tuning(DecodeTile(16, 4, 3), PromptTile(32, 32, 8, 1), PromptTile(32, 32, 8, 1), *cuts)
+        return Tuning(DecodeTile(32, 4, 3), PromptTile(16, 32, 4, 3), PromptTile(16, 32, 4, 3), *cuts)
+    return Tuning(DecodeTile(16, 8, 3), PromptTile(16, 16, 8, 1), PromptTile(16, 16, 8, 1), *cuts)

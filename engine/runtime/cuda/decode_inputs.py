@@ -20,6 +20,7 @@ from engine.core.plan import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.sampling.draw import as_signed, lowest_score
+from engine.runtime.transfer import Staging, to_device
 
 
 class _Field(IntEnum):
@@ -39,7 +40,6 @@ class _Field(IntEnum):
 
 
 _LARGEST_TOP_K = (1 << 31) - 1  # of the kernels; beyond any vocabulary, and what it then keeps is all
-_PLANNED_CONTEXT = 8192  # tokens; what a graph's attention is cut for. Longer ones come out right, if not as fast
 
 
 class DecodeInputs:
@@ -49,9 +49,8 @@ class DecodeInputs:
         num_seqs, self._block_size = config.max_num_seqs, config.block_size
         self._width = -(-config.max_model_len // config.block_size)
         shape = (len(_Field), num_seqs)
-        # By turns, since the copy of one step may still be under way when the next is written.
-        hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)]
-        self._hosts = cycle(hosts)
+        # By turns, so that the next step need not wait for the copy of the last one.
+        self._hosts = cycle([Staging(shape, torch.int64, device) for _ in range(2)])
         # A row of no context, which stores nothing and whose seat no sequence has.
         self._nobody = np.zeros((len(_Field), 1), np.int64)
         self._nobody[_Field.SEAT], self._nobody[_Field.POSITION], self._nobody[_Field.SLOT] = num_seqs, -1, -1
@@ -65,23 +64,23 @@ class DecodeInputs:
     def send(self, plan: StepPlan) -> None:
         """Have the device know the step's rows, in the plan's order."""
         host = next(self._hosts)
-        array, num_rows = host.numpy(), len(plan.slices)
+        array, num_rows = host.begin(), len(plan.slices)
         array[:, num_rows:] = self._nobody
         grown = [entry for piece in plan.slices for entry in self._grow(piece)]
         if grown:
-            entries = torch.tensor(grown, dtype=torch.int64, pin_memory=self._fields.is_cuda)
-            places, blocks = entries.to(self._fields.device, non_blocking=True).unbind(1)
+            places, blocks = to_device(grown, torch.int64, self._fields.device).unbind(1)
             self._tables.view(-1).index_copy_(0, places, blocks.int())
         rows = [self._row(piece) for piece in plan.slices]
         array[: _Field.TEMPERATURE, :num_rows] = np.array([row[: _Field.TEMPERATURE] for row in rows], np.int64).T
         floats = np.array([row[_Field.TEMPERATURE :] for row in rows], np.float64)
         array[_Field.TEMPERATURE :, :num_rows] = floats.view(np.int64).T
-        self._fields.copy_(host, non_blocking=True)
+        host.send_to(self._fields)
 
-    def compute(self, num_rows: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
+    def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
         """The first `num_rows` as a batch, how they are drawn, and their seats [num_rows] int64.
 
-        Operations on the device alone, which a graph may hold. `last_ids` [seats + 1] int64.
+        Operations on the device alone, which a graph may hold. Attention is cut for contexts of `max_context` tokens;
+        longer ones come out right, if not as fast. `last_ids` [seats + 1] int64.
         """
         fields = self._fields[:, :num_rows]
         seats, known, position = fields[_Field.SEAT], fields[_Field.ID], fields[_Field.POSITION]
@@ -96,7 +95,7 @@ class DecodeInputs:
             context_lens=(position + 1).int(),
             sample_rows=self._rows[:num_rows],
             query_lens_host=[1] * num_rows,
-            context_lens_host=[min(self._width * self._block_size, _PLANNED_CONTEXT)] * num_rows,
+            context_lens_host=[max_context] * num_rows,
             block_tables_host=[()] * num_rows,
         )
         floats = fields[_Field.TEMPERATURE :].view(torch.float64)

@@ -40,6 +40,15 @@ class CudaRunner:
         self._runner, self._device = runner, device
         self._is_lost = False
 
+    def begin(self) -> None:
+        """What the runner behind does with it."""
+        try:
+            self._runner.begin()
+            return
+        except RuntimeError as error:
+            fault = to_fault(error)
+        raise self.settle(fault)
+
     def run(self, plan: StepPlan) -> CudaStep:
         """Launch a step."""
         try:

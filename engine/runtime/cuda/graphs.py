@@ -2,7 +2,8 @@
 
 A step of a small model is some three hundred kernels of a few microseconds, which the host could not launch as fast as
 they run. A graph has all of them: the batch from what DecodeInputs sent, the model, the draw, and the drawn ids where the
-next step finds them. Steps in between two sizes are filled up with rows that belong to nobody. Engine thread.
+next step finds them. Steps in between two sizes are filled up with rows that belong to nobody. How finely attention cuts
+contexts is recorded too: steps with a long context have graphs of their own, of fewer sizes. Engine thread.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from engine.runtime.kv_cache import KVCache
 Report = Callable[[Progress], None]
 
 
+_PLANNED_CONTEXT = 8192  # tokens; contexts of the graphs that most steps take
+
+
 class Outputs(NamedTuple):
     """What a step leaves for R rows, at the same addresses every time."""
 
@@ -40,6 +44,19 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Rows of the graphs: 1, 2, 4, then every 8 to 256, then every 16, and the most there can be."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)]
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+def long_graph_sizes(max_num_seqs: int) -> list[int]:
+    """Rows of the graphs for long contexts, beside which some rows of padding count for little: powers of two."""
+    return sorted({1 << power for power in range((max_num_seqs - 1).bit_length())} | {max_num_seqs})
+
+
+class _GraphSet(NamedTuple):
+    """Graphs for steps whose contexts have at most so many tokens."""
+
+    max_context: int
+    sizes: list[int]
+    replays: dict[int, Callable[[], Outputs]]
 
 
 @cache
@@ -62,19 +79,21 @@ class DecodeGraphs:
         """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last seat is nobody's."""
         self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
         self._inputs = DecodeInputs(config, last_ids.device)
-        self._sizes = graph_sizes(config.max_num_seqs)
+        self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
+        if config.max_model_len > _PLANNED_CONTEXT:
+            self._sets.append(_GraphSet(config.max_model_len, long_graph_sizes(config.max_num_seqs), {}))
         # Of all graphs: each has its own results, and those of a large vocabulary would take gigabytes.
         shape = (config.max_num_seqs, model.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=last_ids.device)
-        self._replays: dict[int, Callable[[], Outputs]] = {}
 
     def capture(self, report: Report) -> None:
         """Record every size, the largest first: smaller ones then fit in the memory that it has left."""
         pool = torch.cuda.graph_pool_handle() if self._last_ids.is_cuda else None
-        for done, size in enumerate(reversed(self._sizes)):
-            report(Progress("cuda_graphs", f"decode steps of {size}", done, len(self._sizes), "graphs"))
-            self._replays[size] = self._record(size, pool)
-        report(Progress("cuda_graphs", "", len(self._sizes), len(self._sizes), "graphs"))
+        wanted = sorted(((size, graphs) for graphs in self._sets for size in graphs.sizes), key=lambda each: -each[0])
+        for done, (size, graphs) in enumerate(wanted):
+            report(Progress("cuda_graphs", f"decode steps of {size}", done, len(wanted), "graphs"))
+            graphs.replays[size] = self._record(size, graphs.max_context, pool)
+        report(Progress("cuda_graphs", "", len(wanted), len(wanted), "graphs"))
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether every sequence of the step has one token, from which one is drawn, and no adapter."""
@@ -88,13 +107,14 @@ class DecodeGraphs:
 
     def launch(self, plan: StepPlan) -> Outputs:
         """Run a step that this `takes`. What is returned is overwritten by the next."""
-        num_rows = len(plan.slices)
+        num_rows, longest = len(plan.slices), max(piece.start for piece in plan.slices) + 1
         self._inputs.send(plan)
-        outputs = self._replays[self._sizes[bisect_left(self._sizes, num_rows)]]()
+        graphs = next(graphs for graphs in self._sets if longest <= graphs.max_context)
+        outputs = graphs.replays[graphs.sizes[bisect_left(graphs.sizes, num_rows)]]()
         return Outputs(*(each[:num_rows] for each in outputs))
 
-    def _record(self, size: int, pool: Any) -> Callable[[], Outputs]:
-        compute = partial(self._compute, size)
+    def _record(self, size: int, max_context: int, pool: Any) -> Callable[[], Outputs]:
+        compute = partial(self._compute, size, max_context)
         if pool is None:
             return compute
         # Once before it is recorded: kernels are compiled, and libraries make their workspaces.
@@ -104,7 +124,8 @@ class DecodeGraphs:
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # Another thread, such as one that loads an adapter, may call what this one may not while it records.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = compute()
 
         def replay() -> Outputs:
@@ -113,11 +134,11 @@ class DecodeGraphs:
 
         return replay
 
-    def _compute(self, num_rows: int) -> Outputs:
-        batch, draws, seats = self._inputs.compute(num_rows, self._last_ids)
+    def _compute(self, num_rows: int, max_context: int) -> Outputs:
+        batch, draws, seats = self._inputs.compute(num_rows, max_context, self._last_ids)
         self._backend.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
-        logits = self._logits[:num_rows].copy_(self._model.logits(hidden))
+        logits = self._model.logits(hidden, self._logits[:num_rows])
         # Rows without top_k and top_p have nothing ranked, but the three launches for it are in every graph: two graphs of
         # each size would take twice the time to record.
         ids, is_finite = sample(logits, draws)

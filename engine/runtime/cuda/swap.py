@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.core.errors import MemoryBudgetError
 from engine.core.plan import Moves, StepPlan
 from engine.runtime.swap import host_rows, rows_as_bytes, split_rows
+from engine.runtime.transfer import to_device
 
 STAGING_BYTES = 64 << 20  # of device memory, for each direction
 
@@ -111,7 +112,7 @@ class PinnedPool:
         self._moves.append((num_blocks, begun, ended))
 
     def _to_device(self, blocks: list[int]) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
+        return to_device(blocks, torch.int64, self._device)
 
 
 def gather(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
@@ -124,6 +125,27 @@ def scatter(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
     """The way back."""
     for view, part in zip(pool, split_rows(rows, pool), strict=True):
         view.index_copy_(0, blocks, part)
+
+
+def read_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> None:
+    """Copy blocks out to rows [N, numbers of a block] in main memory: one copy for as many as the staging holds."""
+    for numbers, some in _portions(blocks, rows):
+        staged = torch.empty(some.shape, dtype=some.dtype, device=pool[0].device)
+        gather(pool, to_device(numbers, torch.int64, staged.device), staged)
+        some.copy_(staged)
+
+
+def write_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> None:
+    """The way back."""
+    device = pool[0].device
+    for numbers, some in _portions(blocks, rows):
+        scatter(pool, to_device(numbers, torch.int64, device), some.to(device))
+
+
+def _portions(blocks: Sequence[int], rows: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
+    size = max(STAGING_BYTES // (rows.shape[1] * rows.itemsize), 1)
+    for begin in range(0, len(blocks), size):
+        yield blocks[begin : begin + size], rows[begin : begin + size]
 
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ from engine.core.plan import SequenceSlice
 from engine.runtime.models.config import Activation
 from engine.runtime.models.linear import Addend, Linear
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
+from engine.runtime.transfer import to_device
 
 
 class Place(IntEnum):
@@ -74,7 +75,7 @@ def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[Ad
         if adapter is not None:
             assert isinstance(adapter, LoraAdapter)
             found.setdefault(adapter, []).extend(range(begin, end))
-    return [AdapterRows(adapter, torch.tensor(rows, device=device)) for adapter, rows in found.items()]
+    return [AdapterRows(adapter, to_device(rows, torch.int64, device)) for adapter, rows in found.items()]
 
 
 def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) -> list[Addend]:

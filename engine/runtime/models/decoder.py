@@ -199,10 +199,10 @@ class Decoder:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
         return self._norm.add(x, delta, self._config.residual_multiplier)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab_size], in `out` if it is given."""
         # Rounded to bfloat16, logits of 25 would lie 0.125 apart, and the two best often on the same number.
-        logits = self._head.in_float32(hidden)
+        logits = self._head.in_float32(hidden, out)
         if self._config.logit_multiplier != 1.0:
             logits.mul_(self._config.logit_multiplier)
         if self._config.logit_softcap is not None:

@@ -105,11 +105,19 @@ class Linear:
             y.index_add_(0, rows, up._kernel(low))  # noqa: SLF001 - its product, without the activation
         return y if self._activation is None else act_mul(y, self._activation)
 
-    def in_float32(self, x: Tensor) -> Tensor:
-        """The product in float32; where the native library makes it, its sums have not been rounded in between."""
+    def in_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The product in float32, in `out` if it is given. Its sums are not rounded in between where the native library
+        makes it, or CUDA from weights of 16 bits."""
         if isinstance(self._kernel, _NATIVE):
-            return self._kernel(x, torch.float32)
-        return self(x).float()
+            y = self._kernel(x, torch.float32)
+        elif self._kernel == self._plain and self._activation is None and _has_float32_products(x.device, x.dtype):
+            y = torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+            if self.bias is not None:
+                y += self.bias
+            return y
+        else:
+            y = self(x).float()
+        return y if out is None else out.copy_(y)
 
     @property
     def rows(self) -> Callable[[Tensor], Tensor] | None:
@@ -173,6 +181,19 @@ class Linear:
 
     def _plain(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+@cache
+def _has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies numbers of 16 bits to float32 here, which it does on CUDA."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        x = torch.zeros((16, 16), dtype=dtype, device=device)
+        torch.mm(x, x, out_dtype=torch.float32)
+    except (TypeError, RuntimeError):  # an older torch, or a build or a device without
+        return False
+    return True
 
 
 def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -96,10 +96,11 @@ class TransformersModel:
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if rows is None else hidden.index_select(0, rows)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab_size]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden states [R, hidden] -> float32 logits [R, vocab_size], in `out` if it is given."""
         self._given.states = hidden[None]
-        return self._head(input_ids=None, use_cache=False).logits[0].float()
+        logits: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
+        return logits.float() if out is None else out.copy_(logits)
 
 
 @dataclass

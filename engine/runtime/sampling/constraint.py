@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.core.grammar import Grammar, Matcher
 from engine.core.plan import SequenceSlice
 from engine.runtime.cuda.available import uses_triton
+from engine.runtime.transfer import to_device
 
 _BITS = np.arange(32)  # of a mask's word
 
@@ -31,7 +32,8 @@ _BITS = np.arange(32)  # of a mask's word
 class Constrained(NamedTuple):
     """A row of logits whose token a grammar has to allow."""
 
-    row: int  # in the logits, and in the step's ids
+    row: int  # in the step's ids
+    at: int  # in the logits
     seat: int
     piece: SequenceSlice
     grammar: Grammar
@@ -129,7 +131,7 @@ class Constraints:
             for turn in _turns(rows):
                 seats.update((each.row, self._catch_up(each)) for each in turn)
                 masks = self._masks(turn, [seats[each.row] for each in turn], logits.shape[1])
-                apply_masks(logits, [each.row for each in turn], masks)
+                apply_masks(logits, [each.at for each in turn], masks)
             step = ConstrainedStep([(each, seats[each.row]) for each in rows])
             for each in rows:
                 seat = seats[each.row]
@@ -214,8 +216,8 @@ def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -
         for row, mask in zip(rows, masks, strict=True):
             _mask_on_host(logits[row].numpy(), mask)
         return
-    at = torch.tensor(list(rows), pin_memory=True).to(logits.device, non_blocking=True)
-    bits = torch.from_numpy(masks).pin_memory().to(logits.device, non_blocking=True)
+    at = to_device(list(rows), torch.int64, logits.device)
+    bits = to_device(masks, torch.int32, logits.device)
     if uses_triton(logits):
         from engine.runtime.cuda.mask import mask_rows
 

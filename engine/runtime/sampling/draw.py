@@ -19,6 +19,7 @@ from engine.runtime.native.library import DRAW, Library, SampleArgs, native
 from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
+from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
@@ -142,5 +143,5 @@ def _on_rows(scores: Tensor, chosen: Sequence[int], change: Callable[[Tensor], N
 
 
 def _on(like: Tensor, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers as a tensor where `like` is, without waiting for it: page-locked memory is what a copy need not wait for."""
-    return torch.tensor(values, dtype=dtype, pin_memory=like.is_cuda).to(like.device, non_blocking=True)
+    """Numbers as a tensor where `like` is."""
+    return to_device(values, dtype, like.device)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.runtime.transfer import to_device
+
 SEED_MASK = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
@@ -25,7 +27,7 @@ def make_key(seed: int, position: int) -> tuple[int, int]:
 def to_keys(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """The keys of R rows as a tensor, [2, R, 1] int32."""
     words = [[_signed(word) for word in words] for words in zip(*pairs, strict=True)]
-    return torch.tensor(words, dtype=torch.int32).unsqueeze(-1).to(device, non_blocking=True)
+    return to_device(words, torch.int32, device).unsqueeze(-1)
 
 
 def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:

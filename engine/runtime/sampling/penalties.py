@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.core.plan import SequenceSlice
 from engine.core.types import SamplingParams
+from engine.runtime.transfer import to_device
 
 
 def is_penalized(params: SamplingParams) -> bool:
@@ -47,8 +48,7 @@ class History:
         known = min(len(piece.tokens), stop)
         seat.length = min(seat.length, piece.start)  # what was written from here on may have been drafts
         if seat.length < known:
-            new = torch.tensor(piece.tokens[seat.length : known])
-            seat.ids[seat.length : known].copy_(new, non_blocking=True)
+            seat.ids[seat.length : known] = to_device(piece.tokens[seat.length : known], torch.int64, last_ids.device)
         if known < stop:
             seat.ids[known:stop] = last_ids[piece.seat]
         seat.length = stop

@@ -22,9 +22,11 @@ from engine.runtime.cuda.available import uses_triton
 from engine.runtime.sampling.bans import Ban, bad_endings
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
+from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
 from engine.runtime.speculation.base import one_by_one
+from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
@@ -42,7 +44,8 @@ class Sampled(NamedTuple):
 
 
 class _Row(NamedTuple):
-    at: int  # its row in the logits
+    place: int  # in the step's ids
+    at: int  # its row in the logits, the same unless only some are drawn
     piece: SequenceSlice
     sample: Sample
     params: SamplingParams
@@ -59,12 +62,16 @@ class Sampler:
         self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}  # by seat: whose, and what allowed_token_ids leaves
         self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
-    def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor) -> Sampled:
+    def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
         """Draw a token for every sample and behind every draft, in plan order; logits [R, V] float32 are consumed.
 
-        `last_ids` [seats] int64 is read for ids not yet known to the host, then holds the new ones.
+        `last_ids` [seats] int64 is read for ids not yet known to the host, then holds the new ones. Where `drawn` has what
+        was drawn from the logits as they are, only rows that are not plain are drawn again, and it is changed in place.
         """
         rows = _rows(plan)
+        if drawn is not None:
+            rows = [row._replace(at=at) for at, row in enumerate(row for row in rows if not is_plain(row.piece))]
+            logits = logits.index_select(0, self._long([row.place for row in rows]))
         asking = [row for row in rows if row.params.logprobs is not None]
         raw = logits.index_select(0, self._long([row.at for row in asking])) if asking else None
 
@@ -78,10 +85,13 @@ class Sampler:
         constrained = self._constraints.apply(logits, [_constrained(row) for row in rows if row.params.grammar])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
+        if drawn is not None:
+            places = self._long([row.place for row in rows])
+            ids, is_finite = drawn.ids.index_copy_(0, places, ids), drawn.is_finite.index_copy_(0, places, is_finite)
 
         if raw is None:
             return Sampled(ids, is_finite, None, (), constrained)
-        indices = [row.at for row in asking]
+        indices = [row.place for row in asking]
         most = max(row.params.logprobs or 0 for row in asking)
         logprobs = gather_logprobs(raw, ids[self._long(indices)], most)
         return Sampled(ids, is_finite, logprobs, indices, constrained)
@@ -91,7 +101,7 @@ class Sampler:
         grammar = piece.params.grammar
         if grammar is None:
             return len(drafts)
-        return self._constraints.count_allowed(Constrained(0, piece.samples[0].seat, piece, grammar), drafts)
+        return self._constraints.count_allowed(Constrained(0, 0, piece.samples[0].seat, piece, grammar), drafts)
 
     def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
         """Rule out all but the tokens that a row allows, in place."""
@@ -149,12 +159,10 @@ class Sampler:
         return self._counts.penalties(penalized, num_rows, last_ids)
 
     def _long(self, values: Sequence[int]) -> Tensor:
-        # By way of numpy, which reads a list in a tenth of torch's time. A copy from other memory than page-locked waits.
-        tensor = torch.from_numpy(np.array(values, dtype=np.int64))
-        return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
+        return to_device(values, torch.int64, self._device)
 
     def _float(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
+        return to_device(values, torch.float32, self._device)
 
 
 def wishes(plan: StepPlan) -> list[Wish]:
@@ -166,8 +174,8 @@ def _rows(plan: StepPlan) -> list[_Row]:
     slices = one_by_one(plan.slices) if plan.num_drafts else plan.slices
     pairs = [(piece, sample) for piece in slices for sample in piece.samples]
     return [
-        _Row(at, piece, sample, piece.params, piece.start + piece.num_tokens)
-        for at, (piece, sample) in enumerate(pairs)
+        _Row(place, place, piece, sample, piece.params, piece.start + piece.num_tokens)
+        for place, (piece, sample) in enumerate(pairs)
     ]
 
 
@@ -195,7 +203,7 @@ def _constrained(row: _Row) -> Constrained:
         unwanted = params.grammar.end_ids | params.stop_token_ids
     elif not params.eos_token_ids:
         unwanted = params.grammar.end_ids
-    return Constrained(row.at, row.sample.seat, row.piece, params.grammar, unwanted)
+    return Constrained(row.place, row.at, row.sample.seat, row.piece, params.grammar, unwanted)
 
 
 def _wish(row: _Row) -> Wish:

@@ -23,6 +23,7 @@ from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
+from engine.runtime.transfer import to_device
 
 
 class DraftModel:
@@ -99,8 +100,8 @@ class DraftModel:
         if not num_samples:
             return None
         ids = draw(self._model.logits(hidden), wishes(plan)).ids
-        seats = torch.tensor([piece.seat for piece in slices if piece.samples])
-        self._last_ids.index_copy_(0, seats.to(self._device, non_blocking=True), ids)
+        seats = to_device([piece.seat for piece in slices if piece.samples], torch.int64, self._device)
+        self._last_ids.index_copy_(0, seats, ids)
         return ids
 
     def close(self) -> None:

@@ -1,0 +1,316 @@
+"""`python -m loadtest.gpu.compile`: compile every kernel for several GPUs, without one, and print what each takes.
+
+Each kernel's host function is called as a device would see it, and its launches are compiled instead of run; Triton
+brings the assembler and the disassembler. One line for each kernel that differs: registers a thread, bytes of registers
+that spilled to memory, shared memory a block and, for the attention kernels, instructions a warp for 64 keys. The exit
+status is 1 where a kernel spills more than a few or asks for more shared memory than its GPU has.
+
+Attention, its pools and fp8 are compiled in the shapes of Qwen3-0.6B and Llama-3.1-8B, all else in a few more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from engine.core.plan import Sample, SequenceSlice
+from engine.core.types import SamplingParams
+from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.pool import SCALE_BYTES
+from engine.runtime.attention.triton_paged import TritonPagedAttention
+from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+from engine.runtime.cuda.attention_tuning import Cut, choose_tuning
+from engine.runtime.cuda.fp8_linear import quantise_rows
+from engine.runtime.cuda.mask import mask_rows
+from engine.runtime.cuda.norm import add_rms_norm
+from engine.runtime.cuda.rope_store import rotate_and_store
+from engine.runtime.cuda.sampling import Penalties, sample
+from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
+from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.cuda.store import PoolView, view_pool
+from engine.runtime.sampling.bans import Ban
+
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+# Bytes of shared memory that a block of threads may have, by compute capability.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+_FIRST_WITH_FP8 = 89
+_KEYS = 64  # instructions are counted for so many
+_MOST_SPILLED = 64  # bytes of registers a thread; a tile small enough to keep them costs more
+
+
+class Kernel(NamedTuple):
+    """One compiled kernel."""
+
+    name: str
+    shape: str
+    registers: int  # a thread
+    spilled: int  # bytes a thread
+    shared: int  # bytes a block
+    per_keys: float | None  # instructions a warp for 64 keys, in an attention kernel's longest loop
+
+
+class _Target:
+    """As much of a driver as the compiler asks."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Compiles what is launched within `compiling`, for one compute capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.kernels: list[Kernel] = []
+        self._shape = ""
+        self._known: set[str] = set()
+
+    def compile(self, cases: Sequence[tuple[str, Callable[[], object]]]) -> None:
+        """Call each case's function, and add what it launches to `kernels`."""
+        run = JITFunction.run
+        triton.runtime.driver.set_active(_Target(self.capability))
+        JITFunction.run = self._instead_of(run)
+        try:
+            for self._shape, call in cases:
+                call()
+        finally:
+            JITFunction.run = run
+
+    def _instead_of(self, run: Any) -> Any:
+        def compile_instead(kernel: Any, *args: object, **kwargs: object) -> None:
+            built = run(kernel, *args, **{**kwargs, "warmup": True})
+            if built.hash not in self._known:
+                self._known.add(built.hash)
+                self.kernels.append(self._describe(built, kwargs.get("BLOCK_N")))
+
+        return compile_instead
+
+    def _describe(self, built: Any, block_n: Any) -> Kernel:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(built.asm["cubin"])
+            file.flush()
+            usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
+            per_keys = None
+            if block_n is not None and built.metadata.name in ("_decode_kernel", "_prefill_kernel"):
+                per_keys = longest_loop(_run_tool("nvdisasm", "-c", file.name)) * _KEYS / block_n
+        found = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+        return Kernel(
+            built.metadata.name, self._shape, int(found["REG"]), int(found["STACK"]), built.metadata.shared, per_keys
+        )
+
+
+def _run_tool(name: str, *arguments: str) -> str:
+    """What one of the assembler's companions prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout  # noqa: S603 - Triton's
+
+
+def longest_loop(listing: str) -> int:
+    """Instructions of the longest loop with a matrix product, in what nvdisasm prints."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    longest = 0
+    for line in listing.splitlines():
+        label = re.match(r"\s*(\.L_\w+):", line)
+        if label:
+            labels[label[1]] = len(instructions)
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            instructions.append(line)
+            branch = re.search(r"BRA.*?`\((\.L_\w+)\)", line)
+            if branch and branch[1] in labels:
+                loop = instructions[labels[branch[1]] :]
+                if any("MMA" in each for each in loop):
+                    longest = max(longest, sum("NOP" not in each for each in loop))
+    return longest
+
+
+# -- what is compiled: a name, and what launches it --------------------------------------------------------------------
+
+Case = tuple[str, Callable[[], object]]
+
+
+def brief_cases(capability: int) -> Iterator[Case]:
+    """Each kernel once, and attention over each type of pool."""
+    narrow = (INT8, FP8) if capability >= _FIRST_WITH_FP8 else (INT8,)
+    spec = AttentionSpec(32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    for kv_dtype in (BF16, *narrow):
+        for query_len, context in ((1, 100_000), (64, 4096)):
+            yield from _attend(spec, query_len, context, BF16, kv_dtype, capability)
+    yield "bf16, width 4096", partial(_norm, BF16, 4096)
+    yield "bf16, silu", partial(silu_mul, torch.zeros(3, 2 * 1536, dtype=BF16))
+    for kv_dtype in (BF16, *narrow):
+        yield f"bf16, K/V {_name(kv_dtype)}, heads of 128", partial(_rotate, BF16, kv_dtype, 128, 128, has_norm=True)
+    if FP8 in narrow:
+        yield (
+            "width 4096",
+            partial(quantise_rows, torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 4096).to(FP8), torch.zeros(3)),
+        )
+    yield "64 rows of 151936", partial(_sample, 64, 151_936)
+
+
+def attention_cases(capability: int) -> Iterator[Case]:
+    """Decodes whole and in parts, chunks of prompts, and a few tokens behind a context, over every type of pool."""
+    narrow = (INT8, FP8) if capability >= _FIRST_WITH_FP8 else (INT8,)
+    for num_heads in (16, 32):
+        spec = AttentionSpec(num_heads, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+        for kv_dtype in (BF16, *narrow) if num_heads == 32 else (BF16,):
+            for query_len, context in ((1, 4096), (1, 100_000), (64, 4096)):
+                yield from _attend(spec, query_len, context, BF16, kv_dtype, capability)
+    for kv_dtype in (BF16, *narrow):
+        yield from _attend(AttentionSpec(32, 8, 256, 0.1), 1, 100_000, BF16, kv_dtype, capability)
+    for query_len in (4, 64):
+        yield from _attend(AttentionSpec(32, 8, 256, 0.1), query_len, 4096, BF16, BF16, capability, Cut(64, 32, 64))
+    for head_dim in (64, 128):
+        for query_len in (1, 64):
+            yield from _attend(AttentionSpec(16, 8, head_dim, 0.1), query_len, 100_000, F32, F32, capability)
+
+
+def _attend(
+    spec: AttentionSpec,
+    query_len: int,
+    context: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    capability: int,
+    prompt_cut: Cut | None = None,
+) -> Iterator[Case]:
+    """A step of two slices, which stores and attends."""
+    tuning = choose_tuning(
+        spec.head_dim, dtype.itemsize, divmod(capability, 10), has_narrow_pool=kv_dtype.itemsize == 1
+    )
+    if prompt_cut is not None:
+        tuning = tuning._replace(prompt_cut=prompt_cut)
+
+    def call() -> None:
+        pool = _empty_pool(spec.num_kv_heads, spec.head_dim, kv_dtype)
+        rows, numbers = torch.arange(2 * query_len), torch.zeros(2, dtype=torch.int32)
+        table = torch.zeros(2, 8, dtype=torch.int32)
+        starts = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32)
+        lens = [query_len] * 2, [context] * 2
+        backend = TritonPagedAttention(tuning)
+        backend.prepare(Batch(rows, rows, rows, table, starts, numbers, rows, *lens, block_tables_host=[()] * 2))
+        q = torch.zeros(2 * query_len, spec.num_heads, spec.head_dim, dtype=dtype)
+        k = q[:, : spec.num_kv_heads]
+        backend.attend(spec, q, k, k, pool.k, pool.v)
+
+    heads = f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
+    types = f"{_name(dtype)}, K/V {_name(kv_dtype)}"
+    yield f"{heads}, {types}, {query_len} of {context}", call
+
+
+def _empty_pool(num_kv_heads: int, dim: int, dtype: torch.dtype) -> PoolView:
+    """Two blocks of 16, as a backend of this type has them."""
+    width = dim + SCALE_BYTES * (dtype.itemsize == 1)
+    k, v = (torch.zeros(2, num_kv_heads, 16, width).to(dtype) for _ in "kv")
+    return view_pool(k, v)
+
+
+def layer_cases(capability: int) -> Iterator[Case]:
+    """What stands between a layer's products."""
+    narrow = (INT8, FP8) if capability >= _FIRST_WITH_FP8 else (INT8,)
+    for dtype in (BF16, F16, F32):
+        for width in (576, 4096):
+            yield f"{_name(dtype)}, width {width}", partial(_norm, dtype, width)
+        for name, act in (("silu", silu_mul), ("gelu", gelu_mul), ("gelu_tanh", gelu_tanh_mul)):
+            yield f"{_name(dtype)}, {name}", partial(act, torch.zeros(3, 2 * 1536, dtype=dtype))
+        for dim, rope_dim, has_norm in ((64, 64, False), (128, 128, True), (80, 32, False), (256, 0, True)):
+            for kv_dtype in (dtype, *narrow) if dtype == BF16 else (dtype,):
+                told = f"{_name(dtype)}, K/V {_name(kv_dtype)}, heads of {dim}"
+                yield told, partial(_rotate, dtype, kv_dtype, dim, rope_dim, has_norm=has_norm)
+    for width in (1024, 2048, 3072, 4096, 14_336) if FP8 in narrow else ():  # of what goes into a linear
+        x = torch.zeros(3, width)
+        yield f"width {width}", partial(quantise_rows, x.to(BF16), x.to(FP8), torch.zeros(3))
+
+
+def _norm(dtype: torch.dtype, width: int) -> None:
+    x = torch.zeros(3, width, dtype=dtype)
+    add_rms_norm(x, x, torch.ones(width, dtype=dtype), 1e-5)
+    add_rms_norm(x, None, torch.ones(width), 1e-5)
+
+
+def _rotate(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rope_dim: int, *, has_norm: bool) -> None:
+    angles, weight = torch.zeros(3, rope_dim, dtype=dtype), torch.ones(dim, dtype=dtype)
+    qkv = torch.zeros(3, 10, dim, dtype=dtype)
+    norms = (weight, weight) if has_norm else None
+    turns = (angles, angles) if rope_dim else None
+    rotate_and_store(qkv, turns, norms, 1e-6, _empty_pool(2, dim, kv_dtype), torch.zeros(3).long())
+
+
+def sampling_cases() -> Iterator[Case]:
+    """From logits to ids."""
+    for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
+        yield f"{num_rows} rows of {vocab_size}", partial(_sample, num_rows, vocab_size)
+
+
+def _sample(num_rows: int, vocab_size: int) -> None:
+    logits, column = torch.zeros(num_rows, vocab_size), torch.zeros(num_rows)
+    draws = Draws(column, column.int(), column.double(), column, column.long(), column.long())
+    penalties = Penalties(torch.zeros(2, vocab_size, dtype=torch.int32), column.int(), column, column, column)
+    for is_drawing, is_ranking in ((False, False), (True, False), (True, True)):
+        sample(logits, draws, None, is_drawing=is_drawing, is_ranking=is_ranking)
+        sample(logits, draws, penalties, is_drawing=is_drawing, is_ranking=is_ranking)
+    add_to_tokens(logits, {(0, 3): 1.0})
+    ban_tokens(logits, [Ban(0, 3)], torch.zeros(2).long())
+    mask_rows(logits, torch.zeros(1).long(), torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32))
+    counted = SequenceSlice(0, [1, 2, 2], 1, 2, 1, [0], (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
+    TokenCounts(2, vocab_size, logits.device).penalties([(0, counted)], num_rows, torch.zeros(2).long())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {BF16: "bf16", F16: "f16", F32: "f32", INT8: "int8", FP8: "fp8"}[dtype]
+
+
+def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
+    """Compile for one compute capability, such as 90."""
+    compiler = Compiler(capability)
+    if is_brief:
+        compiler.compile(list(brief_cases(capability)))
+    else:
+        compiler.compile([*attention_cases(capability), *layer_cases(capability), *sampling_cases()])
+    return compiler.kernels
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each kernel."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.gpu.compile", description="Compile all kernels.")
+    parser.add_argument("--sm", type=int, nargs="+", choices=SHARED_BYTES, default=list(SHARED_BYTES), metavar="XY")
+    parser.add_argument("--brief", action="store_true", help="each kernel in one shape")
+    options = parser.parse_args(argv)
+    num_faulty = 0
+    print(f"triton {triton.__version__}; instructions are a warp's, for {_KEYS} keys")
+    for capability in options.sm:
+        for kernel in sorted(compile_all(capability, is_brief=options.brief)):
+            is_faulty = kernel.spilled > _MOST_SPILLED or kernel.shared > SHARED_BYTES[capability]
+            num_faulty += is_faulty
+            loop = "" if kernel.per_keys is None else f", {kernel.per_keys:.0f} instructions"
+            print(
+                f"sm_{capability} {kernel.name} ({kernel.shape}): {kernel.registers} registers, {kernel.spilled} bytes "
+                f"spilled, {kernel.shared} bytes shared{loop}{' <- too much' if is_faulty else ''}"
+            )
+    return int(num_faulty > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
