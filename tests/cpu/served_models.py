@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from tests.cpu.test_models_families import SIZES, Case, save_tiny
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +60,7 @@ def refusal(*argv: str, **variables: str) -> tuple[int, str]:
     """The exit status of a daemon that does not start, and all that it logs."""
     process = start(*argv, **variables)
     try:
-        _, written = process.communicate(timeout=120)
+        _, written = process.communicate(timeout=PATIENCE_S)
         return process.returncode, written
     finally:
         process.kill()
@@ -83,7 +84,7 @@ def serving(*argv: str, **variables: str) -> Iterator[str]:
         reader.start()
         yield found.group(1)
         process.terminate()
-        assert process.wait(timeout=120) == 0, "".join(written)
+        assert process.wait(timeout=PATIENCE_S) == 0, "".join(written)
         reader.join()
         assert "Traceback" not in "".join(written)
     finally:

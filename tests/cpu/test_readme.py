@@ -18,6 +18,7 @@ import pytest
 from server.model_source import find_model
 from tests.cpu.served_models import ROOT, save_servable, serving
 from tests.cpu.test_models_families import CASES
+from tests.patience import PATIENCE_S
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
@@ -37,7 +38,7 @@ def command(*argv: str) -> subprocess.CompletedProcess[str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -50,7 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def post(url: str, path: str, **body: Any) -> httpx.Response:
-    answer = httpx.post(f"{url}{path}", json=body, timeout=300)
+    answer = httpx.post(f"{url}{path}", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -58,7 +59,7 @@ def post(url: str, path: str, **body: Any) -> httpx.Response:
 def run_python(code: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -84,7 +85,7 @@ def test_the_example_without_http_runs() -> None:
 
 
 def test_the_page_is_served(url: str) -> None:
-    assert "<html" in httpx.get(url, timeout=60).text
+    assert "<html" in httpx.get(url, timeout=PATIENCE_S).text
 
 
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -114,7 +115,7 @@ def test_an_endpoint_that_is_named_answers(name: str, url: str) -> None:
 def test_files_and_batches_are_there(url: str) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "One,", "max_tokens": 1}}
     sent = httpx.post(
-        f"{url}/v1/files", files={"file": ("a.jsonl", json.dumps(line))}, data={"purpose": "batch"}, timeout=60
+        f"{url}/v1/files", files={"file": ("a.jsonl", json.dumps(line))}, data={"purpose": "batch"}, timeout=PATIENCE_S
     )
     assert sent.status_code == 200, sent.text
     batch = post(
@@ -126,10 +127,10 @@ def test_files_and_batches_are_there(url: str) -> None:
 def test_the_comparison_s_claims_about_requests(url: str) -> None:
     answer = post(url, "/v1/completions", prompt="One,", max_tokens=2, nonsense=1)
     assert answer.headers["x-quire-ignored-fields"] == "nonsense"
-    state = httpx.get(f"{url}/v1/requests/{answer.headers['x-request-id']}", timeout=60)
+    state = httpx.get(f"{url}/v1/requests/{answer.headers['x-request-id']}", timeout=PATIENCE_S)
     assert state.status_code == 200, state.text
-    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-    metrics = httpx.get(f"{url}/metrics", timeout=60).text
+    assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
     bounds = [float(bound) for bound in re.findall(r'inter_token\w*_bucket\{[^}]*le="([\d.e-]+)"', metrics)]
     assert min(bounds) == 0.0001
     for promised in ("time_to_first_token", "time_per_output_token", "cache_usage"):
@@ -160,7 +161,7 @@ def test_a_setting_is_a_flag_a_variable_and_a_key(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("max-num-seqs: 3\nserved-model-name: [yaml]\n")
     flags = ("--config", str(tmp_path / "config.yaml"), "--kv-cache-memory-bytes", "64MiB")
     with serving(*flags, QUIRE_MAX_MODEL_LEN="512") as address:
-        (model,) = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
+        (model,) = httpx.get(f"{address}/v1/models", timeout=PATIENCE_S).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("yaml", 512)
 
 

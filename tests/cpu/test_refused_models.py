@@ -18,6 +18,7 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_check import check_model
 from tests.cpu.served_models import ROOT, refusal, save_tokenizer
 from tests.cpu.test_models_families import SIZES, Case
+from tests.patience import PATIENCE_S
 
 LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
 
@@ -87,7 +88,7 @@ def run_without_torch(*argv: str) -> str:
         env={**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from tests.cpu.served_models import save_servable, save_tokenizer, say, serving
 from tests.cpu.test_models_families import CASES as NATIVE
 from tests.cpu.test_models_families import SIZES
 from tests.cpu.test_models_transformers import CASES
+from tests.patience import PATIENCE_S
 
 PROMPT, NUM_NEW = [5, 17, 99, 3, 64, 23, 41], 12
 
@@ -32,7 +33,7 @@ def check_served(model: Any, folder: Path) -> None:
     expected = say(told[0, len(PROMPT) :])
     with serving(str(folder)) as url:
         body = {"prompt": say(ids[0]), "max_tokens": NUM_NEW, "min_tokens": NUM_NEW, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"].split() == expected.split()
 
@@ -84,11 +85,11 @@ def test_tokens_beyond_the_models_vocabulary_are_refused_in_text(tmp_path: Path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 128, -1, 10**9]}))
     with serving(str(tmp_path), "--kv-cache-memory-bytes", "4MiB") as url:
         body = {"prompt": "w5 <image> w7", "max_tokens": 3}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.status_code == 400
         assert "'<image>', the tokenizer's id 128, and the model has 128 tokens" in answer.json()["error"]["message"]
         body = {"prompt": "w5 w7", "max_tokens": 3, "min_tokens": 3}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=120).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
 
 
 def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Path) -> None:
@@ -109,6 +110,6 @@ def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Pat
                     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
                 make(folder / name)
                 body = {"lora_name": "a", "lora_path": str(folder)}
-                answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120)
+                answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S)
                 assert answer.status_code == 400, answer.text
                 assert f"{name} cannot be read" in answer.json()["error"]["message"]

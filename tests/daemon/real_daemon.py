@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "32MiB")
 
@@ -34,7 +36,7 @@ class Daemon:
         self._reader = threading.Thread(target=self.log.extend, args=(process.stderr,), daemon=True)
         self._reader.start()
         self._process = process
-        self.http = httpx.Client(base_url=found.group(1), timeout=300)
+        self.http = httpx.Client(base_url=found.group(1), timeout=PATIENCE_S)
 
     @property
     def written(self) -> str:
@@ -69,7 +71,7 @@ class Daemon:
         """Send SIGTERM and wait for an orderly end."""
         self.http.close()
         self._process.terminate()
-        assert self._process.wait(timeout=300) == 0, self.written
+        assert self._process.wait(timeout=PATIENCE_S) == 0, self.written
         self._reader.join()
         assert "Traceback" not in self.written, self.written
 
@@ -105,7 +107,7 @@ def refusal(*argv: str | Path) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert ended.returncode in (1, 2), ended.stderr
     assert "Traceback" not in ended.stderr

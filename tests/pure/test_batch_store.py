@@ -246,10 +246,13 @@ def test_owners_take_turns_and_none_runs_beyond_its_room(store: Store) -> None:
     assert len(taken) == 13
 
 
-def test_a_batch_reads_no_file_of_another_owner(store: Store) -> None:
+def test_a_batch_reads_no_file_of_another_owner(store: Store, tmp_path: Path) -> None:
+    content = tmp_path / FILE
+    content.touch()
     assert not store.add_batch("other", batch("one"))
-    assert store.delete_file("other", FILE) is None
+    assert store.delete_file("other", FILE, content) is None
     assert store.file(ME, FILE) is not None
+    assert content.exists()
 
 
 def test_batches_of_one_owner_push_out_none_of_another(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from server.detached import run_detached
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,4 +48,4 @@ async def main():
     task.cancel()
 asyncio.run(main())
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, check=True)
