@@ -280,8 +280,8 @@ class Engine:
         if self._block_sizes is None:
             return
         self.config = config
-        stats.repartitions += 1
         before, stats.blocks_waste = stats.blocks_waste, waste(lengths, better)
+        stats.repartitions += 1  # last: who sees it sees the rest
         log.info(
             "Blocks of %d tokens instead of %d: the last %d sequences would leave %.1f %% of their K/V memory empty, not %.1f %%",
             better, current, len(lengths), 100 * stats.blocks_waste, 100 * before,
