@@ -137,9 +137,10 @@ class Store:
         """
         with self._transaction() as db:
             row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
-            if row is None and db.execute(
-                "SELECT id FROM files WHERE id = ? AND owner = ?", (file_id, owner)
-            ).fetchone():
+            if (
+                row is None
+                and db.execute("SELECT id FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
+            ):
                 content.unlink(missing_ok=True)
                 db.execute("DELETE FROM files WHERE id = ?", (file_id,))
             return None if row is None else str(row[0])
