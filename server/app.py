@@ -95,7 +95,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     live_view = LiveView(engine)
     exchange = None if config.role == "both" else open_exchange(engine, config)
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
-    bodies = BodyReader(config.max_json_values)
+    bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     context = Context(
         engine=engine,
         client=EngineClient(engine),

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES = 256 * 1024
 INLINE_VALUES = 32 * 1024  # by most_values: about 10 ms
 MAX_READ_S = 20.0
+MAX_HELD_BODIES = 8  # of the largest size; so many bytes of bodies may wait at once to be complete and read
 
 Checked = TypeVar("Checked", bound=BaseModel)
 
@@ -36,13 +39,36 @@ def is_large(raw: bytes | bytearray) -> bool:
 
 
 class BodyReader:
-    """`read` from the event loop, `read_here` and `read_member` from worker threads."""
+    """`receive` and `read` from the event loop, `read_here` and `read_member` from worker threads."""
 
-    def __init__(self, max_values: int) -> None:
+    def __init__(self, max_values: int, max_body_bytes: int) -> None:
         """`max_values` JSON values are the most that a body may have; see server/json_values.py for how they count."""
         self._max_values = max_values
+        self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes, INLINE_BYTES)
+        self._num_held_bytes = 0
         self.child = Child("server.body_child", limit_s=MAX_READ_S)
         self._asking = ThreadPoolExecutor(1, "quire-bodies")
+
+    @asynccontextmanager
+    async def receive(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
+        """A body as it comes over the wire; it counts as held until the end of the block. Raises ApiError."""
+        raw, num_bytes = bytearray(), 0
+        try:
+            async for piece in pieces:
+                self._num_held_bytes += len(piece)
+                num_bytes += len(piece)
+                if self._num_held_bytes > self._max_held_bytes:
+                    raise ApiError(
+                        503,
+                        "body_not_read",
+                        f"The daemon holds {self._max_held_bytes} bytes of bodies that wait to be read; try again later.",
+                        type="server_error",
+                        headers={"retry-after": "1"},
+                    )
+                raw += piece
+            yield raw
+        finally:
+            self._num_held_bytes -= num_bytes
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
         """A large body as a model; `raw` is emptied. Raises ApiError, ValidationError or ClientError."""

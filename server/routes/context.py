@@ -167,13 +167,11 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
 
 async def _read(request: Request, context: Context, model: type[Body]) -> Body:
     """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
-    raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-    _IS_LARGE.set(is_large(raw))
-    if _IS_LARGE.get():
-        return await context.bodies.read(model, raw)
-    return context.bodies.read_here(model, raw)
+    async with context.bodies.receive(request.stream()) as raw:
+        _IS_LARGE.set(is_large(raw))
+        if _IS_LARGE.get():
+            return await context.bodies.read(model, raw)
+        return context.bodies.read_here(model, raw)
 
 
 async def aside(function: Callable[[], Result]) -> Result:

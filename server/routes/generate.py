@@ -141,7 +141,7 @@ async def respond(
             keep_alive_s=context.config.sse_keep_alive_interval_s,
             standing=partial(context.standing.sentence, [request.request_id for request in requests]),
         )
-    deltas = await all_deltas(http, answer, generation, body)
+    deltas = await _all_deltas(http, answer, generation, body)
     usage = generation.usage
     size = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
     is_short = size <= MAX_INLINE_TOKENS and sum(len(request.prompt) for request in requests) <= MAX_INLINE_TOKENS
@@ -149,15 +149,13 @@ async def respond(
     return with_timings(document, generation, body)
 
 
-async def all_deltas(
-    http: HttpRequest, answer: Answer, generation: Generation, body: SamplingBody | ReadingBody
-) -> list[Delta]:
+async def _all_deltas(http: HttpRequest, answer: Answer, generation: Generation, body: SamplingBody) -> list[Delta]:
     """Wait for the end, one delta a choice. A client that leaves ends it."""
     with answer:
         return await unless_disconnected(http.receive, _whole(generation, body))
 
 
-async def _whole(generation: Generation, body: SamplingBody | ReadingBody) -> list[Delta]:
+async def _whole(generation: Generation, body: SamplingBody) -> list[Delta]:
     deltas = await generation.all_deltas()
     if body.include_metrics:
         await generation.settle()

@@ -1,24 +1,32 @@
-"""POST /v1/embeddings and /v1/score: prompts are computed, and it is told what the model made of them."""
+"""POST /v1/embeddings and /v1/score: prompts are computed, and the answer says what the model made of them."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from engine.core.types import Pooling, PromptInfo
-from server.choice import Delta, TextRules
+from server.choice import TextRules
+from server.client import Answer
+from server.disconnect import unless_disconnected
+from server.generation import Generation
 from server.protocol.embeddings import EmbeddingBody, Embeddings
-from server.protocol.score import ScoreBody, Scores
+from server.protocol.reading import ReadingBody
+from server.protocol.score import Score, ScoreBody, Scores
 from server.routes.context import InContext, aside, json_body
-from server.routes.generate import MAX_INLINE_TOKENS, all_deltas, answer_id, begin, engine_requests, with_timings
+from server.routes.generate import MAX_INLINE_TOKENS, answer_id, begin, engine_requests, with_timings
 from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
 from server.slow_thread import run_slowly
 
 router = APIRouter()
+
+Result = TypeVar("Result")
 
 MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread, so that other requests are not held up
 
@@ -34,13 +42,13 @@ async def create_embeddings(
     body.check_lengths(prompts, "input", context.limits)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     answer, generation = begin(http, context, requests, TextRules())
-    deltas = await all_deltas(http, answer, generation, body)
+    infos = await _each(http, answer, generation, body, lambda _, info: info)
 
     def document() -> bytes:
-        data = [body.shape(index, _prompt(delta).pooled or ()) for index, delta in enumerate(deltas)]
+        data = [body.shape(index, info.pooled or ()) for index, info in enumerate(infos)]
         return Embeddings(object="list", model=model, data=data, usage=generation.usage).json_bytes()
 
-    made = document() if len(deltas) <= MAX_INLINE_VECTORS else await run_slowly(document)
+    made = document() if len(infos) <= MAX_INLINE_VECTORS else await run_slowly(document)
     return with_timings(made, generation, body)
 
 
@@ -60,24 +68,47 @@ async def create_score(
     firsts = await aside(lambda: body.first_scored(contexts, prompts))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     answer, generation = begin(http, context, requests, TextRules())
-    deltas = await all_deltas(http, answer, generation, body)
 
-    def document() -> bytes:
-        pairs = enumerate(zip(deltas, firsts, strict=True))
-        return Scores(
-            id=f"score-{answer_id(requests)}",
-            object="list",
-            created=int(time.time()),
-            model=model,
-            data=[body.shape(index, _prompt(delta).logprobs or (), first) for index, (delta, first) in pairs],
-            usage=generation.usage,
-        ).json_bytes()
+    def shape(index: int, info: PromptInfo) -> Score:
+        return body.shape(index, info.logprobs or (), firsts[index])
 
-    num_tokens = sum(map(len, prompts))
-    return with_timings(document() if num_tokens <= MAX_INLINE_TOKENS else await run_slowly(document), generation, body)
+    scores = await _each(http, answer, generation, body, shape)
+    made = Scores(
+        id=f"score-{answer_id(requests)}",
+        object="list",
+        created=int(time.time()),
+        model=model,
+        data=scores,
+        usage=generation.usage,
+    )
+    return with_timings(made.json_bytes(), generation, body)
 
 
-def _prompt(delta: Delta) -> PromptInfo:
-    """What the engine tells of every prompt that it has computed."""
-    assert delta.prompt is not None
-    return delta.prompt
+async def _each(
+    http: Request,
+    answer: Answer,
+    generation: Generation,
+    body: ReadingBody,
+    shape: Callable[[int, PromptInfo], Result],
+) -> list[Result]:
+    """What `shape` makes of every prompt, in order. A client that leaves ends it.
+
+    Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held at once.
+    """
+
+    def shape_some(infos: list[tuple[int, PromptInfo]]) -> dict[int, Result]:
+        return {index: shape(index, info) for index, info in infos}
+
+    async def shaped() -> list[Result]:
+        results: dict[int, Result] = {}
+        while news := await generation.next_deltas():
+            infos = [(index, delta.prompt) for index, delta in news if delta.prompt is not None]
+            num_tokens = sum(len(info.logprobs or ()) for _, info in infos)
+            some = partial(shape_some, infos)
+            results |= some() if num_tokens <= MAX_INLINE_TOKENS else await run_slowly(some)
+        if body.include_metrics:
+            await generation.settle()
+        return [results[index] for index in sorted(results)]
+
+    with answer:
+        return await unless_disconnected(http.receive, shaped())

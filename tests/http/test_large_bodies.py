@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_a_large_line_of_a_batch_goes_the_same_way(serve: Serve, tmp_path: Path)
 
 
 def test_a_bug_in_the_child_is_a_500_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader(1000)
+    reader = BodyReader(1000, 1 << 20)
     try:
         with caplog.at_level(logging.ERROR), pytest.raises(bodies_module.ApiError) as refused:
             reader._ask(CacheControl, bytearray(b'{"type": "ephemeral"}'), "no such member")
@@ -315,9 +316,32 @@ def test_hostile_bodies_can_be_measured(large: Live, capsys: pytest.CaptureFixtu
 
 
 def test_the_reader_can_be_used_from_any_thread_and_logs_what_failed(caplog: pytest.LogCaptureFixture) -> None:
-    reader = BodyReader(1000)
+    reader = BodyReader(1000, 1 << 20)
     reader.close()
     with caplog.at_level(logging.WARNING), pytest.raises(bodies_module.ApiError) as refused:
         reader.read_here(bodies_module.BaseModel, b" " * (INLINE_BYTES + 1))
     assert refused.value.status == 503
     assert "shutting down" in caplog.text
+
+
+async def test_bodies_that_wait_are_bounded_together() -> None:
+    """Eight of the largest may be on their way; what is more gets an error at once, and room comes back."""
+    size = 1 << 20
+    reader = BodyReader(1000, size)
+
+    async def pieces(*sizes: int) -> AsyncIterator[bytes]:
+        for num_bytes in sizes:
+            yield b" " * num_bytes
+
+    try:
+        async with AsyncExitStack() as waiting:
+            for _ in range(8):
+                assert len(await waiting.enter_async_context(reader.receive(pieces(size // 2, size // 2)))) == size
+            with pytest.raises(bodies_module.ApiError) as refused:
+                await waiting.enter_async_context(reader.receive(pieces(1)))
+            assert refused.value.status == 503
+            assert refused.value.headers == {"retry-after": "1"}
+        async with reader.receive(pieces(size)) as raw:
+            assert len(raw) == size
+    finally:
+        reader.close()

@@ -313,7 +313,7 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
 
     async def leave() -> None:
         thread = SlowStore(store)
-        worker = BatchWorker(thread, folder, BodyReader(1000), max_running=2, max_line_bytes=100)
+        worker = BatchWorker(thread, folder, BodyReader(1000, 1 << 20), max_running=2, max_line_bytes=100)
         nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
         tenancy = Tenancy((), None, TenantMetrics(CollectorRegistry()))
         worker.start(nobody, nobody, Stats(), lambda: False, tenancy)
