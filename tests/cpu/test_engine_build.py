@@ -105,7 +105,7 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
         enable_prefix_caching=False,
         policy="priority",
     )
-    assert (engine._depth, engine._limits) == (1, QueueLimits(5, 77))
+    assert (engine._depth, engine._door._limits) == (1, QueueLimits(5, 77))
     assert isinstance(engine._runner, ModelRunner)
     assert isinstance(engine._runner._backend, ReferenceAttention)
 
