@@ -31,8 +31,8 @@ bench: $(DEV_INSTALLED)  ## load a running server and measure it
 simulate: $(DEV_INSTALLED)  ## show what paging buys, or: make simulate ARGS="replay bursty-chat"
 	@$(BIN)/quire simulate $(or $(ARGS),paging)
 
-test: $(DEV_INSTALLED)  ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(DEV_INSTALLED)  ## run all tests, two files at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an environment of their own
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)

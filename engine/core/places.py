@@ -23,6 +23,7 @@ MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After up to two minutes
 MIN_RETRY_S = 0.1
 FRESH_S = 0.25  # a forecast serves all refusals of this time
 MAX_APPOINTMENTS = 4096  # with more of them, most clients do not come back
+_UNKNOWN_STEP_S = 0.05  # a step's seconds while none has ended
 _MEMORY = 0.98  # weight of the past in the moving average of a step's seconds
 _SPREAD = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many there are
 
@@ -101,7 +102,7 @@ class Door:
         running = [seq for seq in self._scheduler.running if not seq.is_background]
         stats = self._stats
         tokens_a_step = 1 + stats.spec_accepted_tokens / max(stats.spec_drafts, 1)
-        step_s = (self._step_s or 1.0) / tokens_a_step
+        step_s = (self._step_s or _UNKNOWN_STEP_S) / tokens_a_step
         shares = (number * _SPREAD % 1 for number in count(1))
         ends: dict[int, int] = {}  # of requests, whose sequences end one by one
         for seq in running:

@@ -197,8 +197,13 @@ def test_a_place_for_many_tokens_takes_more_departures() -> None:
     with pytest.raises(OverloadedError) as refused:
         by_tokens.check(0.0, 4)  # 3 wait
     assert refused.value.retry_after_s == pytest.approx(9)
+    fewer = Door(scheduler, QueueLimits(max_tokens=3))
     with pytest.raises(OverloadedError) as refused:
-        Door(scheduler, QueueLimits(max_tokens=3)).check(0.0, 60)
+        fewer.check(0.0, 60)
+    assert 0 < refused.value.retry_after_s < 9, "no step has ended yet, and is not taken to last a second"
+    fewer.stepped(1.0)
+    with pytest.raises(OverloadedError) as refused:
+        fewer.check(10.0, 60)
     assert refused.value.retry_after_s > 9
 
 
