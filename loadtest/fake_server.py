@@ -6,6 +6,7 @@ composition root: it imports the server, and nothing in loadtest/ imports it.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -23,6 +24,7 @@ from server.tokenizer import load_tokenizer
 
 def main(step_ms: float) -> int:
     """Serve the default model's tokenizer over invented tokens, one step every `step_ms`."""
+    logging.basicConfig(level=logging.ERROR)  # a benchmark sends fields without effect by the thousand
     source = find_model(None)
     tokenizer = load_tokenizer(source.path)
     config = SchedulerConfig(
