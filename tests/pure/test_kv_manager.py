@@ -1,0 +1,222 @@
+"""KVCacheManager against a memory that remembers what it was written for: a state machine over all of its block calls.
+
+The machine does what the scheduler does around the manager, one sequence at a time and without overlap. The reference
+knows none of the manager's structures. A cell of its memory, (block, offset), holds the tokens that its K/V was computed
+from, so a sequence that reads another's K/V, or K/V that a later owner has overwritten, is seen at once. From which blocks
+the living hold it derives what has to be available, and when there has to be room.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.account import Account
+from engine.core.kv.manager import KVCacheManager
+from engine.core.sequence import Sequence, Status
+from engine.core.stats import Stats
+from engine.core.step_time import StepTime
+from tests.pure.driver import config, request
+
+SIZE, SEATS = 4, 4
+
+
+class History(NamedTuple):
+    """What K/V was computed from."""
+
+    salt: str
+    tokens: tuple[int, ...]
+
+
+def history(seq: Sequence, stop: int) -> History:
+    """What the K/V of a sequence's position stop - 1 is computed from."""
+    return History(seq.request.cache_salt, tuple(seq.tokens[:stop]))
+
+
+class Memory:
+    """Cells of K/V, as a device would have them."""
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[int, int], History] = {}
+
+    def write(self, seq: Sequence, position: int) -> None:
+        """Compute one position."""
+        self._cells[self._cell(seq, position)] = history(seq, position + 1)
+
+    def copy(self, source: int, target: int) -> None:
+        for offset in range(SIZE):
+            if (source, offset) in self._cells:
+                self._cells[target, offset] = self._cells[source, offset]
+
+    def check(self, seq: Sequence) -> None:
+        """Raise AssertionError unless each computed position has what it was computed from."""
+        for position in range(seq.num_computed):
+            assert self._cells.get(self._cell(seq, position)) == history(seq, position + 1), f"position {position}"
+
+    def _cell(self, seq: Sequence, position: int) -> tuple[int, int]:
+        return seq.page_table.blocks[position // SIZE], position % SIZE
+
+
+class KVManagerMachine(RuleBasedStateMachine):
+    """`waiting` sequences have nothing; `living` ones have seats and blocks."""
+
+    @initialize(num_blocks=st.integers(4, 14), min_copied=st.sampled_from([1, 2, 4]))
+    def start(self, num_blocks: int, min_copied: int) -> None:
+        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SEATS, min_copied_tokens=min_copied)
+        self.num_blocks, self.num_made = num_blocks, 0
+        self.kv = KVCacheManager(sizes, Stats(), StepTime())
+        self.memory = Memory()
+        self.waiting: list[Sequence] = []
+        self.living: list[Sequence] = []
+
+    # -- what the reference knows ------------------------------------------------------------------------------------
+
+    def held(self) -> set[int]:
+        return {block for seq in self.living for block in seq.page_table.blocks}
+
+    def num_available(self) -> int:
+        return self.num_blocks - len(self.held())
+
+    def published(self) -> dict[History, int]:
+        """What the living have shown, which cannot go while they hold it, and where the first of them has it."""
+        shown: dict[History, int] = {}
+        for seq in self.living:
+            for index in range(seq.num_registered):
+                shown.setdefault(history(seq, (index + 1) * SIZE), seq.page_table.blocks[index])
+        return shown
+
+    def num_surely_found(self, seq: Sequence) -> int:
+        """Blocks of a waiting sequence that must be found; its last token is always computed."""
+        shown, stops = self.published(), range(SIZE, len(seq.tokens), SIZE)
+        return next((at for at, stop in enumerate(stops) if history(seq, stop) not in shown), len(stops))
+
+    # -- what the scheduler does -------------------------------------------------------------------------------------
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        salt=st.sampled_from(["", "", "salt"]),
+        n=st.sampled_from([1, 1, 2, 3]),
+    )
+    def submit(self, prompt: list[int], salt: str, n: int) -> None:
+        name = f"r{self.num_made}"
+        made = request(name, tuple(prompt), max_tokens=30, n=n, cache_salt=salt)
+        names = self.kv.first_names(made)
+        self.waiting.append(Sequence(made, 0, self.num_made, self.num_made, SIZE, names, Account()))
+        self.num_made += 10
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), reserve=st.integers(0, 3))
+    def admit(self, data: st.DataObject, reserve: int) -> None:
+        seq = data.draw(st.sampled_from(self.waiting))
+        num_needed = -(-len(seq.tokens) // SIZE) + reserve
+        held, num_available, num_found = self.held(), self.num_available(), self.num_surely_found(seq)
+        has_seats = SEATS - sum(len(each.seats) for each in self.living) >= seq.num_seats
+        hint = self.kv.lookup(seq)
+        grant = self.kv.allocate(seq, reserve=reserve)
+        if grant is None:
+            assert not has_seats or num_available < num_needed - num_found, "there was room"
+            assert not seq.page_table.blocks
+            return
+        found = seq.page_table.blocks[: grant.num_found // SIZE]
+        assert has_seats
+        assert num_found <= len(found)
+        assert grant.num_found == hint
+        assert num_available >= num_needed - len(held.intersection(found)), "what others need was given away"
+        assert held.isdisjoint(seq.page_table.blocks[len(found) :]), "a block has two owners"
+        assert grant.num_found <= seq.num_computed < len(seq.tokens)
+        for source, target in grant.copies:
+            self.memory.copy(source, target)
+        self.waiting.remove(seq)
+        self.living.append(seq)
+        seq.move(Status.PREFILL)
+
+    @precondition(lambda self: any(seq.status is Status.PREFILL for seq in self.living))
+    @rule(data=st.data(), most=st.integers(1, 12), token=st.integers(0, 1))
+    def compute(self, data: st.DataObject, most: int, token: int) -> None:
+        """A chunk of a prompt; with its end come the first tokens, one a choice."""
+        seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.PREFILL]))
+        stop = min(seq.num_planned + most, len(seq.tokens))
+        self.write(seq, stop)
+        children: list[Sequence] = []
+        if stop == len(seq.tokens):
+            seq.move(Status.RUNNING)
+            if not seq.is_forked:
+                seq.is_forked = True
+                children = [seq.fork(choice, seq.seq_id + choice) for choice in range(1, seq.params.n)]
+                self.kv.fork(seq, children)
+                self.living += children
+            for index, each in enumerate((seq, *children)):
+                each.tokens.append((token + index) % 2)
+
+    @precondition(lambda self: any(seq.status is Status.RUNNING for seq in self.living))
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def decode(self, data: st.DataObject, token: int) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.RUNNING]))
+        if seq.num_planned >= seq.writable_until:
+            blocks, copies = list(seq.page_table.blocks), list[tuple[int, int]]()
+            others = {block for each in self.living if each is not seq for block in each.page_table.blocks}
+            needs_block = not seq.shares_tail or blocks[-1] in others
+            num_available = self.num_available()
+            is_extended = self.kv.extend(seq, copies)
+            assert is_extended == (num_available > 0 or not needs_block)
+            if not is_extended:
+                assert seq.page_table.blocks == blocks
+                return
+            for source, target in copies:
+                self.memory.copy(source, target)
+        self.write(seq, len(seq.tokens))
+        seq.tokens.append(token)
+
+    def siblings(self) -> list[tuple[Sequence, Sequence]]:
+        """Pairs of answers to one request."""
+        running = [seq for seq in self.living if seq.status is Status.RUNNING]
+        return [(a, b) for a in running for b in running if a is not b and a.request is b.request]
+
+    @precondition(siblings)
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        """An answer of several goes on from where another of them stands, as beams do."""
+        seq, other = data.draw(st.sampled_from(self.siblings()))
+        self.num_made += 10
+        self.kv.reassign(seq, other, self.num_made)
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), ends=st.booleans())
+    def leave(self, data: st.DataObject, ends: bool) -> None:
+        """A sequence ends, or is preempted and waits to be computed again."""
+        seq = data.draw(st.sampled_from(self.living))
+        self.living.remove(seq)
+        self.kv.free(seq)
+        assert not seq.page_table.blocks
+        if not ends:
+            seq.move(Status.PREEMPTED)
+            self.waiting.append(seq)
+
+    def write(self, seq: Sequence, stop: int) -> None:
+        """Compute positions up to `stop`; none of them may be another's, nor one that others can find."""
+        others = {block for each in self.living if each is not seq for block in each.page_table.blocks}
+        for position in range(seq.num_computed, stop):
+            assert seq.page_table.blocks[position // SIZE] not in others, "another holds what is written"
+            self.memory.write(seq, position)
+        seq.num_computed = seq.num_planned = stop
+        if seq.num_computed >= seq.next_register:
+            self.kv.publish(seq)
+
+    # -- what holds at all times -------------------------------------------------------------------------------------
+
+    @invariant()
+    def memory_is_right(self) -> None:
+        for seq in self.living:
+            self.memory.check(seq)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.kv.check_integrity(self.living, ())
+        assert self.kv.pool.num_available == self.num_available()
+
+
+TestKVManager = KVManagerMachine.TestCase
+TestKVManager.settings = settings(max_examples=60, stateful_step_count=60)
