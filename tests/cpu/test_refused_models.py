@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.core.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_check import check_model
+from engine.runtime.models import servable
 from tests.cpu.served_models import ROOT, refusal, save_tokenizer
 from tests.cpu.test_models_families import SIZES, Case
 from tests.patience import PATIENCE_S
@@ -39,6 +41,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # as published: without layer_types
     "qwen3_next-short": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "layers of type linear_attention"),
+    "falcon": (transformers.FalconConfig().to_dict(), "'falcon' has attention that transformers cannot exchange"),
+    "bloom": (transformers.BloomConfig().to_dict(), "'bloom' has attention that transformers cannot exchange"),
     "llama4": (Case("Llama4TextConfig").build().to_dict(), "layers of type chunked_attention"),
     "classifier": (
         LLAMA | {"architectures": ["Qwen3ForSequenceClassification"]},
@@ -59,6 +63,13 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values, default=str))
     return folder
+
+
+@pytest.mark.parametrize("kind", servable._OWN_ATTENTION)
+def test_what_transformers_could_exchange_is_not_refused(kind: str) -> None:
+    """The table is older than the installed transformers, which may have learned it."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[kind]]
+    assert not model._supports_attention_backend
 
 
 @pytest.mark.parametrize("name", KINDS)

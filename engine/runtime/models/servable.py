@@ -27,6 +27,11 @@ _RECURRENT = (
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
+# Their code in transformers computes attention itself, so that a paged pool cannot take its place.
+_OWN_ATTENTION = (
+    "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt",
+    "reformer", "stablelm", "xglm", "xlnet",
+)  # fmt: skip
 _SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
 _WITH_TEXT_TOWER = ("gemma3",)  # served without their other inputs; config_file.py
@@ -78,6 +83,10 @@ def _why(values: Mapping[str, Any]) -> str | None:
         return (
             f"{kind!r} has {named:.200}, which paged attention cannot serve; serve a model whose layers are all full or "
             "sliding attention, such as Qwen3"
+        )
+    if kind in _OWN_ATTENTION:
+        return (
+            f"{kind!r} has attention that transformers cannot exchange; serve a family such as Llama, Qwen3 or Mixtral"
         )
     if kind not in _WITH_TEXT_TOWER and any(values.get(key) for key in _OTHER_INPUTS):
         return (
