@@ -44,24 +44,29 @@ class BodyReader:
     def __init__(self, max_values: int, max_body_bytes: int) -> None:
         """`max_values` JSON values are the most that a body may have; see server/json_values.py for how they count."""
         self._max_values = max_values
-        self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes, INLINE_BYTES)
+        self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes - INLINE_BYTES, INLINE_BYTES)
         self._num_held_bytes = 0
         self.child = Child("server.body_child", limit_s=MAX_READ_S)
         self._asking = ThreadPoolExecutor(1, "quire-bodies")
 
     @asynccontextmanager
     async def receive(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
-        """A body as it comes over the wire; it counts as held until the end of the block. Raises ApiError."""
+        """A body as it comes over the wire. Raises ApiError.
+
+        What a large one has beyond INLINE_BYTES counts as held until the end of the block, so that clients which never
+        send the rest of a large body cannot keep out small ones.
+        """
         raw, num_bytes = bytearray(), 0
         try:
             async for piece in pieces:
-                self._num_held_bytes += len(piece)
-                num_bytes += len(piece)
-                if self._num_held_bytes > self._max_held_bytes:
+                more = max(len(raw) + len(piece) - INLINE_BYTES, 0) - num_bytes
+                self._num_held_bytes += more
+                num_bytes += more
+                if more and self._num_held_bytes > self._max_held_bytes:
                     raise ApiError(
                         503,
                         "body_not_read",
-                        f"The daemon holds {self._max_held_bytes} bytes of bodies that wait to be read; try again later.",
+                        f"{self._max_held_bytes} bytes of large bodies wait to be read; try again later, or send less.",
                         type="server_error",
                         headers={"retry-after": "1"},
                     )

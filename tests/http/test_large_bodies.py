@@ -338,7 +338,9 @@ async def test_bodies_that_wait_are_bounded_together() -> None:
             for _ in range(8):
                 assert len(await waiting.enter_async_context(reader.receive(pieces(size // 2, size // 2)))) == size
             with pytest.raises(bodies_module.ApiError) as refused:
-                await waiting.enter_async_context(reader.receive(pieces(1)))
+                await waiting.enter_async_context(reader.receive(pieces(INLINE_BYTES, 1)))
+            async with reader.receive(pieces(INLINE_BYTES)) as small:
+                assert len(small) == INLINE_BYTES, "small bodies always have room"
             assert refused.value.status == 503
             assert refused.value.headers == {"retry-after": "1"}
         async with reader.receive(pieces(size)) as raw:

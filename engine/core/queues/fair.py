@@ -2,7 +2,7 @@
 
 The policy `fair` follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
 the service it has had, divided by its weight: INPUT_COST for a prompt token when its request is admitted, OUTPUT_COST
-for a token when it has been drawn. Whoever has the least is admitted next. A tenant that comes to wait is lifted to the
+for a token when it has been drawn. The tenant with the least is admitted next. A tenant that comes to wait is lifted to the
 least of those that wait already, so that idleness earns no credit, and a tenant alone gets everything. This gives the
 theorem that tests hold us to: of two tenants that wait all the time, neither gets more service than the other, weight
 for weight, than by 2 max(INPUT_COST * longest prompt, OUTPUT_COST * tokens that a batch holds at most).
@@ -15,7 +15,7 @@ preemption, for that is no service. Background work has counters of its own, in 
 
 Seats and blocks follow a second rule, for counters alone would let long answers of one tenant keep everybody else from
 the batch until they end. A sequence's place among the running is how many of its own tenant's stand before it, divided by
-the weight: the last place is the last sequence of whoever holds most, and it goes first when memory is exhausted. It also
+the weight: the last place is the last sequence of the tenant that holds most, and it goes first when memory is exhausted. It also
 goes if a tenant waits that was served no more and would hold, with the newcomer, at most 1 / YIELD_RATIO of what this
 one does. That ratio is the hysteresis: each such exchange lowers the sum of num_running^2 / weight, so exchanges come to
 an end by themselves, and none is ever taken back at once.
