@@ -9,6 +9,7 @@ import torch
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ModelLoadError
+from engine.runtime.models import servable
 from engine.runtime.models.load import load_model
 from engine.runtime.models.transformers_adapter import TransformersModel
 from tests.cpu.dense_attention import DenseAttention
@@ -89,7 +90,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "falcon": (Case("FalconConfig"), "attention of FalconForCausalLM"),
+    "falcon": (Case("FalconConfig"), "attention that transformers cannot exchange"),
     "mamba": (Case("MambaConfig", {"state_size": 8}), "linear_attention"),
     "llama4": (Case("Llama4TextConfig", {"num_local_experts": 2}), "chunked_attention"),
     "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "'bert' is an encoder"),
@@ -106,6 +107,13 @@ def test_refuses_what_it_cannot_serve(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=reason) as refusal:
         load(tmp_path, load_format="dummy")
     assert str(refusal.value).count("\n") == 0
+
+
+def test_refuses_attention_that_no_table_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servable, "_OWN_ATTENTION", ())
+    Case("FalconConfig").build().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="attention of FalconForCausalLM"):
+        load(tmp_path, load_format="dummy")
 
 
 def test_length_dependent_ropes_do_not_depend_on_batch_mates(tmp_path: Path) -> None:
