@@ -31,6 +31,7 @@ from server.metrics import Metrics
 from server.middleware import BodyLimit, OneSpelling, RequestScope
 from server.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol.limits import Limits
+from server.queue_status import QueueStatus
 from server.response_store import ResponseStore
 from server.routes import (
     adapters,
@@ -52,7 +53,6 @@ from server.routes import (
 from server.routes.context import Context
 from server.routes.openapi import openapi_router
 from server.routes.page import load_files, page_router
-from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.tenancy import Tenancy
 from server.tenant_file import Tenant, read_tenants
@@ -105,7 +105,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         metrics=metrics,
         tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
         live=live_view,
-        standing=Standing(live_view),
+        queue_status=QueueStatus(live_view),
         ledger=Ledger(),
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
@@ -176,7 +176,7 @@ def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
 
 
 def _batches(engine: Engine, config: AppConfig, bodies: BodyReader) -> BatchService | None:
-    """Of lines as many run as the engine has seats, so that they can fill it while nothing else does."""
+    """Of lines as many run as the engine has slots, so that they can fill it while nothing else does."""
     if config.data_dir is None:
         return None
     max_running = engine.config.max_num_seqs

@@ -18,7 +18,7 @@ from engine.core.snapshot import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
 from server.protocol.timings import AnswerMetrics
-from server.standing import Place
+from server.queue_status import Place
 from server.tenancy import Account
 from server.tenant_file import DEFAULT
 

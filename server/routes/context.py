@@ -28,9 +28,9 @@ from server.protocol.base import RequestBody
 from server.protocol.conversation import Conversation
 from server.protocol.limits import Limits
 from server.public_prefixes import PublicPrefixes
+from server.queue_status import QueueStatus
 from server.response_store import ResponseStore
 from server.slow_thread import run_slowly
-from server.standing import Standing
 from server.structured.compiler import GrammarCompiler
 from server.tenancy import Tenancy, owner_of
 from server.tenant_file import DEFAULT
@@ -60,7 +60,7 @@ class Context:
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
-    standing: Standing
+    queue_status: QueueStatus
     ledger: Ledger
     responses: ResponseStore
     bodies: BodyReader

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
+from engine.core.step import Sample, SequenceSlice
 from engine.core.step_time import Load
 
 _NO_LOAD = Load()
@@ -32,11 +32,11 @@ class Grant(NamedTuple):
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """The slices, whose they are, who else draws from one that forks, and which blocks move."""
 
     slices: list[SequenceSlice] = field(default_factory=list)
-    owners: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Flight:
     def largest(self, request_ids: Container[str]) -> str | None:
         """Which of some requests has most tokens and draws in it; of equals, the one that came last."""
         sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
-        ours = [i for i, seq in enumerate(self.owners) if seq.request_id in request_ids]
-        return self.owners[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
+        ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
+        return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
 
     @property
-    def sequences(self) -> Iterator[Sequence]:
+    def all_sequences(self) -> Iterator[Sequence]:
         """Whoever it names."""
-        return chain(self.owners, self.arrivals, *self.children.values())
+        return chain(self.sequences, self.arrivals, *self.children.values())
 
     def take(self, grant: Grant, seq: Sequence) -> None:
         """Have the step do what blocks that were allocated to a sequence need."""
@@ -79,7 +79,7 @@ class Flight:
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
         self.slices.append(
             SequenceSlice(
-                seat=seq.seat,
+                slot=seq.slot,
                 tokens=seq.tokens,
                 num_prompt=seq.num_prompt,
                 start=start,
@@ -91,7 +91,7 @@ class Flight:
                 seq_id=seq.seq_id,
             )
         )
-        self.owners.append(seq)
+        self.sequences.append(seq)
         self.num_samples += len(samples)
         seq.num_in_flight += 1
 
@@ -99,7 +99,7 @@ class Flight:
         """See take_back."""
         filled = {destination for _, destination in self.copies}
         stand: dict[Sequence, bool] = {}
-        for index, (piece, seq) in enumerate(zip(self.slices, self.owners, strict=True)):
+        for index, (piece, seq) in enumerate(zip(self.slices, self.sequences, strict=True)):
             children = self.children.get(index, ())
             stand[seq] = filled.isdisjoint(seq.page_table.blocks)
             stand.update(dict.fromkeys(children, False))
@@ -124,14 +124,14 @@ def _forget_from(seq: Sequence, filled: set[int]) -> None:
     seq.num_computed = min(seq.num_computed, first * table.block_size)
 
 
-def take_back(flights: deque[Flight]) -> dict[Sequence, bool]:
-    """Have the sequences of all flights stand where they stood before; whether they can go on from there.
+def take_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
+    """Roll the plans in flight back; returns whether each of their sequences can go on from there.
 
     Choices that were to be born in them cannot, nor can a sequence whose last block was to be filled by a copy: the
     block it was to be copied from may have been written to since.
     """
     stand: dict[Sequence, bool] = {}
-    while flights:
-        for seq, is_whole in flights.pop().undo().items():
+    while in_flight:
+        for seq, is_whole in in_flight.pop().undo().items():
             stand[seq] = stand.get(seq, True) and is_whole
     return stand
