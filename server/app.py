@@ -15,24 +15,22 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from engine.loop import Engine
+from engine.text.detokenizer import Tokenizer
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.version import VERSION
 from server import errors
-from server.anthropic import AnthropicManner
-from server.app_config import AppConfig
+from server.anthropic.errors import AnthropicManner
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
-from server.bodies import BodyReader
 from server.client import EngineClient
-from server.cross_site import Cors, CrossSiteGuard
-from server.handoff import Receiver, Sender, open_exchange
-from server.ledger import Ledger
-from server.live import LiveView
-from server.metrics import Metrics
+from server.http.bodies import BodyReader
+from server.http.cross_site import Cors, CrossSiteGuard
 from server.middleware import BodyLimit, OneSpelling, RequestScope
-from server.pinned_prefixes import compute_prefixes, read_prefixes
+from server.openai.response_store import ResponseStore
+from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol.limits import Limits
-from server.queue_status import QueueStatus
-from server.response_store import ResponseStore
 from server.routes import (
     adapters,
     batches,
@@ -53,11 +51,13 @@ from server.routes import (
 from server.routes.context import Context
 from server.routes.openapi import openapi_router
 from server.routes.page import load_files, page_router
-from server.structured.compiler import GrammarCompiler
-from server.tenancy import Tenancy
-from server.tenant_file import Tenant, read_tenants
-from server.text import Tokenizer
-from server.version import VERSION
+from server.settings.app_config import AppConfig
+from server.telemetry.ledger import Ledger
+from server.telemetry.live import LiveView
+from server.telemetry.metrics import Metrics
+from server.telemetry.queue_status import QueueStatus
+from server.tenancy.tenancy import Tenancy
+from server.tenancy.tenant_file import Tenant, read_tenants
 
 # What /openapi.json and docs/reference.md tell of.
 API = (

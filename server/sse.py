@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from server.client import Answer
-from server.disconnect import unless_disconnected
 from server.errors import ApiError
+from server.http.disconnect import unless_disconnected
 
 PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients pass it over; proxies see that the connection lives
 NEWS_S = 1.0  # how often a stream that has nothing to send yet looks where it stands

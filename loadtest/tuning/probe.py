@@ -109,7 +109,7 @@ class Opener:
     def __init__(self, model: str | None, settings: Sequence[str], tell: Callable[[str], None]) -> None:
         import torch  # here, for `quire bench` needs neither torch nor pydantic
 
-        from server.flags import load_settings
+        from server.settings.flags import load_settings
 
         self._argv = [*([model] if model else []), *settings, "--no-async-scheduling"]
         self._tell = tell
@@ -126,8 +126,8 @@ class Opener:
     def open(self, block_size: int) -> Iterator[Probe]:
         """A probe of an engine with such blocks, and room for large steps; it is closed in the end."""
         from engine.build import build_engine
-        from server.flags import load_settings
-        from server.model_source import find_model
+        from engine.model_source import find_model
+        from server.settings.flags import load_settings
 
         room = ["--block-size", str(block_size), "--max-num-batched-tokens", str(self.largest_step)]
         settings = load_settings([*self._argv, *room, "--max-num-seqs", str(self._max_num_seqs)])

@@ -6,9 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from server.errors import ApiError, shorten
-from server.ledger import RECENT
+from engine.core.errors import shorten
+from server.errors import ApiError
 from server.routes.context import InContext, InOwner
+from server.telemetry.ledger import RECENT
 
 router = APIRouter()
 

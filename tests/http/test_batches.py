@@ -17,8 +17,8 @@ from harness import CONFIG, Live, eventually
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
-from server import ledger
 from server.batches.folder import NewFile
+from server.telemetry import ledger
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

@@ -25,8 +25,8 @@ from engine.core.stats import CacheTier, Histogram, PreemptionKind, Stats, SwapD
 from engine.core.step import Runner
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
-from server.metric_rows import METRICS, VLLM_METRICS
-from server.metrics import MAX_NAMES, Metrics
+from server.telemetry.metric_rows import METRICS, VLLM_METRICS
+from server.telemetry.metrics import MAX_NAMES, Metrics
 from tests.patience import PATIENCE_S
 
 NUM_REQUESTS = 5
