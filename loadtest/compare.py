@@ -329,8 +329,8 @@ def _describe(peer: Peer, executable: str | None) -> dict[str, Any]:
 
 
 def _prepare(options: argparse.Namespace, console: Console) -> int:
+    from engine.model_source import find_model
     from loadtest.peers.models import prepare
-    from server.model_source import find_model
 
     source = Path(find_model(None).path)
     for model in options.models:

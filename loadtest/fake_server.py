@@ -14,12 +14,12 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
+from engine.model_source import find_model
+from engine.text.tokenizer import load_tokenizer
 from server.app import create_app
-from server.app_config import AppConfig
 from server.daemon import run
-from server.model_source import find_model
 from server.serve import bind, hide_from_collector
-from server.tokenizer import load_tokenizer
+from server.settings.app_config import AppConfig
 
 
 def main(step_ms: float) -> int:

@@ -50,10 +50,10 @@ def trace_token() -> dict[str, int]:
         import httpx
 
         from engine.build import build_engine
+        from engine.model_source import find_model
+        from engine.text.tokenizer import load_tokenizer
         from server.app import create_app
-        from server.config import Settings
-        from server.model_source import find_model
-        from server.tokenizer import load_tokenizer
+        from server.settings.settings import Settings
 
         source, settings = find_model(None), Settings(max_model_len=2048)
         engine = build_engine(settings.engine_config(source.path), lambda _: None)

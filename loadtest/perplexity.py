@@ -98,9 +98,9 @@ def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iter
 
 def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
     from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
-    from server.flags import load_settings
-    from server.model_source import find_model
-    from server.tokenizer import load_tokenizer
+    from engine.model_source import find_model
+    from engine.text.tokenizer import load_tokenizer
+    from server.settings.flags import load_settings
 
     given = load_settings([*([options.model] if options.model else []), *shlex.split(settings)])
     source = find_model(given.model)

@@ -104,8 +104,8 @@ def decode(
 def build(settings: Sequence[str]) -> Engine:
     """An engine as a daemon of these settings has it, one step at a time, unstarted."""
     from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
-    from server.flags import load_settings
-    from server.model_source import find_model
+    from engine.model_source import find_model
+    from server.settings.flags import load_settings
 
     given = load_settings([*settings, "--no-async-scheduling"])
     return build_engine(given.engine_config(find_model(given.model).path), lambda _: None)
@@ -114,7 +114,7 @@ def build(settings: Sequence[str]) -> Engine:
 def runs_on_cpu(settings: Sequence[str]) -> bool:
     """Where an engine of these settings computes."""
     from engine.build import resolve_device
-    from server.flags import load_settings
+    from server.settings.flags import load_settings
 
     return resolve_device(load_settings(settings).device).type == "cpu"
 

@@ -15,23 +15,22 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from engine.loop import Engine
+from engine.text.detokenizer import Tokenizer
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.version import VERSION
 from server import errors
-from server.anthropic import AnthropicManner
-from server.app_config import AppConfig
+from server.anthropic.errors import AnthropicManner
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
-from server.bodies import BodyReader
 from server.client import EngineClient
-from server.cross_site import Cors, CrossSiteGuard
-from server.handoff import Receiver, Sender, open_exchange
-from server.ledger import Ledger
-from server.live import LiveView
-from server.metrics import Metrics
+from server.http.bodies import BodyReader
+from server.http.cross_site import Cors, CrossSiteGuard
 from server.middleware import BodyLimit, OneSpelling, RequestScope
-from server.pinned_prefixes import compute_prefixes, read_prefixes
+from server.openai.response_store import ResponseStore
+from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol.limits import Limits
-from server.response_store import ResponseStore
 from server.routes import (
     adapters,
     batches,
@@ -52,12 +51,13 @@ from server.routes import (
 from server.routes.context import Context
 from server.routes.openapi import openapi_router
 from server.routes.page import load_files, page_router
-from server.standing import Standing
-from server.structured.compiler import GrammarCompiler
-from server.tenancy import Tenancy
-from server.tenant_file import Tenant, read_tenants
-from server.text import Tokenizer
-from server.version import VERSION
+from server.settings.app_config import AppConfig
+from server.telemetry.ledger import Ledger
+from server.telemetry.live import LiveView
+from server.telemetry.metrics import Metrics
+from server.telemetry.queue_status import QueueStatus
+from server.tenancy.tenancy import Tenancy
+from server.tenancy.tenant_file import Tenant, read_tenants
 
 # What /openapi.json and docs/reference.md tell of.
 API = (
@@ -105,7 +105,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         metrics=metrics,
         tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
         live=live_view,
-        standing=Standing(live_view),
+        queue_status=QueueStatus(live_view),
         ledger=Ledger(),
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
@@ -176,7 +176,7 @@ def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
 
 
 def _batches(engine: Engine, config: AppConfig, bodies: BodyReader) -> BatchService | None:
-    """Of lines as many run as the engine has seats, so that they can fill it while nothing else does."""
+    """Of lines as many run as the engine has slots, so that they can fill it while nothing else does."""
     if config.data_dir is None:
         return None
     max_running = engine.config.max_num_seqs

@@ -2,7 +2,7 @@
 
 Open are the probes, the page's own files and, without --protect-metrics, the paths that monitoring reads.
 
-A key is compared by its digest, in constant time and with every key known (server/tenancy.py), so the time taken tells
+A key is compared by its digest, in constant time and with every key known (server/tenancy/tenancy.py), so the time taken tells
 neither its length nor how much of it was right.
 """
 
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import ApiError
-from server.tenancy import TENANT, Tenancy
+from server.tenancy.tenancy import TENANT, Tenancy
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
 MONITORING_PATHS = frozenset({"/metrics", "/version"})  # numbers and names of models, adapters and tenants; no text

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from server.version import VERSION
+from engine.version import VERSION
 
 
 class Command(NamedTuple):

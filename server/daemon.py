@@ -21,9 +21,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.core.errors import ConfigError, ShuttingDownError
-from server.connection import Connection
+from server.http.connection import Connection
 from server.routes.context import Context
-from server.tenant_file import read_tenants
+from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")
 

@@ -34,10 +34,10 @@ from engine.core.errors import (
     OverloadedError,
     QuireError,
     ShuttingDownError,
+    shorten,
 )
 
 MAX_ENTRIES = 10  # of a validation message
-MAX_SHOWN = 200  # characters of anything a client sent, so that a bad body of megabytes is not sent back
 
 _RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -101,11 +101,6 @@ def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> Py
     """
     kind = "unsupported_parameter" if is_unsupported else "refused_field"
     return PydanticCustomError(kind, "{name} {reason}", {"name": name, "reason": reason})
-
-
-def shorten(text: str) -> str:
-    """At most MAX_SHOWN characters."""
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def is_disk_full(error: Exception) -> bool:

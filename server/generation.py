@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
-from server.choice import Choice, Delta, TextRules
+from engine.text.choice import Choice, Delta, TextRules
+from engine.text.detokenizer import Tokenizer
 from server.client import Answer
+from server.http.slow_thread import run_slowly
 from server.protocol.usage import Usage
-from server.slow_thread import run_slowly
-from server.text import Tokenizer
-from server.timeline import Timeline
+from server.telemetry.timeline import Timeline
 
 TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has a thousand
 MAX_INLINE_ECHO = 256  # tokens of a prompt that are read on the event loop, about 5 ms

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import ShuttingDownError
 from server.errors import ApiError, is_disk_full, to_api_error
-from server.ledger import Entry
-from server.metrics import Metrics
-from server.tenancy import TENANT
+from server.telemetry.ledger import Entry
+from server.telemetry.metrics import Metrics
+from server.tenancy.tenancy import TENANT
 
 logger = logging.getLogger(__name__)
 

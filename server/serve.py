@@ -24,18 +24,18 @@ from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
 from engine.model_check import ModelFacts, check_model
-from server.app_config import AppConfig
+from engine.model_source import check_tokenizer_source, find_model
 from server.batches.folder import DataFolder
-from server.config import Settings
-from server.flags import load_settings, name_origins
-from server.logs import configure_logging
-from server.model_source import check_tokenizer_source, find_model
-from server.setting_file import check_folder, read_setting_file
-from server.tenant_file import read_tenants
+from server.settings.app_config import AppConfig
+from server.settings.files import check_folder, read_setting_file
+from server.settings.flags import load_settings, name_origins
+from server.settings.settings import Settings
+from server.telemetry.logs import configure_logging
+from server.tenancy.tenant_file import read_tenants
 
 if TYPE_CHECKING:
     from engine.loop import Engine
-    from server.tokenizer import TextTokenizer
+    from engine.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire.serve")
 
@@ -138,7 +138,7 @@ def _prepare(settings: Settings) -> _Plan:
 
 
 def _read_template(path: Path) -> str:
-    from server.chat_template import ChatTemplate  # jinja2
+    from engine.text.chat_template import ChatTemplate  # jinja2
 
     text = read_setting_file("--chat-template", path)
     ChatTemplate(text, {})  # raises ConfigError for one that cannot be read
@@ -179,7 +179,7 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     library reads and packs weights without the GIL, only where the engine does without transformers.
     """
     from engine.build import build_engine
-    from server.startup import StartupStory
+    from engine.startup import StartupStory
 
     with StartupStory() as story:
         if not plan.model.is_native:
@@ -204,9 +204,9 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     """The tokenizer; and the modules of the HTTP side are imported."""
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
-    from server.draft_tokenizer import check_draft_tokenizer
+    from engine.text.draft_tokenizer import check_draft_tokenizer
+    from engine.text.tokenizer import load_tokenizer
     from server.protocol.sampling import check_defaults
-    from server.tokenizer import load_tokenizer
 
     settings = plan.settings
     tokenizer = load_tokenizer(

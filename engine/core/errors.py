@@ -25,6 +25,13 @@ A message is one sentence for the person who has to act: what, which value, what
 
 from __future__ import annotations
 
+MAX_SHOWN = 200  # characters of a value that a client sent, so that an error does not send megabytes back
+
+
+def shorten(text: str) -> str:
+    """Cut a text to MAX_SHOWN characters, for an error message."""
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
 
 class QuireError(Exception):
     """The root of the tree. `str(error)` is fit to be shown to a user."""
@@ -60,7 +67,7 @@ class ContextLengthError(ClientError):
 
 
 class NeverFitsError(ClientError):
-    """The request needs more blocks or seats than the whole engine has, so waiting cannot help."""
+    """The request needs more blocks or slots than the whole engine has, so waiting cannot help."""
 
 
 class AdapterLoadError(InvalidRequestError):

@@ -11,10 +11,10 @@ from math import inf
 
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
-from engine.core.plan import StepPlan
 from engine.core.queues.lengths import LengthPredictor
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
+from engine.core.step import StepPlan
 from engine.core.targets import Targets
 from engine.core.types import FinishReason, RequestTimings
 

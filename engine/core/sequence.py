@@ -35,7 +35,7 @@ from enum import Enum
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
 from engine.core.kv.page_table import PageTable
-from engine.core.plan import POOLED_UNIT, Sample, SequenceSlice
+from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 
 NEVER = sys.maxsize
@@ -79,14 +79,16 @@ class Sequence:
         "choice",
         "draft_chance",
         "ending_ids",
+        "fast_commit_until",
+        "fast_path_until",
         "first_scheduled_s",
         "first_token_s",
         "headroom",
         "host_blocks",
+        "is_cacheable",
+        "is_chunked_prefill",
         "is_forked",
         "is_leaving",
-        "is_long",
-        "is_shown",
         "last_token_s",
         "max_drafts",
         "max_total",
@@ -113,17 +115,15 @@ class Sequence:
         "place",
         "pooled",
         "prompt_logprobs",
-        "quiet_until",
-        "quietly_taken_until",
         "request",
         "request_id",
         "samples",
         "search",
-        "seat",
-        "seats",
         "seq_id",
         "shares_tail",
         "slices",
+        "slot",
+        "slots",
         "status",
         "tokens",
         "writable_until",
@@ -158,27 +158,31 @@ class Sequence:
         self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # launched steps that name this sequence
         # See `rest`: a position below the first needs nothing but a place in the plan; its token, below the second, to be noted.
-        self.quiet_until = self.quietly_taken_until = 0
-        self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a seat
+        self.fast_path_until = self.fast_commit_until = 0
+        self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a slot
         self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
         self.num_saved = 0  # ... and the positions they hold
         self.page_table = PageTable(block_size)
         self.writable_until = 0  # positions below have a block that is this sequence's alone
-        self.seat = -1  # the runner row
-        self.seats: list[int] = []  # the same, or one row a choice until the prompt of n > 1 is computed
+        self.slot = -1  # the runner row
+        self.slots: list[int] = []  # the same, or one row a choice until the prompt of n > 1 is computed
         self.samples: tuple[Sample, ...] = ()
         self.search: BeamSearch | None = None  # that all beams of the request share, as they do ...
         self.beams: list[Sequence] = []  # ... the list of them
         self.headroom = 0  # blocks beyond its own that have to be available for it to start
         self.is_forked = request.params.num_sequences == 1
         self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
-        self.is_long = False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
+        self.is_chunked_prefill = (
+            False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
+        )
         self.shares_tail = False  # the last block may have other holders: copy before the first write
         self.chain = list(names)
         self.num_registered = 0  # blocks already shown to the prefix cache
         # To the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves.
-        self.is_shown = bool(self.chain[0])
-        self.next_register = block_size if self.is_shown else NEVER  # computed positions at which the next one is due
+        self.is_cacheable = bool(self.chain[0])
+        self.next_register = (
+            block_size if self.is_cacheable else NEVER
+        )  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
         # Positions it was admitted with, and those of them that came from lower tiers.
@@ -200,7 +204,7 @@ class Sequence:
         """Change state, along the arrows above only."""
         assert status in _MOVES[self.status], f"sequence {self.seq_id} cannot go from {self.status} to {status}"
         self.status = status
-        self.quiet_until = self.quietly_taken_until = 0
+        self.fast_path_until = self.fast_commit_until = 0
 
     def rest(self) -> None:
         """Find out until where it only draws a token a step: no end, no new block; and nothing for the prefix cache.
@@ -209,19 +213,19 @@ class Sequence:
         """
         if self.status is _RUNNING and self.search is None:
             last = self.max_total - 1
-            self.quiet_until = min(last, self.writable_until)
-            self.quietly_taken_until = min(last, self.next_register)
+            self.fast_path_until = min(last, self.writable_until)
+            self.fast_commit_until = min(last, self.next_register)
 
-    def hide(self) -> None:
+    def exclude_from_cache(self) -> None:
         """Nothing more of it is for the prefix cache."""
-        self.is_shown, self.next_register = False, NEVER
+        self.is_cacheable, self.next_register = False, NEVER
 
     def _make_slices(self) -> None:
         """Two, for decode steps to take turns: a plan may be in flight while the next is made.
 
         Only `start` differs from one step to the next, and writing it takes a tenth of the time of a new slice.
         """
-        fields = (self.seat, self.tokens, self.num_prompt, 0, 1, self.page_table.blocks, self.samples, self.params)
+        fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.page_table.blocks, self.samples, self.params)
         self.slices = tuple([SequenceSlice(*fields, prompt_logprobs=-1, seq_id=self.seq_id) for _ in range(2)])
 
     @property
@@ -230,7 +234,7 @@ class Sequence:
         return self.status is Status.RUNNING and self.num_planned >= self.max_total - 1
 
     @property
-    def num_seats(self) -> int:
+    def num_slots(self) -> int:
         """Runner rows that admission must find."""
         return 1 if self.is_forked else self.params.num_sequences
 
@@ -276,11 +280,11 @@ class Sequence:
             pooled=None if pooling is None else tuple([unit * total for total in self.pooled]),
         )
 
-    def take_seats(self, seats: list[int]) -> None:
+    def take_slots(self, slots: list[int]) -> None:
         """Sit down on runner rows; the first is this sequence's own."""
-        self.seats = seats
-        self.seat = seats[0]
-        self.samples = (Sample(seats[0], choice_seed(self.params.seed, self.choice)),)
+        self.slots = slots
+        self.slot = slots[0]
+        self.samples = (Sample(slots[0], choice_seed(self.params.seed, self.choice)),)
         self._make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
@@ -327,7 +331,7 @@ class Sequence:
         self.max_total = self.num_prompt + 1
         self.chain = self.first_names
 
-    def add_beam(self, seat: int, seq_id: int) -> Sequence:
+    def add_beam(self, slot: int, seq_id: int) -> Sequence:
         """One more beam of the first one's search. It has nothing yet, and is to follow another."""
         beam = self._sibling(self.choice, seq_id)
         beam.params, beam.search, beam.beams = self.params, self.search, self.beams
@@ -337,7 +341,7 @@ class Sequence:
         beam.is_forked = True
         beam.num_cached = self.num_cached
         beam.first_token_s = self.first_token_s
-        beam.take_seats([seat])
+        beam.take_slots([slot])
         self.beams.append(beam)
         return beam
 
@@ -348,10 +352,10 @@ class Sequence:
         self.page_table = PageTable(block_size)
         self.num_computed = self.num_planned = 0
         self.num_registered = 0
-        self.next_register = block_size if self.is_shown else NEVER
+        self.next_register = block_size if self.is_cacheable else NEVER
         self.shares_tail = False
         self.writable_until = 0
-        self.seats = []
+        self.slots = []
         self.samples = ()
         self.slices = ()
         if self.wants_prompt_logprobs:

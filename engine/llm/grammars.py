@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from engine.core.grammar import Grammar
 from engine.core.types import SamplingParams
-from server.structured.kept import KeptGrammars
-from server.structured.maker import GrammarMaker, about
-from server.structured.spec import GrammarSpec
-from server.structured.trials import GrammarError
-from server.text import Tokenizer
+from engine.text.detokenizer import Tokenizer
+from engine.text.grammars.kept import KeptGrammars
+from engine.text.grammars.maker import GrammarMaker, about
+from engine.text.grammars.spec import GrammarSpec
+from engine.text.grammars.trials import GrammarError
 
 
 class Grammars:

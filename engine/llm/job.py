@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
-from server.choice import Choice, Delta, TextRules
+from engine.text.choice import Choice, Delta, TextRules
+from engine.text.detokenizer import Tokenizer
 from server.protocol.form import new_call_id
 from server.protocol.logprobs import PromptLogprobs, prompt_logprobs
-from server.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

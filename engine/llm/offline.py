@@ -32,16 +32,16 @@ from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams, in_words
 from engine.loop import Engine
 from engine.model_check import check_model
-from server.app_config import AppConfig
-from server.choice import TextRules
-from server.draft_tokenizer import check_draft_tokenizer
-from server.model_source import find_model
+from engine.model_source import find_model
+from engine.startup import StartupStory
+from engine.text.choice import TextRules
+from engine.text.draft_tokenizer import check_draft_tokenizer
+from engine.text.reasoning import REASONING_TAGS
+from engine.text.tokenizer import load_tokenizer
+from engine.text.tools.dialects import DIALECTS, HARMONY
 from server.protocol.limits import Limits
 from server.protocol.sampling import SamplingBody, seconds
-from server.reasoning import REASONING_TAGS
-from server.startup import StartupStory
-from server.tokenizer import load_tokenizer
-from server.tools.dialects import DIALECTS, HARMONY
+from server.settings.app_config import AppConfig
 
 logger = logging.getLogger(__name__)
 

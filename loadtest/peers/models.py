@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.gguf_header import read_header
+from engine.text.gguf_tokenizer import build_tokenizer
 from loadtest.peers.safetensors_file import Entry, write_safetensors
 from loadtest.peers.shapes import Shape
-from server.gguf_tokenizer import build_tokenizer
 
 Matrix = NDArray[np.float32]
 

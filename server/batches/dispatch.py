@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message
 
 from server.errors import to_api_error
-from server.ledger import Entry
 from server.middleware import ENTRY, IGNORED_FIELDS, REQUEST_ID
-from server.tenancy import TENANT, Account
+from server.telemetry.ledger import Entry
+from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from server.bodies import BodyReader
-from server.errors import ApiError, shorten, to_api_error
+from engine.core.errors import shorten
+from server.errors import ApiError, to_api_error
+from server.http.bodies import BodyReader
 from server.protocol.batches import BatchLine, LineError
 
 MAX_LINES = 50_000

@@ -1,6 +1,6 @@
 """Files and batches as the routes see them: create, find, list, delete, cancel. Event loop.
 
-Each is its owner's (server/tenancy.py) and a 404 for any other. Raises ApiError for whatever a client can cause.
+Each is its owner's (server/tenancy/tenancy.py) and a 404 for any other. Raises ApiError for whatever a client can cause.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import AsyncIterable, Callable, Collection
 from math import ceil
 from pathlib import Path
 
+from engine.core.errors import shorten
 from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
@@ -21,10 +22,10 @@ from server.batches.store import Store
 from server.batches.thread import StoreThread
 from server.batches.upload import Form
 from server.batches.worker import BatchWorker
-from server.bodies import BodyReader
-from server.errors import ApiError, shorten
+from server.errors import ApiError
+from server.http.bodies import BodyReader
 from server.protocol.batches import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
-from server.tenancy import Tenancy
+from server.tenancy.tenancy import Tenancy
 
 MAX_FILES = 10_000  # of an owner
 MAX_OPEN_BATCHES = 100

@@ -1,6 +1,6 @@
 """What is known of files, batches and their lines: one SQLite database, so that a daemon that was killed goes on.
 
-Files and batches belong to an owner (server/tenancy.py): every query made for a client names the owner and finds only its rows.
+Files and batches belong to an owner (server/tenancy/tenancy.py): every query made for a client names the owner and finds only its rows.
 
 A batch's lines are its work queue: a line without an outcome is still to run, and its outcome is kept until the batch's
 files are written. Everything here blocks and belongs to one thread (service.py's); each method is one transaction.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from engine.core.errors import ConfigError
 from server.batches.lines import Line
 from server.protocol.batches import OPEN, Batch, BatchStatus, FileObject
-from server.tenant_file import DEFAULT
+from server.tenancy.tenant_file import DEFAULT
 
 VERSION = 2
 MAX_ENDED = 10_000  # batches of an owner remembered after their end

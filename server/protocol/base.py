@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from server.errors import refused_field, shorten
+from engine.core.errors import shorten
+from server.errors import refused_field
 from server.protocol.limits import Limits
 
 # JSON knows no largest number, Python writes none of more than 4300 digits, and nobody reads a sentence that has one.

@@ -8,10 +8,15 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, shorten
 from engine.core.types import FinishReason, SamplingParams
-from server.choice import CallDelta, Delta, TextRules
-from server.errors import shorten, unsupported
+from engine.text.choice import CallDelta, Delta, TextRules
+from engine.text.grammars.spec import GrammarSpec, Kind
+from engine.text.thinking import EFFORT_BUDGETS, ThinkingGrammar
+from engine.text.tools.forced import forced_dialect, forced_grammar
+from engine.text.tools.parser import Dialect
+from engine.text.tools.strict import free_text_grammar
+from server.errors import unsupported
 from server.protocol.base import Integer, ResponseBody
 from server.protocol.conversation import Conversation
 from server.protocol.form import ChunkMould, Envelope, new_call_id
@@ -20,11 +25,6 @@ from server.protocol.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from server.protocol.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
 from server.protocol.tools import Choice, Tool, ToolChoice
 from server.protocol.usage import Usage
-from server.structured.spec import GrammarSpec, Kind
-from server.thinking import EFFORT_BUDGETS, ThinkingGrammar
-from server.tools.forced import forced_dialect, forced_grammar
-from server.tools.parser import Dialect
-from server.tools.strict import free_text_grammar
 
 
 class ChatBody(SamplingBody, Conversation):
@@ -92,28 +92,30 @@ class ChatBody(SamplingBody, Conversation):
 
     def template_kwargs(self, limits: Limits) -> dict[str, Any]:
         """Return what else the template is given."""
-        return {**limits.dialogue.template_kwargs(self.reasoning_effort), **self.chat_template_kwargs}
+        return {**limits.chat_format.template_kwargs(self.reasoning_effort), **self.chat_template_kwargs}
 
     def dropped_hints(self, limits: Limits) -> list[str]:
         """Return also what is about thoughts that this model does not have, or that cannot be counted."""
-        dialogue = limits.dialogue
+        chat_format = limits.chat_format
         is_idle = {
-            "reasoning_effort": self.reasoning_effort not in (None, "none") and not dialogue.takes_effort,
-            "thinking_token_budget": self.thinking_token_budget is not None and dialogue.tag_ids is None,
+            "reasoning_effort": self.reasoning_effort not in (None, "none") and not chat_format.takes_effort,
+            "thinking_token_budget": self.thinking_token_budget is not None and chat_format.tag_ids is None,
         }
         return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
 
     def message_rules(self, params: SamplingParams, limits: Limits, prompt: str) -> TextRules:
         """How the answer to a rendered prompt is taken apart. Raises ApiError for calls that cannot be read."""
-        rules, dialogue = self.text_rules(params), limits.dialogue
+        rules, chat_format = self.text_rules(params), limits.chat_format
         tools = {tool.function.name: tool.function.parameters for tool in self.shown_tools()}
-        make_reader = dialogue.reader(self._dialect(limits), tools, begins_within=self._begins_within(limits, prompt))
+        make_reader = chat_format.reader(
+            self._dialect(limits), tools, begins_within=self._begins_within(limits, prompt)
+        )
         if make_reader is None:
             return rules
         rules = replace(rules, make_reader=make_reader, max_calls=None if self.parallel_tool_calls else 1)
-        if dialogue.hidden_ids is None or not rules.skip_special_tokens:
+        if chat_format.hidden_ids is None or not rules.skip_special_tokens:
             return rules
-        return replace(rules, skip_special_tokens=False, hidden_ids=dialogue.hidden_ids)
+        return replace(rules, skip_special_tokens=False, hidden_ids=chat_format.hidden_ids)
 
     def message_grammar(self, limits: Limits) -> tuple[GrammarSpec, str] | None:
         """What constrains the answer, calls that must be made included, and the field that asked for it."""
@@ -147,17 +149,17 @@ class ChatBody(SamplingBody, Conversation):
         """True if a grammar has to speak of calls: they must be made, or may be instead of an answer that has one."""
         mode = self.wanted_calls.mode
         if mode == "auto":
-            return self.grammar_spec() is not None and not limits.dialogue.calls_stay_text
+            return self.grammar_spec() is not None and not limits.chat_format.calls_stay_text
         return mode != "none"
 
     def with_thoughts(self, params: SamplingParams, limits: Limits, prompt: str) -> SamplingParams:
         """The parameters, with thoughts before what a grammar constrains, and as many of them as were asked for."""
-        dialogue = limits.dialogue
+        chat_format = limits.chat_format
         budget = self.thinking_token_budget
-        if budget is None and self.reasoning_effort is not None and not dialogue.knows_effort(self.reasoning_effort):
+        if budget is None and self.reasoning_effort is not None and not chat_format.knows_effort(self.reasoning_effort):
             budget = EFFORT_BUDGETS.get(self.reasoning_effort)
-        tags = dialogue.tag_ids
-        if tags is None or dialogue.has_thought(prompt) or (budget is None and params.grammar is None):
+        tags = chat_format.tag_ids
+        if tags is None or chat_format.has_thought(prompt) or (budget is None and params.grammar is None):
             return params
         grammar = ThinkingGrammar(
             tags,
@@ -171,26 +173,26 @@ class ChatBody(SamplingBody, Conversation):
     def _begins_within(self, limits: Limits, prompt: str) -> bool:
         """True if the answer begins with thoughts."""
         continued = self.messages[-1].content if self.continue_final_message else ""
-        tags = limits.dialogue.tags
+        tags = limits.chat_format.tags
         return tags is not None and tags.begins_within(prompt, continued)
 
     def _forced_dialect(self, limits: Limits) -> Dialect:
-        return forced_dialect(limits.dialogue.dialect, marks_are_text=limits.dialogue.hidden_ids is None)
+        return forced_dialect(limits.chat_format.dialect, marks_are_text=limits.chat_format.hidden_ids is None)
 
     def _dialect(self, limits: Limits) -> Dialect | None:
         """How calls are found in the answer; None where none are looked for."""
-        dialogue, mode = limits.dialogue, self.wanted_calls.mode
+        chat_format, mode = limits.chat_format, self.wanted_calls.mode
         if self._constrains_calls(limits):
             return self._forced_dialect(limits)
-        if mode == "none" or dialogue.calls_stay_text:
+        if mode == "none" or chat_format.calls_stay_text:
             return None
-        if dialogue.dialect is None:
+        if chat_format.dialect is None:
             raise unsupported(
                 "tools",
                 "how this model writes calls is not known here; start the server with --tool-call-parser, or send "
                 'tool_choice: "none".',
             )
-        return dialogue.dialect
+        return chat_format.dialect
 
     @property
     def asked_max_tokens(self) -> int | None:

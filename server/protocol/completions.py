@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
-from server.choice import Delta
+from engine.text.choice import Delta
 from server.protocol.base import Integer, ResponseBody
 from server.protocol.form import ChunkMould, Envelope
 from server.protocol.limits import Limits

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from engine.core.errors import InvalidRequestError, shorten
+from engine.text.tools.prompting import spell_out
+from server.errors import unsupported
 from server.protocol.base import RequestBody
 from server.protocol.limits import Limits
 from server.protocol.tools import Tool, ToolCall, check_tools, without_hosted
-from server.tools.prompting import spell_out
 
 # What takes about 1 ms to render.
 _MANY_MESSAGES = 50
@@ -104,9 +104,9 @@ class Conversation(RequestBody):
         """The prompt's text. Raises InvalidRequestError where the template refuses, or what it is given cannot fit."""
         limits.check_num_chars(sum(len(message.content) for message in self.messages), "messages")
         wants_prompt = self.add_generation_prompt
-        messages = limits.dialogue.roles.fit([message.for_template() for message in self.messages])
+        messages = limits.chat_format.roles.fit([message.for_template() for message in self.messages])
         tools = [tool.model_dump(exclude_unset=True) for tool in self.shown_tools()]
-        if not limits.dialogue.shows_tools:
+        if not limits.chat_format.shows_tools:
             messages, tools = spell_out(messages, tools), []
         return limits.tokenizer.apply_chat_template(
             messages,

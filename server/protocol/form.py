@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from server.choice import Delta
+from engine.text.choice import Delta
+from engine.text.detokenizer import Tokenizer
+from engine.version import VERSION
 from server.errors import ApiError
 from server.protocol.base import ResponseBody
 from server.protocol.frames import DONE, frame
 from server.protocol.sampling import StreamOptions
 from server.protocol.timings import AnswerMetrics, with_metrics
 from server.protocol.usage import Usage
-from server.text import Tokenizer
-from server.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

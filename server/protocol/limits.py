@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ContextLengthError, InvalidRequestError
-from server.app_config import AppConfig
-from server.dialogue import Dialogue
-from server.errors import shorten
-from server.text import Tokenizer
+from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
+from engine.text.chat_format import ChatFormat
+from engine.text.detokenizer import Tokenizer
+from server.settings.app_config import AppConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class Limits:
     max_logprobs: int
     has_priorities: bool
     tokenizer: Tokenizer
-    dialogue: Dialogue = field(default_factory=Dialogue)
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
 
     @classmethod
     def of(cls, config: SchedulerConfig, vocab_size: int, tokenizer: Tokenizer, app: AppConfig) -> Limits:
@@ -35,13 +34,15 @@ class Limits:
             max_logprobs=app.max_logprobs,
             has_priorities=config.policy in ("priority", "fair"),
             tokenizer=tokenizer,
-            dialogue=Dialogue.of(tokenizer, app),
+            chat_format=ChatFormat.of(
+                tokenizer, tool_call_parser=app.tool_call_parser, reasoning_parser=app.reasoning_parser
+            ),
         )
 
     @property
     def call_id_length(self) -> int:
         """Of a call's id, where the model's template insists on one; else 0."""
-        return self.dialogue.dialect.id_length if self.dialogue.dialect else 0
+        return self.chat_format.dialect.id_length if self.chat_format.dialect else 0
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequestError if the model has no such token."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.core.types import TokenLogprob
-from server.choice import Delta
+from engine.text.choice import Delta
+from engine.text.detokenizer import Tokenizer
 from server.protocol.base import ResponseBody
-from server.text import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 

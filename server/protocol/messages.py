@@ -213,8 +213,8 @@ class CountBody(TranslatedBody):
         is_idle = {
             "thinking": self.thinking is not None
             and self.thinking.type == "enabled"
-            and limits.dialogue.tag_ids is None,
-            "output_config.effort": effort is not None and not limits.dialogue.takes_effort,
+            and limits.chat_format.tag_ids is None,
+            "output_config.effort": effort is not None and not limits.chat_format.takes_effort,
             "context_management": self.context_management is not None,
         }
         if self.context_management is not None:

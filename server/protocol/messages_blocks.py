@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from engine.core.errors import InvalidRequestError, shorten
+from server.errors import unsupported
 from server.protocol.base import RequestBody
 from server.protocol.retention import CacheControl, Place
 

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.core.types import FinishReason
-from server.anthropic import error_document
-from server.choice import Delta
+from engine.text.choice import Delta
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from server.anthropic.errors import error_document
 from server.errors import ApiError
 from server.protocol.base import ResponseBody
 from server.protocol.form import Envelope, new_call_id
@@ -17,7 +18,6 @@ from server.protocol.frames import frame
 from server.protocol.timings import AnswerMetrics
 from server.protocol.translated import pieces_of
 from server.protocol.usage import Usage
-from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
 
 class MessageUsage(ResponseBody):
@@ -71,7 +71,7 @@ class AnthropicErrorDetails(ResponseBody):
 
 
 class AnthropicError(ResponseBody):
-    """What server/anthropic.py makes of an error."""
+    """What server/anthropic/errors.py makes of an error."""
 
     type: str
     error: AnthropicErrorDetails

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError
-from server.errors import shorten
+from engine.core.errors import InvalidRequestError, shorten
 from server.protocol.base import Integer, RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.limits import Limits
@@ -189,7 +188,7 @@ class InputBody(TranslatedBody):
 
     def dropped_hints(self, limits: Limits) -> list[str]:
         """Return also the effort, where the model has none."""
-        is_idle = self.reasoning.effort not in (None, "none") and not limits.dialogue.takes_effort
+        is_idle = self.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
         return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:

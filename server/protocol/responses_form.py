@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.core.types import FinishReason, SamplingParams
-from server.choice import Delta
+from engine.text.choice import Delta
 from server.errors import ApiError
 from server.protocol.form import Envelope
 from server.protocol.frames import frame

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from engine.core.errors import InvalidRequestError, shorten
+from server.errors import unsupported
 from server.protocol.base import RequestBody
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.core.types import FinishReason
-from server.choice import Delta
+from engine.text.choice import Delta
+from engine.text.detokenizer import Tokenizer
+from engine.text.tools.pieces import CallBegin, Content, Piece, Reasoning
 from server.protocol.base import ResponseBody
 from server.protocol.logprobs import ChatLogprob, chat_logprobs
 from server.protocol.translated import pieces_of
 from server.protocol.usage import Usage
-from server.text import Tokenizer
-from server.tools.pieces import CallBegin, Content, Piece, Reasoning
 
 
 class OutputPart(ResponseBody):

@@ -10,16 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.errors import ConfigError, InvalidRequestError, shorten
 from engine.core.types import BeamParams, EarlyStopping, SamplingParams
-from server.choice import TextRules
-from server.errors import shorten
+from engine.text.choice import TextRules
+from engine.text.detokenizer import SamplingDefaults
+from engine.text.grammars.spec import GrammarSpec
 from server.protocol.base import Integer, RequestBody
 from server.protocol.limits import Limits
 from server.protocol.retention import PromptCacheOptions, Retention, retained_s
 from server.protocol.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
-from server.structured.spec import GrammarSpec
-from server.text import SamplingDefaults
 
 MAX_N = 128
 MAX_STOPS = 4

@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
+from engine.text.grammars.closing import close
+from engine.text.grammars.spec import ANY_OBJECT, GrammarSpec, Kind
 from server.errors import refused_field
 from server.protocol.base import RequestBody
-from server.structured.closing import close
-from server.structured.spec import ANY_OBJECT, GrammarSpec, Kind
 
 _MAX_TAGS = 256
 MAX_CHOICES = 2000  # beyond it llguidance's table for one step is full
@@ -56,7 +56,7 @@ WhitespacePattern = Annotated[str, Field(max_length=200)]
 class JsonSchemaFormat(RequestBody):
     """`strict` refuses keywords that cannot be enforced, else left out as OpenAI does, and takes objects to be closed.
 
-    See server/structured/closing.py for the latter.
+    See engine/text/grammars/closing.py for the latter.
     """
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.protocol.base import ResponseBody
-from server.timeline import Spans
+from server.telemetry.timeline import Spans
 
 
 class AnswerMetrics(ResponseBody):

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError
-from server.errors import shorten, unsupported
+from engine.core.errors import InvalidRequestError, shorten
+from engine.text.tools.offered import OfferedTool
+from server.errors import unsupported
 from server.protocol.base import RequestBody
-from server.tools.offered import OfferedTool
 
 # OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from pydantic import Field, ValidationError
 
 from engine.core.errors import ClientError
-from server.choice import Delta
+from engine.text.choice import Delta
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
 from server.protocol.base import RequestBody
 from server.protocol.chat import ChatBody
 from server.protocol.limits import Limits
 from server.protocol.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
-from server.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
 # Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.
 PASSED_ON = frozenset(

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
-from server.detached import run_detached
 from server.errors import ApiError
+from server.http.detached import run_detached
 from server.protocol.adapters import LoadAdapterBody, UnloadAdapterBody
 from server.routes.context import Context, InContext, InOwner, check_operator, json_body
 

@@ -13,28 +13,29 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Request
 
 from engine.core.adapter import Adapter
+from engine.core.errors import shorten
 from engine.loop import Engine
-from server.app_config import AppConfig
+from engine.text.detokenizer import Tokenizer
+from engine.text.grammars.compiler import GrammarCompiler
 from server.batches.service import BatchService
-from server.bodies import BodyReader, is_large
 from server.client import EngineClient
-from server.errors import ApiError, shorten
-from server.handoff import Receiver, Sender
-from server.ledger import Ledger
-from server.live import LiveView
-from server.metrics import Metrics
+from server.errors import ApiError
+from server.http.bodies import BodyReader, is_large
+from server.http.slow_thread import run_slowly
 from server.middleware import IGNORED_FIELDS
+from server.openai.response_store import ResponseStore
+from server.operations.handoff import Receiver, Sender
 from server.protocol.base import RequestBody
 from server.protocol.conversation import Conversation
 from server.protocol.limits import Limits
-from server.public_prefixes import PublicPrefixes
-from server.response_store import ResponseStore
-from server.slow_thread import run_slowly
-from server.standing import Standing
-from server.structured.compiler import GrammarCompiler
-from server.tenancy import Tenancy, owner_of
-from server.tenant_file import DEFAULT
-from server.text import Tokenizer
+from server.settings.app_config import AppConfig
+from server.telemetry.ledger import Ledger
+from server.telemetry.live import LiveView
+from server.telemetry.metrics import Metrics
+from server.telemetry.queue_status import QueueStatus
+from server.tenancy.public_prefixes import PublicPrefixes
+from server.tenancy.tenancy import Tenancy, owner_of
+from server.tenancy.tenant_file import DEFAULT
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Context:
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
-    standing: Standing
+    queue_status: QueueStatus
     ledger: Ledger
     responses: ResponseStore
     bodies: BodyReader
@@ -130,7 +131,9 @@ async def _owner(request: Request) -> str:
     return owner_of(request.scope["state"])
 
 
-InOwner = Annotated[str, Depends(_owner)]  # of what a route stores or finds: a name in server/tenancy.py's sense
+InOwner = Annotated[
+    str, Depends(_owner)
+]  # of what a route stores or finds: a name in server/tenancy/tenancy.py's sense
 
 
 def check_operator(owner: str, what: str) -> None:

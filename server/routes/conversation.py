@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.core.errors import ClientError
 from engine.core.types import Request, SamplingParams
-from server.choice import TextRules
+from engine.text.choice import TextRules
 from server.errors import ApiError
 from server.protocol.chat import ChatBody
 from server.protocol.form import Envelope

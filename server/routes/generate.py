@@ -17,23 +17,23 @@ from starlette.responses import Response
 from engine.core.admission import check_request
 from engine.core.errors import QuireError
 from engine.core.types import Pin, Request, SamplingParams
-from server.choice import Delta, TextRules
+from engine.text.choice import Delta, TextRules
+from engine.text.grammars.spec import GrammarSpec
 from server.client import Answer
-from server.disconnect import unless_disconnected
 from server.errors import to_api_error
 from server.generation import ChoiceDelta, Generation
-from server.handoff import Receiver
-from server.ledger import Entry
+from server.http.disconnect import unless_disconnected
+from server.http.slow_thread import run_slowly
 from server.middleware import ENTRY, REQUEST_ID
+from server.operations.handoff import Receiver
 from server.protocol.form import Form
 from server.protocol.reading import ReadingBody
 from server.protocol.sampling import SamplingBody, seconds
 from server.protocol.timings import AnswerMetrics, server_timing, with_metrics
 from server.routes.context import Context
-from server.slow_thread import run_slowly
 from server.sse import EventStream
-from server.structured.spec import GrammarSpec
-from server.tenancy import TENANT, Account
+from server.telemetry.ledger import Entry
+from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ async def respond(
             _frames(generation, body, form),
             answer,
             keep_alive_s=context.config.sse_keep_alive_interval_s,
-            standing=partial(context.standing.sentence, [request.request_id for request in requests]),
+            queue_status=partial(context.queue_status.sentence, [request.request_id for request in requests]),
         )
     deltas = await _all_deltas(http, answer, generation, body)
     usage = generation.usage

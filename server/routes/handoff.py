@@ -11,11 +11,11 @@ from fastapi import Request as HttpRequest
 
 from engine.connector.base import ParcelError
 from engine.core.types import Request, SamplingParams
-from server.choice import TextRules
-from server.disconnect import unless_disconnected
+from engine.text.choice import TextRules
 from server.errors import ApiError
 from server.generation import Generation
-from server.handoff import Sender
+from server.http.disconnect import unless_disconnected
+from server.operations.handoff import Sender
 from server.protocol.handoff import PrefillBody, Prefilled
 from server.routes.context import Context, InContext, InOwner, check_operator, json_body
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from server.routes.context import InContext, InOwner
-from server.tenant_file import DEFAULT
+from server.tenancy.tenant_file import DEFAULT
 
 router = APIRouter()
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.adapters import LoadedAdapter
-from server.anthropic import is_anthropics
+from server.anthropic.errors import is_anthropics
 from server.protocol.base import ResponseBody
 from server.protocol.models import ModelCard, ModelList, ModelPageQuery
 from server.routes.context import Context, InContext

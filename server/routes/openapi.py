@@ -16,8 +16,8 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from engine.version import VERSION
 from server.protocol.base import RequestBody, ResponseBody
-from server.version import VERSION
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import EngineDeadError, ServerError, ShuttingDownError
+from engine.version import VERSION
 from server.errors import to_api_error
 from server.routes.context import Context, InContext
-from server.version import VERSION
 
 router = APIRouter()
 

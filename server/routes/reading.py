@@ -11,10 +11,11 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from engine.core.types import Pooling, PromptInfo
-from server.choice import TextRules
+from engine.text.choice import TextRules
 from server.client import Answer
-from server.disconnect import unless_disconnected
 from server.generation import Generation
+from server.http.disconnect import unless_disconnected
+from server.http.slow_thread import run_slowly
 from server.protocol.embeddings import EmbeddingBody, Embeddings
 from server.protocol.reading import ReadingBody
 from server.protocol.score import Score, ScoreBody, Scores
@@ -22,7 +23,6 @@ from server.routes.context import InContext, aside, json_body
 from server.routes.generate import MAX_INLINE_TOKENS, answer_id, begin, engine_requests, with_timings
 from server.routes.openapi import answers
 from server.routes.prompts import prompt_ids
-from server.slow_thread import run_slowly
 
 router = APIRouter()
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from server.errors import ApiError, shorten
-from server.ledger import RECENT
+from engine.core.errors import shorten
+from server.errors import ApiError
 from server.routes.context import InContext, InOwner
+from server.telemetry.ledger import RECENT
 
 router = APIRouter()
 
@@ -26,6 +27,6 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
     if entry.generation is None:
         return entry.document((), None)
     ids = entry.engine_ids
-    place = await context.standing.place(ids)
-    views = await context.standing.sequences(ids)
+    place = await context.queue_status.place(ids)
+    views = await context.queue_status.sequences(ids)
     return entry.document(views, place)  # which may have ended meanwhile

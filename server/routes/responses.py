@@ -12,20 +12,21 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from server.bodies import INLINE_BYTES
-from server.errors import ApiError, shorten, unsupported
+from engine.core.errors import shorten
+from server.errors import ApiError, unsupported
+from server.http.bodies import INLINE_BYTES
+from server.http.slow_thread import run_slowly
+from server.openai.response_store import StoredResponse
 from server.protocol.chat import ChatBody
 from server.protocol.form import new_call_id
 from server.protocol.responses import InputBody, ResponsesBody
 from server.protocol.responses_form import ResponseForm
 from server.protocol.responses_items import Item
 from server.protocol.responses_output import OutputWriter, ResponseDocument
-from server.response_store import StoredResponse
 from server.routes.context import Context, InContext, InOwner, Result, aside, json_body
 from server.routes.conversation import Asked, prepare, prompt_ids
 from server.routes.generate import respond
 from server.routes.openapi import answers
-from server.slow_thread import run_slowly
 
 router = APIRouter()
 

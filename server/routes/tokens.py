@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
+from server.http.slow_thread import run_slowly
 from server.protocol.logprobs import token_text
 from server.protocol.tokens import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
 from server.routes.context import InContext, aside, json_body
 from server.routes.openapi import answers
-from server.slow_thread import run_slowly
 
 router = APIRouter()
 

@@ -21,7 +21,7 @@ from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine
-from server.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 TURN = "<|im_start|>assistant\n"
 SCRIPT = re.compile(r"SCRIPT (\w+) (\{.*?\})(?:<\|im_end\|>|\n|$)")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.core.kv.swap_belief import SwapBelief
+from engine.model_source import find_model
 from engine.runtime.native.library import Isa, Library, native
-from server.model_source import find_model
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,13 @@ from engine.core.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step_time import Load, StepTime
+from engine.model_source import find_model
 from engine.runtime.attention.base import AttentionSpec, CausalLM
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear
-from server.model_source import find_model
-from server.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 
 LENGTH = 700  # positions: nearly three spans

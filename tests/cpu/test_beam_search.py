@@ -14,9 +14,9 @@ import torch
 from engine.core.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, Request
+from engine.model_source import find_model
 from engine.runtime.models.load import load_model
-from server.model_source import find_model
-from server.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests.cpu import test_models_families as tiny
 from tests.cpu.model_driver import Served, request, serve, settings
 

@@ -10,9 +10,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from engine.core.errors import ConfigError
-from server.draft_tokenizer import check_draft_tokenizer
-from server.model_source import find_model
-from server.tokenizer import load_tokenizer
+from engine.model_source import find_model
+from engine.text.draft_tokenizer import check_draft_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 
 def test_only_another_tokenizer_is_refused(tmp_path: Path) -> None:

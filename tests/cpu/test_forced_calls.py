@@ -13,13 +13,13 @@ import pytest
 
 from engine.build import build_engine
 from engine.core.config import EngineConfig
+from engine.model_source import find_model
+from engine.text.chat_format import ChatFormat
+from engine.text.reasoning import ReasoningTags
+from engine.text.thinking import TagIds
+from engine.text.tokenizer import load_tokenizer
 from server.app import create_app
-from server.app_config import AppConfig
-from server.dialogue import Dialogue
-from server.model_source import find_model
-from server.reasoning import ReasoningTags
-from server.thinking import TagIds
-from server.tokenizer import load_tokenizer
+from server.settings.app_config import AppConfig
 from tests.patience import PATIENCE_S
 
 PATH, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -99,12 +99,12 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) 
     context = app.state.context
     tags = ReasoningTags(name="played", opening="<file_sep>", closing="<jupyter_text>", always=True)
     special = context.tokenizer.special_tokens
-    dialogue = Dialogue(
+    chat_format = ChatFormat(
         tags=tags,
         tag_ids=TagIds(special[tags.opening], special[tags.closing]),
         hidden_ids=frozenset(special.values()) - {special[tags.opening], special[tags.closing]},
     )
-    app.state.context = replace(context, limits=replace(context.limits, dialogue=dialogue))
+    app.state.context = replace(context, limits=replace(context.limits, chat_format=chat_format))
     asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "max_tokens": 60, "temperature": 0}
     forced = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**WEATHER, "additionalProperties": False}}}

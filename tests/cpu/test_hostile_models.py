@@ -20,7 +20,7 @@ from engine.core.errors import ModelLoadError, QuireError
 from engine.model_check import check_model
 from engine.runtime.models.layers import Maker
 from engine.runtime.models.load import load_model
-from server.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.served_models import refusal, save_servable, save_tokenizer
 from tests.cpu.test_models_families import CASES, save_tiny
@@ -393,7 +393,7 @@ def test_any_metadata_of_a_tokenizer_is_read_or_refused(key: str, kind: str, mon
 
     for value in HOSTILE_METADATA:
         metadata = METADATA | {"tokenizer.ggml.model": kind, key: value}
-        monkeypatch.setattr("server.tokenizer.read_header", lambda path, found=metadata: GGUFHeader(found, []))
+        monkeypatch.setattr("engine.text.tokenizer.read_header", lambda path, found=metadata: GGUFHeader(found, []))
         outcome(lambda: load_tokenizer("m.gguf").encode("ab", add_special_tokens=True))
 
 

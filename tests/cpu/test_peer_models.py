@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.gguf_header import read_header
+from engine.model_source import find_model
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from loadtest.peers.models import bfloat16_bits, int8_rows, prepare
 from loadtest.peers.shapes import SHAPES, Shape
-from server.model_source import find_model
 
 VOCAB = 49152 + 8  # the embedded tokenizer's, and some of the fillers that a larger shape needs
 TINY = {

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.model_source import find_model
+from engine.model_source import find_model
 from tests.cpu.served_models import ROOT, save_servable, serving
 from tests.cpu.test_models_families import CASES
 from tests.patience import PATIENCE_S

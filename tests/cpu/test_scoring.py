@@ -20,11 +20,11 @@ from torch import Tensor
 from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.llm import LLM, SamplingParams
+from engine.model_source import find_model
+from engine.text.tokenizer import load_tokenizer
 from server.app import create_app
-from server.app_config import AppConfig
-from server.model_source import find_model
 from server.routes.context import Context
-from server.tokenizer import load_tokenizer
+from server.settings.app_config import AppConfig
 
 PATH = Path(find_model(None).path)
 CONTEXT = "Question: Which of these is the capital of a country on an island, written in its own language?\nAnswer:"

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
+from engine.model_source import find_model
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
@@ -27,8 +28,7 @@ from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
-from server.model_source import find_model
-from server.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, Served, TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import END, StepGrammar

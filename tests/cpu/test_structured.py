@@ -16,12 +16,12 @@ from engine.core.errors import InvalidRequestError
 from engine.core.grammar import Grammar
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Request
+from engine.model_source import find_model
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.models.load import load_model
-from server.model_source import find_model
-from server.structured.compiler import GrammarCompiler
-from server.structured.spec import GrammarSpec, Kind
-from server.tokenizer import TextTokenizer, load_tokenizer
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.spec import GrammarSpec, Kind
+from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.test_speculation import Prophet
 
@@ -150,7 +150,7 @@ def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatc
         compiler = GrammarCompiler(real.tokenizer, real.model.vocab_size, observe=times.append)
         try:
             await compiler.warm_up()
-            monkeypatch.setattr("server.structured.guidance.Vocabulary", made_anew)
+            monkeypatch.setattr("engine.text.grammars.guidance.Vocabulary", made_anew)
             await compiler.compile(SPECS["regex"], "structured_outputs")
         finally:
             compiler.close()

@@ -20,11 +20,11 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
-from server.chat_template import ChatTemplate
-from server.gguf_tokenizer import TokenType, build_tokenizer
-from server.model_source import find_model
-from server.text import SamplingDefaults
-from server.tokenizer import TextTokenizer, load_tokenizer
+from engine.model_source import find_model
+from engine.text.chat_template import ChatTemplate
+from engine.text.detokenizer import SamplingDefaults
+from engine.text.gguf_tokenizer import TokenType, build_tokenizer
+from engine.text.tokenizer import TextTokenizer, load_tokenizer
 
 TRICKY = (
     "Hello 1234567 world\n\n  x",

@@ -13,9 +13,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ModelLoadError
+from engine.model_source import find_model
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
-from server.model_source import find_model
 from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
 
 KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]

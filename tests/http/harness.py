@@ -21,15 +21,15 @@ from engine.adapters import Adapters
 from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.plan import SequenceSlice
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
+from engine.core.step import SequenceSlice
 from engine.loop import Engine
+from engine.text.detokenizer import SamplingDefaults
+from engine.text.tokenizer import TextTokenizer, Vocabulary
 from server.app import create_app
-from server.app_config import AppConfig
-from server.connection import Connection
-from server.text import SamplingDefaults
-from server.tokenizer import TextTokenizer, Vocabulary
+from server.http.connection import Connection
+from server.settings.app_config import AppConfig
 from tests.patience import PATIENCE_S, eventually
 
 END = 256

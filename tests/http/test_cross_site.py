@@ -12,7 +12,7 @@ import pytest
 import yaml
 from harness import Live, eventually
 
-from server.origins import Authority, is_same_origin, names_host, names_origin
+from server.http.origins import Authority, is_same_origin, names_host, names_origin
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from harness import Live, eventually
 
-from server import connection
 from server.batches.folder import DataFolder
 from server.batches.outputs import new_file_id
+from server.http import connection
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

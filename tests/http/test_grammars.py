@@ -13,15 +13,15 @@ import pytest
 from harness import byte_tokenizer
 
 from engine.core.errors import InvalidRequestError, OverloadedError
-from server.structured import guidance
-from server.structured import maker as maker_module
-from server.structured.compiler import GrammarCompiler
-from server.structured.guidance import GuidanceGrammar, Vocabulary
-from server.structured.kept import MAX_KEPT, KeptGrammars
-from server.structured.maker import MAX_TEXT, GrammarMaker
-from server.structured.spec import GrammarSpec, Kind
-from server.structured.trial import private_bytes, to_guidance
-from server.structured.trials import GrammarError
+from engine.text.grammars import guidance
+from engine.text.grammars import maker as maker_module
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.guidance import GuidanceGrammar, Vocabulary
+from engine.text.grammars.kept import MAX_KEPT, KeptGrammars
+from engine.text.grammars.maker import MAX_TEXT, GrammarMaker
+from engine.text.grammars.spec import GrammarSpec, Kind
+from engine.text.grammars.trial import private_bytes, to_guidance
+from engine.text.grammars.trials import GrammarError
 from tests.pure.hostile_grammars import HOSTILE, SLOW
 
 WAIT_S = 120.0

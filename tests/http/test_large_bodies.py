@@ -24,9 +24,9 @@ from harness import Live, eventually
 
 from loadtest.__main__ import main
 from loadtest.hostile import cases, family_bytes
-from server import bodies as bodies_module
 from server.app import API
-from server.bodies import INLINE_BYTES, BodyReader
+from server.http import bodies as bodies_module
+from server.http.bodies import INLINE_BYTES, BodyReader
 from server.protocol.retention import CacheControl
 from tests.patience import PATIENCE_S
 

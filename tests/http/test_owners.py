@@ -226,7 +226,7 @@ def test_a_request_id_is_a_name_inside_an_account(world: World) -> None:
 def test_an_owner_that_asks_much_pushes_out_its_own(
     serve: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.ledger.RECENT", 4)
+    monkeypatch.setattr("server.telemetry.ledger.RECENT", 4)
     (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
     live = serve(tenants=tmp_path / "tenants.yaml", max_stored_responses=4)
     with client(live, "ann-key") as ann, client(live, "bob-key") as bob:

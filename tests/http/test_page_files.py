@@ -14,12 +14,12 @@ import httpx
 import pytest
 from harness import Live, eventually
 
-import server.live
+import server.telemetry.live
 from engine.core.config import SchedulerConfig
-from server.live import MIN_AGE_S, runs
+from server.telemetry.live import MIN_AGE_S, runs
 
 Serve = Callable[..., Live]
-FOLDER = Path(server.live.__file__).parent / "page"
+FOLDER = Path(server.telemetry.live.__file__).parent / "page"
 FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "index.html")
 
 
@@ -115,7 +115,7 @@ def test_what_runs_and_waits_is_shown_with_its_blocks_and_no_text(serve: Serve) 
 
 
 def test_many_who_look_at_once_cost_one_look(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.live, "MIN_AGE_S", 60.0)
+    monkeypatch.setattr(server.telemetry.live, "MIN_AGE_S", 60.0)
     live = serve()
     looks = []
     ask = live.engine.look
@@ -125,7 +125,7 @@ def test_many_who_look_at_once_cost_one_look(serve: Serve, monkeypatch: pytest.M
 
 
 def test_an_engine_that_does_not_come_round_to_it_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.live, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(server.telemetry.live, "PATIENCE_S", 0.05)
     live = serve()
     live.gate.close()
     with httpx.stream("POST", live.url + "/v1/completions", json={"prompt": "hello|", "stream": True}) as response:

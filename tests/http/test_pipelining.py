@@ -14,7 +14,7 @@ import pytest
 from harness import Live, eventually
 
 from engine.core.types import AbortCause
-from server.connection import MAX_PIPELINED, MAX_UNPARSED_BYTES, Connection
+from server.http.connection import MAX_PIPELINED, MAX_UNPARSED_BYTES, Connection
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

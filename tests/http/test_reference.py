@@ -6,15 +6,17 @@ import re
 from pathlib import Path
 
 from server.app import API
+from server.operations.reference import reference
 from server.protocol.chat import ChatBody
 from server.protocol.completions import CompletionBody
-from server.reference import reference
 
 PAGE = Path(__file__).parents[2] / "docs/reference.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m server.reference > docs/reference.md"
+    assert PAGE.read_text(encoding="utf-8") == reference(), (
+        "run: python -m server.operations.reference > docs/reference.md"
+    )
 
 
 def test_it_tells_of_every_endpoint_and_field() -> None:

@@ -14,7 +14,8 @@ import pytest
 from harness import CONFIG, Live, eventually
 from test_completions import stream
 
-from server import ledger, sse
+from server import sse
+from server.telemetry import ledger
 
 Post = Callable[..., dict[str, Any]]
 PATH = "/v1/completions"

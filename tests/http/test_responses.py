@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from test_bad_input import error_of
 
 from engine.core.types import FinishReason, TokenEvent
-from server.choice import CallDelta, Choice, Delta, TextRules
-from server.dialogue import Dialogue
+from engine.text.chat_format import ChatFormat
+from engine.text.choice import CallDelta, Choice, Delta, TextRules
+from engine.text.reasoning import REASONING_TAGS
+from engine.text.tools.dialects import HERMES
+from engine.text.tools.pieces import CallArguments, CallBegin, Content
 from server.protocol.responses_output import OutputWriter
 from server.protocol.translated import pieces_of
-from server.reasoning import REASONING_TAGS
-from server.tools.dialects import HERMES
-from server.tools.pieces import CallArguments, CallBegin, Content
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"
@@ -484,7 +484,7 @@ def test_openais_client_parses(sdk: openai.OpenAI) -> None:
     assert refused.value.param == "background"
 
 
-READER = Dialogue(tags=REASONING_TAGS["qwen3"]).reader(HERMES, {"weather": {}}, begins_within=False)
+READER = ChatFormat(tags=REASONING_TAGS["qwen3"]).reader(HERMES, {"weather": {}}, begins_within=False)
 SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}".encode()
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from engine.core.errors import ConfigError
-from server.pinned_prefixes import compute_prefixes, read_prefixes
+from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from tests.http.harness import CONFIG, Live
 from tests.pure.driver import once_stopping
 

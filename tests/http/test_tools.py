@@ -14,13 +14,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from harness import APP, CONFIG, Live, byte_tokenizer
+from harness import CONFIG, Live, byte_tokenizer
 from test_completions import stream
 
 from engine.core.errors import ConfigError
-from server.dialogue import Dialogue
-from server.tools.dialects import FORCED
-from server.tools.pieces import CallArguments, CallBegin, Reasoning
+from engine.text.chat_format import ChatFormat
+from engine.text.tools.dialects import FORCED
+from engine.text.tools.pieces import CallArguments, CallBegin, Reasoning
 
 PATH = "/v1/chat/completions"
 SAYS = "{{ messages[-1].content }}|"
@@ -284,18 +284,18 @@ def test_a_template_with_channels() -> None:
     """The parrot cannot write their marks, for it stops at a bar."""
     tokenizer = byte_tokenizer("{% if tools %}{% endif %}<|start|>assistant<|channel|>x<|message|>")
     text = '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{"a": 1}'
-    dialogue = Dialogue.of(tokenizer, APP)
-    make = dialogue.reader(dialogue.dialect, {"add": {}}, begins_within=False)
+    chat_format = ChatFormat.of(tokenizer)
+    make = chat_format.reader(chat_format.dialect, {"add": {}}, begins_within=False)
     assert make is not None
     reader = make()
     assert reader.push(text) + reader.finish() == [Reasoning("Hm."), CallBegin("add"), CallArguments('{"a": 1}')]
-    make = Dialogue.of(tokenizer, replace(APP, tool_call_parser="none")).reader(None, {}, begins_within=False)
+    make = ChatFormat.of(tokenizer, tool_call_parser="none").reader(None, {}, begins_within=False)
     assert make is not None
     assert {type(piece) for piece in make().push(text)} == {Reasoning}
-    forced = dialogue.reader(FORCED, {"add": {}}, begins_within=False)
+    forced = chat_format.reader(FORCED, {"add": {}}, begins_within=False)
     assert forced is not None
     assert forced().push('[{"name": "add", "arguments": {}}]') == [CallBegin("add"), CallArguments("{}")]
     with pytest.raises(ConfigError, match="--reasoning-parser is none"):
-        Dialogue.of(tokenizer, replace(APP, reasoning_parser="none"))
+        ChatFormat.of(tokenizer, reasoning_parser="none")
     with pytest.raises(ConfigError, match="has no channels"):
-        Dialogue.of(byte_tokenizer(HERMES), replace(APP, tool_call_parser="harmony"))
+        ChatFormat.of(byte_tokenizer(HERMES), tool_call_parser="harmony")

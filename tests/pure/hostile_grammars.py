@@ -7,7 +7,7 @@ import string
 from itertools import product
 from typing import Any
 
-from server.structured.spec import GrammarSpec, Kind
+from engine.text.grammars.spec import GrammarSpec, Kind
 
 POWER = "((a{1000}){1000}){1000}"
 WORDS = ["".join(letters) for letters in product(string.ascii_lowercase, repeat=3)]

@@ -131,10 +131,10 @@ OPENERS = {
     "engine.runtime.native.build",
     "server.batches.folder",
     "server.batches.lines",
-    "server.children",  # pipes and /dev/null
-    "server.model_source",  # the installed model, by its digest
+    "server.http.children",  # pipes and /dev/null
+    "engine.model_source",  # the installed model, by its digest
     "server.routes.page",
-    "server.structured.trial",  # /proc
+    "engine.text.grammars.trial",  # /proc
 }
 
 

@@ -22,11 +22,11 @@ from server.batches.outputs import write_files
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
 from server.batches.thread import Result, StoreThread
 from server.batches.worker import BatchWorker
-from server.bodies import BodyReader
+from server.http.bodies import BodyReader
 from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
-from server.tenancy import Tenancy
-from server.tenant_file import DEFAULT
-from server.tenant_metrics import TenantMetrics
+from server.telemetry.tenant_metrics import TenantMetrics
+from server.tenancy.tenancy import Tenancy
+from server.tenancy.tenant_file import DEFAULT
 from tests.patience import PATIENCE_S
 
 ME = DEFAULT

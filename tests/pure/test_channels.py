@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
-from server.channels import ENDS, MARKS, ChannelSplitter
-from server.tools.dialects import DIALECTS
-from server.tools.offered import OfferedTool
-from server.tools.pieces import CallArguments, CallBegin, Content, Reasoning
-from server.tools.strict import free_text_grammar
+from engine.text.channels import ENDS, MARKS, ChannelSplitter
+from engine.text.tools.dialects import DIALECTS
+from engine.text.tools.offered import OfferedTool
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Reasoning
+from engine.text.tools.strict import free_text_grammar
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 ROME = '{"city": "Rome"}'

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from server import children
-from server.children import Child, ChildCrashError, ChildLostError, ChildTimeoutError
+from server.http import children
+from server.http.children import Child, ChildCrashError, ChildLostError, ChildTimeoutError
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

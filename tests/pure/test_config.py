@@ -15,12 +15,12 @@ import pytest
 
 from engine.core.config import EngineConfig, LoraModule, num_loras
 from engine.core.errors import ConfigError, ModelLoadError
-from server.app_config import AppConfig
-from server.config import Settings
-from server.flags import GROUPS, flag, load_settings, make_parser, name_origins
-from server.model_source import find_model
-from server.setting_groups import LogFormat, SecuritySettings
-from server.yaml_file import read_yaml
+from engine.model_source import find_model
+from server.settings.app_config import AppConfig
+from server.settings.flags import GROUPS, flag, load_settings, make_parser, name_origins
+from server.settings.groups import LogFormat, SecuritySettings
+from server.settings.settings import Settings
+from server.settings.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from server.flags import make_parser; make_parser().format_help(); import server.cli; "
+        "import sys; from server.settings.flags import make_parser; make_parser().format_help(); import server.cli; "
         "print(sorted({'torch', 'transformers', 'fastapi', 'tokenizers', 'numpy', 'rich'} & set(sys.modules)))"
     )
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server import json_values
 from server.errors import ApiError
-from server.json_values import check_count, count_values, most_values, pack, parse, unpack
+from server.http import json_values
+from server.http.json_values import check_count, count_values, most_values, pack, parse, unpack
 
 TEXTS = st.text(alphabet='ab"\\[]{},: \n\u00e9\u4e00', max_size=6)
 DOCUMENTS = st.recursive(

@@ -21,7 +21,7 @@ from engine.core.stats import Stats
 from engine.core.step_time import StepTime
 from tests.pure.driver import config, request
 
-SIZE, SEATS = 4, 4
+SIZE, SLOTS = 4, 4
 
 
 class History(NamedTuple):
@@ -61,11 +61,11 @@ class Memory:
 
 
 class KVManagerMachine(RuleBasedStateMachine):
-    """`waiting` sequences have nothing; `living` ones have seats and blocks."""
+    """`waiting` sequences have nothing; `living` ones have slots and blocks."""
 
     @initialize(num_blocks=st.integers(4, 14), min_copied=st.sampled_from([1, 2, 4]))
     def start(self, num_blocks: int, min_copied: int) -> None:
-        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SEATS, min_copied_tokens=min_copied)
+        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SLOTS, min_copied_tokens=min_copied)
         self.num_blocks, self.num_made = num_blocks, 0
         self.kv = KVCacheManager(sizes, Stats(), StepTime())
         self.memory = Memory()
@@ -113,15 +113,15 @@ class KVManagerMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.waiting))
         num_needed = -(-len(seq.tokens) // SIZE) + reserve
         held, num_available, num_found = self.held(), self.num_available(), self.num_surely_found(seq)
-        has_seats = SEATS - sum(len(each.seats) for each in self.living) >= seq.num_seats
+        has_slots = SLOTS - sum(len(each.slots) for each in self.living) >= seq.num_slots
         hint = self.kv.lookup(seq)
         grant = self.kv.allocate(seq, reserve=reserve)
         if grant is None:
-            assert not has_seats or num_available < num_needed - num_found, "there was room"
+            assert not has_slots or num_available < num_needed - num_found, "there was room"
             assert not seq.page_table.blocks
             return
         found = seq.page_table.blocks[: grant.num_found // SIZE]
-        assert has_seats
+        assert has_slots
         assert num_found <= len(found)
         assert grant.num_found == hint
         assert num_available >= num_needed - len(held.intersection(found)), "what others need was given away"

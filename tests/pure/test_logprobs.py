@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from engine.core.types import TokenLogprob
-from server.choice import Delta
+from engine.text.choice import Delta
+from engine.text.detokenizer import Tokenizer
 from server.protocol.logprobs import LOWEST, chat_logprobs, completion_logprobs, prompt_logprobs
-from server.text import Tokenizer
 
 HALF = 0xC3  # the first byte of a two-byte character
 

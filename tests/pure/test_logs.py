@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from engine.core.types import Progress
-from server.logs import JsonFormatter, TextFormatter
-from server.startup import StartupStory
+from engine.startup import StartupStory
+from server.telemetry.logs import JsonFormatter, TextFormatter
 
 
 def record(message: str, error: Exception | None = None, **extra: object) -> logging.LogRecord:

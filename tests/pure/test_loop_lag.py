@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from server import loop_lag
-from server.loop_lag import LoopLag
+from server.telemetry import loop_lag
+from server.telemetry.loop_lag import LoopLag
 
 BLOCKED_S = 0.2
 

@@ -17,7 +17,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
-from server.metrics import Metrics
+from server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "monitoring"

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
+from engine.text.detokenizer import SamplingDefaults
 from server.errors import MAX_ENTRIES, to_api_error
 from server.protocol.base import MAX_FIELDS, RequestBody
 from server.protocol.chat import ChatBody
@@ -22,7 +23,6 @@ from server.protocol.messages import MessagesBody
 from server.protocol.responses import ResponsesBody
 from server.protocol.sampling import StreamOptions
 from server.protocol.tokens import DetokenizeBody, TokenizeBody
-from server.text import SamplingDefaults
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions)
 SERVER = Path(__file__).parents[2] / "server"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.reasoning import REASONING_TAGS, ReasoningSplitter, detect_reasoning
-from server.tools.pieces import Content, Reasoning
+from engine.text.reasoning import REASONING_TAGS, ReasoningSplitter, detect_reasoning
+from engine.text.tools.pieces import Content, Reasoning
 
 TAGS = REASONING_TAGS["qwen3"]
 

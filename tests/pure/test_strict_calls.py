@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from engine.text.grammars.closing import close
+from engine.text.grammars.trial import to_guidance
+from engine.text.tools.dialects import DIALECTS
+from engine.text.tools.offered import OfferedTool
+from engine.text.tools.parser import ToolParser
+from engine.text.tools.pieces import CallArguments, CallBegin
+from engine.text.tools.strict import free_text_grammar
 from server.protocol.structured import ResponseFormat
-from server.structured.closing import close
-from server.structured.trial import to_guidance
-from server.tools.dialects import DIALECTS
-from server.tools.offered import OfferedTool
-from server.tools.parser import ToolParser
-from server.tools.pieces import CallArguments, CallBegin
-from server.tools.strict import free_text_grammar
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}

@@ -6,7 +6,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.core.errors import ConfigError, InvalidRequestError
-from server.chat_template import MAX_SOURCE, ChatTemplate
+from engine.text.chat_template import MAX_SOURCE, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "x"}]
 BIG = "{% set s = 'a' * 1000000 %}"

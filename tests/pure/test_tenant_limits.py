@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from engine.core.errors import ConfigError, OverloadedError
 from server.protocol.usage import Usage
-from server.tenancy import Account, Tenancy
-from server.tenant_file import DEFAULT, Tenant, read_tenants
-from server.tenant_metrics import TenantMetrics
+from server.telemetry.tenant_metrics import TenantMetrics
+from server.tenancy.tenancy import Account, Tenancy
+from server.tenancy.tenant_file import DEFAULT, Tenant, read_tenants
 from tests.pure.driver import request
 
 FILE = """

@@ -9,7 +9,7 @@ from itertools import takewhile
 import pytest
 
 from engine.core.grammar import Matcher
-from server.thinking import TagIds, ThinkingGrammar
+from engine.text.thinking import TagIds, ThinkingGrammar
 
 OPEN, CLOSE, END, VOCAB = 7, 40, 2, 70
 TAGS = TagIds(OPEN, CLOSE)

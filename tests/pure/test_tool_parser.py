@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.tools.dialects import DIALECTS, FORCED
-from server.tools.json_reader import JsonReader
-from server.tools.parser import ToolParser
-from server.tools.pieces import CallArguments, CallBegin, Content, Piece
+from engine.text.tools.dialects import DIALECTS, FORCED
+from engine.text.tools.json_reader import JsonReader
+from engine.text.tools.parser import ToolParser
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece
 
 NAMES = frozenset({"weather", "add"})
 PARIS = '{"city": "Paris"}'

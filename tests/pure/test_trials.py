@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core.errors import OverloadedError
-from server.structured.spec import ANY_OBJECT, GrammarSpec, Kind
-from server.structured.trial import MAX_BUILT_BYTES
-from server.structured.trials import GrammarError, SlowError, Trials, clean
+from engine.text.grammars.spec import ANY_OBJECT, GrammarSpec, Kind
+from engine.text.grammars.trial import MAX_BUILT_BYTES
+from engine.text.grammars.trials import GrammarError, SlowError, Trials, clean
 from tests.pure.byte_vocabulary import byte_tokenizer_json
 from tests.pure.hostile_grammars import HOSTILE, SLOW
 

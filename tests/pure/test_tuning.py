@@ -106,7 +106,7 @@ def test_of_blocks_nearly_as_fast_the_smallest_is_chosen() -> None:
 
 
 def test_the_file_is_what_serve_takes(tmp_path: Any) -> None:
-    from server.flags import load_settings
+    from server.settings.flags import load_settings
 
     tuned = tune(Machine(_linear).opener(), Goal(512, 0.04), [16], 2048, lambda _: None)
     text = config_file(tuned, Goal(512, 0.04), "some.gguf", {"num_threads": 2, "kv_cache_dtype": "int8"})

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
-from server.tools.dialects import DIALECTS, detect_dialect, parser_of
-from server.tools.offered import OfferedTool
-from server.tools.pieces import CallArguments, CallBegin, Content
-from server.tools.strict import free_text_grammar
-from server.tools.xml_parser import XmlToolParser
-from server.tools.xml_values import json_of, kinds_of
+from engine.text.tools.dialects import DIALECTS, detect_dialect, parser_of
+from engine.text.tools.offered import OfferedTool
+from engine.text.tools.pieces import CallArguments, CallBegin, Content
+from engine.text.tools.strict import free_text_grammar
+from engine.text.tools.xml_parser import XmlToolParser
+from engine.text.tools.xml_values import json_of, kinds_of
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 WEATHER: dict[str, Any] = {

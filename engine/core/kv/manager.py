@@ -18,16 +18,16 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight, Grant
+from engine.core.in_flight import Grant, InFlightStep
 from engine.core.kv.page_table import blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
 from engine.core.kv.swap import SwapSpace
 from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.tiers import Tiers, Transfer
-from engine.core.plan import Moves
 from engine.core.sequence import NEVER, Sequence
 from engine.core.stats import Stats
+from engine.core.step import Moves
 from engine.core.step_time import StepTime
 from engine.core.types import Request
 
@@ -46,7 +46,7 @@ class KVCacheManager:
         self.tiers = Tiers(config, stats, self._pins, self._costs)
         self._swap = SwapSpace(config, self.tiers, self._costs)
         self._listener = self.tiers if config.host_caching else None
-        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = PrefixCache(
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
@@ -65,9 +65,9 @@ class KVCacheManager:
         return first_names(root, public_root, request.prompt, num_public, self.block_size)
 
     @property
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         """True if a runner row is free."""
-        return bool(self._seats)
+        return bool(self._slots)
 
     def allocate(self, seq: Sequence, *, reserve: int) -> Grant | None:
         """Take rows and every block that the known tokens need, cached ones first, leaving `reserve` blocks available.
@@ -75,7 +75,7 @@ class KVCacheManager:
         All or nothing; None means not now. The step that computes the sequence first loads what lower tiers have, and
         copies a block that it shares only the beginning of.
         """
-        if len(self._seats) < seq.num_seats:
+        if len(self._slots) < seq.num_slots:
             return None
         size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
@@ -105,7 +105,7 @@ class KVCacheManager:
             seq.next_register = (len(hits) + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
-        seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
+        seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return Grant(copies, list(zip(restored, to_fill, strict=False)), restored, len(hits) * size)
 
     def prefetch(self, seq: Sequence, now: float) -> None:
@@ -123,13 +123,13 @@ class KVCacheManager:
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
-        num_seats, num_blocks, found = len(self._seats), self.pool.num_available, list[Sequence]()
+        num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
         needed = blocks_for(len(seq.tokens), self.block_size) + num_reserved
         for victim in victims:
             found.append(victim)
-            num_seats += len(victim.seats)
+            num_slots += len(victim.slots)
             num_blocks += sum([not self.pool.is_shared(block) for block in victim.page_table.blocks])
-            if num_seats >= seq.num_seats and num_blocks >= needed:
+            if num_slots >= seq.num_slots and num_blocks >= needed:
                 return found
         return []
 
@@ -164,11 +164,11 @@ class KVCacheManager:
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
-        """Give each child one of the parent's seats and a hold on all of its blocks."""
-        seats = parent.seats
-        parent.take_seats(seats[:1])
-        for child, seat in zip(children, seats[1:], strict=True):
-            child.take_seats([seat])
+        """Give each child one of the parent's slots and a hold on all of its blocks."""
+        slots = parent.slots
+        parent.take_slots(slots[:1])
+        for child, slot in zip(children, slots[1:], strict=True):
+            child.take_slots([slot])
             for block in child.page_table.blocks:
                 self.pool.fork(block)
         for sharer in (parent, *children):
@@ -244,13 +244,13 @@ class KVCacheManager:
     def leave(self, seq: Sequence) -> None:
         """Let others find all that a sequence has computed, which it frees now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        if seq.is_shown and full > seq.num_registered:
+        if seq.is_cacheable and full > seq.num_registered:
             self._cache.leave(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
 
     def free(self, seq: Sequence) -> None:
         """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
         self.leave(seq)
-        self._seats += reversed(seq.seats)
+        self._slots += reversed(seq.slots)
         self.pool.free(*reversed(seq.reset()))
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ class KVCacheManager:
         """Load what was copied of a suspended sequence, which has been allocated."""
         return Grant(*self._swap.restore(seq))
 
-    def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
+    def discard(self, seq: Sequence, in_flight: deque[InFlightStep]) -> None:
         """Forget the copy of a suspended sequence."""
-        self._swap.discard(seq, flights)
+        self._swap.discard(seq, in_flight)
 
     def give_up_copies(self) -> None:
         """Blocks cannot be copied to host memory and back: nothing is from now on."""
@@ -281,19 +281,19 @@ class KVCacheManager:
         """A step is planned: return what it copies out first, (block of the pool, host block)."""
         return self.tiers.take_due()
 
-    def committed(self, flight: Flight) -> None:
+    def committed(self, step: InFlightStep) -> None:
         """A step is done: what it copied out is there."""
-        self._swap.settle(flight)
-        self.tiers.settle(flight, is_done=True)
+        self._swap.settle(step)
+        self.tiers.settle(step, is_done=True)
 
-    def rolled_back(self, flight: Flight) -> None:
+    def rolled_back(self, step: InFlightStep) -> None:
         """Nothing of a step was done: what it was to copy out never came."""
-        self._swap.settle(flight)
-        self.tiers.settle(flight, is_done=False)
+        self._swap.settle(step)
+        self.tiers.settle(step, is_done=False)
 
-    def dropped(self, flight: Flight) -> None:
+    def dropped(self, step: InFlightStep) -> None:
         """A step was not launched, for nothing was left in it."""
-        self._swap.settle(flight)
+        self._swap.settle(step)
 
     def learn(self, moves: Moves) -> None:
         """What copies took."""
@@ -305,11 +305,11 @@ class KVCacheManager:
         for transfer, is_good in finished:
             self.tiers.finish(transfer, is_good=is_good)
 
-    def check_integrity(self, living: Collection[Sequence], flights: Iterable[Flight]) -> None:
+    def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
-        self._swap.check_integrity(living, flights)
+        self._swap.check_integrity(living, in_flight)
         self.pool.check_integrity(seq.page_table.blocks for seq in living)
         self._cache.check_integrity()
         self._pins.check_integrity()
-        seats = sorted(self._seats + [seat for seq in living for seat in seq.seats])
-        assert seats == list(range(self._max_num_seqs)), "a runner seat is lost or taken twice"
+        slots = sorted(self._slots + [slot for seq in living for slot in seq.slots])
+        assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.page_table import blocks_for
 from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.tiers import Tiers
@@ -61,25 +61,25 @@ class SwapSpace:
         host_blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
         return [], loads, host_blocks, num_found
 
-    def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
+    def discard(self, seq: Sequence, in_flight: deque[InFlightStep]) -> None:
         """Forget a sequence's copy: now, or when the last plan that may name it is committed."""
         blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
         for block in blocks:
             self._tiers.due.pop(block, None)
-        if flights:
-            flights[-1].host_blocks += blocks
+        if in_flight:
+            in_flight[-1].host_blocks += blocks
         else:
             self._free(blocks)
 
-    def settle(self, flight: Flight) -> None:
+    def settle(self, step: InFlightStep) -> None:
         """A plan was committed, or taken back: nothing reads or writes its host blocks any more."""
-        self._free(flight.host_blocks)
+        self._free(step.host_blocks)
 
-    def check_integrity(self, living: Iterable[Sequence], flights: Iterable[Flight]) -> None:
+    def check_integrity(self, living: Iterable[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless sequences and plans in flight hold exactly what is held."""
         sequences = [seq for seq in living if seq.status is Status.SWAPPED]
         tables = [seq.host_blocks for seq in sequences]
-        self._tiers.check_integrity([*tables, *(flight.host_blocks for flight in flights)])
+        self._tiers.check_integrity([*tables, *(step.host_blocks for step in in_flight)])
         for seq in sequences:
             assert len(seq.host_blocks) == blocks_for(seq.num_saved, self._block_size), "a copy is not whole"
         saved = {block for table in tables for block in table}
@@ -91,7 +91,7 @@ class SwapSpace:
             self.pool.free(block)
 
 
-def never_saved(flights: Collection[Flight], waiting: Iterable[Sequence]) -> list[Sequence]:
+def never_saved(in_flight: Collection[InFlightStep], waiting: Iterable[Sequence]) -> list[Sequence]:
     """Of those that wait, whoever was to be copied out by plans that are taken back: the pool's blocks have new owners."""
-    lost = {host for flight in flights for _, host in flight.swap_out}
+    lost = {host for step in in_flight for _, host in step.swap_out}
     return [seq for seq in waiting if not lost.isdisjoint(seq.host_blocks)] if lost else []

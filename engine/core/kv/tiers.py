@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.swap_belief import SwapBelief
@@ -121,9 +121,9 @@ class Tiers:
         self.due.clear()
         return due
 
-    def settle(self, flight: Flight, *, is_done: bool) -> None:
+    def settle(self, step: InFlightStep, *, is_done: bool) -> None:
         """A plan was committed; or taken back, and what it was to copy out never came."""
-        for _, host in flight.swap_out:
+        for _, host in step.swap_out:
             self._num_copies[host] -= 1
             if self._num_copies[host]:
                 continue

@@ -1,0 +1,128 @@
+"""Answers in channels, as gpt-oss writes them (OpenAI's harmony format): thoughts, words for the user, and calls.
+
+    <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary to=functions.name
+    <|constrain|>json<|message|>{...}<|call|>        or        ...<|channel|>final<|message|>words<|return|>
+
+The prompt ends with `<|start|>assistant`, so a text that does not go on like this, under a grammar say, is all words. What
+comes out does not depend on how the text was cut. One splitter a choice, on the event loop; never raises.
+"""
+
+from __future__ import annotations
+
+import re
+
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from engine.text.tools.splitter import Splitter, first_of, held_back
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+FUNCTIONS = "functions."
+_TO = " to="  # may stand before the channel
+_AFTER_BODY = (*ENDS, START, CHANNEL)
+_MAX_HEADER = 500  # characters; beyond it this is none
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def speaks_in_channels(template: str) -> bool:
+    """Whether a chat template is of such a model."""
+    return CHANNEL in template and MESSAGE in template
+
+
+class ChannelSplitter(Splitter):
+    """push text as it comes, finish at its end. Calls are thoughts unless it `reads_calls`."""
+
+    def __init__(self, *, reads_calls: bool) -> None:
+        super().__init__(self._beginning)
+        self._reads_calls = reads_calls
+        self._kind: type[Reasoning | Content | CallArguments] = Content  # of the body at hand
+        self._is_empty = True  # nothing of it has been given
+        self._has_thought = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if what comes next is thoughts."""
+        return self._step == self._body and self._kind is Reasoning
+
+    def finish(self) -> list[Piece]:
+        """What was held back; a header that was cut short is left out. Ends the text."""
+        if self._step == self._body:
+            self._give(self._buffer)
+            self._end_body()
+        elif self._step != self._header:
+            self._kind = Content
+            self._give(self._buffer if self._step == self._beginning else self._buffer.strip())
+        self._buffer = ""
+        return self._take()
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._pieces.append(self._kind(text))
+            self._is_empty = False
+
+    def _end_body(self) -> None:
+        if self._kind is CallArguments and self._is_empty:
+            self._give("{}")
+
+    def _beginning(self) -> bool:
+        for mark in (CHANNEL, _TO):
+            if self._buffer.startswith(mark):
+                self._step = self._header
+                return True
+        if any(mark.startswith(self._buffer) for mark in (CHANNEL, _TO)):
+            return False
+        return self._begin_body(Content)
+
+    def _header(self) -> bool:
+        """Up to the message: who is spoken to, and in which channel."""
+        at = self._buffer.find(MESSAGE)
+        if at < 0 and len(self._buffer) < _MAX_HEADER + len(MESSAGE):
+            return False
+        if not 0 <= at <= _MAX_HEADER:
+            self._begin_body(Content)
+            self._give(self._buffer[0])  # lest the mark at hand be found again
+            self._buffer = self._buffer[1:]
+            return True
+        header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
+        name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
+        if recipient and self._reads_calls and _NAME.fullmatch(name):
+            self._pieces.append(CallBegin(name))
+            return self._begin_body(CallArguments)
+        if recipient or (channel and channel[1] == "analysis"):
+            if self._has_thought:
+                self._pieces.append(Reasoning("\n"))
+            self._has_thought = True
+            return self._begin_body(Reasoning)
+        return self._begin_body(Content)
+
+    def _begin_body(self, kind: type[Reasoning | Content | CallArguments]) -> bool:
+        self._kind, self._is_empty, self._step = kind, True, self._body
+        return True
+
+    def _body(self) -> bool:
+        found = first_of(self._buffer, _AFTER_BODY)
+        if found is None:
+            certain = len(self._buffer) - held_back(self._buffer, _AFTER_BODY)
+            self._give(self._buffer[:certain])
+            self._buffer = self._buffer[certain:]
+            return False
+        at, mark = found
+        self._give(self._buffer[:at])
+        self._end_body()
+        self._buffer = self._buffer[at + (len(mark) if mark in ENDS else 0) :]
+        self._step = self._between
+        return True
+
+    def _between(self) -> bool:
+        """Behind a message: the next one, or what is none."""
+        self._buffer = self._buffer.lstrip()
+        for mark in (START, CHANNEL):
+            if self._buffer.startswith(mark):
+                self._step = self._header
+                return True
+        if any(mark.startswith(self._buffer) for mark in (START, CHANNEL)):
+            return False
+        return self._begin_body(Content)

@@ -1,0 +1,200 @@
+"""One choice of an answer: takes the engine's events, gives text with all that belongs to it.
+
+One object a choice, on the event loop. Streaming takes a delta whenever there is something new, a plain answer takes
+one at the end: the same code for both. Knows tokens and text, no HTTP and no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.core.errors import ServerError, ShuttingDownError
+from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
+from engine.text.chat_format import MessageReader
+from engine.text.detokenizer import Detokenizer, StopStrings, Tokenizer
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How a request wants its text."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False  # keep the stop string or stop token in the text
+    skip_special_tokens: bool = True
+    hidden_ids: frozenset[int] = frozenset()  # tokens that are left out of the text besides
+    min_tokens: int = 0  # stop strings count only in what comes after these
+    ending_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens
+    echo: bool = False  # begin with the prompt
+    make_reader: Callable[[], MessageReader] | None = None  # finds thoughts and calls in the text
+    max_calls: int | None = None  # the answer ends where one more begins
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """What is new of a call; its first delta has the name."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in a choice. Tokens come as they are drawn; their text may follow later, when it is certain."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None: the first token of an echoed prompt
+    logprob_ids: list[int] = field(default_factory=list)  # the tokens that `logprobs` speak of
+    offsets: list[int] = field(default_factory=list)  # where in the choice's text each of them begins
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt: PromptInfo | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    has_called: bool = False  # of the last delta: whether there was any call
+
+    @property
+    def is_silent(self) -> bool:
+        """True if a streaming client need not hear of it yet: tokens whose text is still to come."""
+        return not (self.text or self.reasoning or self.calls or self.logprobs or self.finish_reason)
+
+
+class Choice:
+    """accept events until `is_done`; take what has come up so far."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None  # made for the first token: what only reads prompts has none
+        self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None
+        self._prompt = prompt
+        self._rules = rules
+        self._reader = rules.make_reader() if rules.make_reader else None
+        self._num_calls = 0
+        self._num_chars = 0  # of all text so far, cut or not
+        self._delta = Delta()
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.is_done = False
+
+    def accept(self, event: TokenEvent) -> bool:
+        """Take in an event; True if it was the last to be shown. Raises its error, if it has one, or ShuttingDownError if the daemon cut it short."""
+        if event.finish_reason in (FinishReason.ERROR, FinishReason.DROPPED):
+            raise event.error or ServerError("This request failed in the engine; the server's log says why.")
+        if event.finish_reason is FinishReason.ABORT:
+            raise ShuttingDownError("The server is shutting down and cut this answer short; send the request again.")
+        if event.prompt is not None:
+            self._begin(event.prompt)
+        for position, token_id in enumerate(event.token_ids):
+            self._add(token_id, event.logprobs[position] if event.logprobs else None)
+            if self.is_done:
+                return True
+        if event.finish_reason is not None:
+            self._read(self._detokenizer.flush() if self._detokenizer else "")
+            if self._reader is not None:
+                self._show(self._reader.finish())
+            self._finish(event.finish_reason, event.stop_reason)
+        return self.is_done
+
+    @property
+    def num_echoed(self) -> int:
+        """Tokens of the prompt that its first event has read."""
+        return len(self._prompt) if self._rules.echo else 0
+
+    def drop(self) -> None:
+        """End without an answer, instead of by the error that says why."""
+        self._finish(FinishReason.DROPPED, None)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if there is nothing yet that a streaming client has to hear."""
+        return self._delta.is_silent
+
+    def take(self) -> Delta:
+        """What has come since the last call."""
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def _begin(self, prompt: PromptInfo) -> None:
+        self._delta.prompt = prompt
+        if not self._rules.echo:
+            return
+        for position, token_id in enumerate(self._prompt):
+            if prompt.logprobs is not None:
+                self._note(token_id, prompt.logprobs[position])
+            text = self._push(token_id)
+            self._num_chars += len(text)
+            self._delta.text += text
+
+    def _add(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        self.num_tokens += 1
+        self._delta.token_ids.append(token_id)
+        if logprob is not None:
+            self._note(token_id, logprob)
+        is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
+        if is_shown and token_id not in self._rules.hidden_ids:
+            self._read(self._push(token_id))
+
+    def _push(self, token_id: int) -> str:
+        if self._detokenizer is None:
+            context = () if self._rules.echo else self._prompt
+            skip = self._rules.skip_special_tokens
+            self._detokenizer = Detokenizer(self._tokenizer, context, skip_special_tokens=skip)
+        return self._detokenizer.push(token_id)
+
+    def _note(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        self._delta.logprob_ids.append(token_id)
+        self._delta.logprobs.append(logprob)
+        self._delta.offsets.append(self._num_chars)
+
+    def _read(self, text: str) -> None:
+        """Take text apart, if somebody wants that."""
+        if self._reader is None:
+            self._settle(text)
+            return
+        was_reasoning = self._reader.is_reasoning
+        self._show(self._reader.push(text))
+        if was_reasoning or self._reader.is_reasoning:  # thoughts come first, so all tokens so far are theirs
+            self.num_reasoning_tokens = self.num_tokens
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        """Show pieces of text, until a stop string or a call too many ends them."""
+        calls = self._delta.calls
+        for piece in pieces:
+            if self.is_done:
+                return
+            if isinstance(piece, Content):
+                self._settle(piece.text)
+            elif isinstance(piece, CallBegin):
+                if self._num_calls == self._rules.max_calls:
+                    self._finish(FinishReason.STOP, None)
+                    return
+                calls.append(CallDelta(self._num_calls, piece.name, ""))
+                self._num_calls += 1
+            elif not isinstance(piece, CallArguments):
+                self._delta.reasoning += piece.text
+            elif calls:
+                calls[-1].arguments += piece.text
+            else:
+                calls.append(CallDelta(self._num_calls - 1, None, piece.text))
+
+    def _settle(self, text: str) -> None:
+        """Show text, as far as no stop string may still come of it."""
+        self._num_chars += len(text)
+        if self._stops is None or self.num_tokens <= self._rules.min_tokens:
+            self._delta.text += text
+            return
+        self._delta.text += self._stops.push(text)
+        if self._stops.matched is not None:
+            self._finish(FinishReason.STOP, self._stops.matched)
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if self.is_done:
+            return
+        if self._stops is not None:
+            self._delta.text += self._stops.flush()
+        self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
+        self._delta.has_called = self._num_calls > 0
+        self.is_done = True

@@ -1,0 +1,106 @@
+"""Thoughts and answer told apart: models that reason first write between <think> and </think>, or tags like these.
+
+Space around the tags belongs to them. A text that does not begin with thoughts has none: a later tag is only text.
+One splitter a choice, pure, on the event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.text.tools.pieces import Content, Piece, Reasoning
+from engine.text.tools.splitter import Splitter, held_back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningTags:
+    """How a family of models marks its thoughts."""
+
+    name: str
+    opening: str
+    closing: str
+    always: bool = False  # an answer begins with thoughts even where nobody wrote the opening tag
+
+    def begins_within(self, prompt: str, continued: str = "") -> bool:
+        """True if the answer to a prompt begins with thoughts: the chat template has opened them, or the message that
+        is to be continued has."""
+        end = prompt.rstrip()
+        if continued.rfind(self.opening) > continued.rfind(self.closing) or end.endswith(self.opening):
+            return True
+        return self.always and self.closing not in continued and not end.endswith(self.closing)
+
+
+REASONING_TAGS = {
+    tags.name: tags
+    for tags in (
+        ReasoningTags(name="qwen3", opening="<think>", closing="</think>"),
+        ReasoningTags(name="deepseek_r1", opening="<think>", closing="</think>", always=True),
+        ReasoningTags(name="mistral", opening="[THINK]", closing="[/THINK]"),
+    )
+}
+
+
+def detect_reasoning(template: str) -> ReasoningTags | None:
+    """The tags that a chat template speaks of."""
+    return next((tags for tags in REASONING_TAGS.values() if tags.closing in template), None)
+
+
+class ReasoningSplitter(Splitter):
+    """push text as it comes, finish at its end."""
+
+    def __init__(self, tags: ReasoningTags, *, begins_within: bool) -> None:
+        super().__init__(self._begin)
+        self._tags = tags
+        self._begins_within = begins_within
+        self._skips_space = False  # what comes next follows a tag
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True if what comes next is thoughts."""
+        return self._step == self._think or (self._begins_within and self._step == self._begin)
+
+    def finish(self) -> list[Piece]:
+        """What was held back. Ends the text."""
+        if self.is_reasoning:
+            self._give(Reasoning, self._buffer.rstrip())
+        else:
+            self._give(Content, self._buffer)
+        self._buffer = ""
+        return self._take()
+
+    def _begin(self) -> bool:
+        """Decide, as soon as it is certain, what the text begins with."""
+        words, opening = self._buffer.lstrip(), self._tags.opening
+        if words.startswith(opening):
+            self._buffer = words[len(opening) :]
+        elif opening.startswith(words):
+            return False
+        elif not self._begins_within:
+            self._step = self._answer
+            return True
+        self._step, self._skips_space = self._think, True
+        return True
+
+    def _think(self) -> bool:
+        """What is certainly a thought: neither the closing tag, nor its beginning, nor space that may precede it."""
+        thoughts, tag, answer = self._buffer.partition(self._tags.closing)
+        if tag:
+            self._give(Reasoning, thoughts.rstrip())
+            self._buffer, self._step, self._skips_space = answer, self._answer, True
+            return True
+        thoughts = self._buffer[: len(self._buffer) - held_back(self._buffer, (self._tags.closing,))].rstrip()
+        self._buffer = self._buffer[len(thoughts) :]
+        self._give(Reasoning, thoughts)
+        return False
+
+    def _answer(self) -> bool:
+        self._give(Content, self._buffer)
+        self._buffer = ""
+        return True
+
+    def _give(self, kind: type[Reasoning | Content], text: str) -> None:
+        if self._skips_space:
+            text = text.lstrip()
+        if text:
+            self._skips_space = False
+            self._pieces.append(kind(text))

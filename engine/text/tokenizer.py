@@ -1,0 +1,246 @@
+"""Implements engine/text/detokenizer.py's Tokenizer over the `tokenizers` library, from a Hugging Face folder or id, or a GGUF file.
+
+Loaded on the main thread at start-up, then used by the event loop only. After loading nothing of transformers is kept:
+one class serves both sources. Knows no weights and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.gguf_header import read_header
+from engine.model_check import check_entries
+from engine.regular_file import read_json
+from engine.text.chat_template import ChatTemplate
+from engine.text.detokenizer import SamplingDefaults
+from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
+
+# Names under which models end a turn. A GGUF file names one or two of them; a model may sample any.
+_END_OF_TURN = frozenset(
+    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
+)
+
+# Text of several scripts, which other tokenizers than the model's encode to other ids.
+PROBE = (
+    "The quick brown fox jumps over 1,234,567 lazy dogs; it's \u00fcber-schnell, \u00e9l\u00e9gant and 42% cheaper.\n"
+    "def f(x):\n    return {'a': [x ** 2, None]}  # \u0434\u0430, \u4f60\u597d, \U0001f98a\n"
+)
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The letters that byte-level BPE writes bytes as: printable ones stand for themselves, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_of_letter()
+_LONG_DECODE = 1024  # tokens, about 0.3 ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What a source says of its tokenizer, besides the tokenizer itself."""
+
+    special_tokens: Mapping[str, str]  # "bos_token" and the like, as chat templates call them
+    eos_token_ids: frozenset[int]
+    chat_template: str | None
+    sampling_defaults: SamplingDefaults
+
+
+class TextTokenizer:
+    """A `tokenizers.Tokenizer` with the model's chat template and end tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._byte_level = "ByteLevel" in str(backend.decoder)
+        self.chat_template = (
+            ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens) if vocabulary.chat_template else None
+        )
+        vocabulary_ids = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary_ids.values()) + 1
+        self.max_token_chars = max(map(len, vocabulary_ids))
+        self._num_ids: int | None = None  # of the model, where the tokenizer has more
+        self.eos_token_ids = vocabulary.eos_token_ids
+        self.description = {**vocabulary.special_tokens, "chat_template": vocabulary.chat_template}
+        self.sampling_defaults = vocabulary.sampling_defaults
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, never truncated. Raises InvalidRequestError for a text that is not Unicode."""
+        try:
+            # Unlike `encode` this gives up the GIL: else a long text would stop the engine, wherever it is encoded.
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:  # the library's word for half of a surrogate pair, which JSON can spell
+            raise InvalidRequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
+        if self._num_ids is not None and (beyond := max(ids, default=0)) >= self._num_ids:
+            raise InvalidRequestError(
+                f"The text holds {self._backend.id_to_token(beyond)!r:.80}, the tokenizer's id {beyond}, and the model has "
+                f"{self._num_ids} tokens."
+            )
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of some ids, with U+FFFD for broken UTF-8."""
+        if len(token_ids) > _LONG_DECODE:  # unlike `decode` this gives up the GIL
+            return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def hold_to(self, vocab_size: int) -> None:
+        """Refuse text with tokens that a model of this size has not, from now on; such ids would be read past its end.
+
+        Raises ConfigError if ordinary text has them, because it is another model's tokenizer.
+        """
+        self.eos_token_ids = frozenset(token_id for token_id in self.eos_token_ids if 0 <= token_id < vocab_size)
+        if self.vocab_size <= vocab_size:
+            return
+        self._num_ids = vocab_size
+        try:
+            self.encode(PROBE, add_special_tokens=True)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{error} Name the model's own tokenizer with --tokenizer.") from error
+
+    def to_json(self) -> str:
+        """All of it, as a tokenizer.json has it."""
+        return self._backend.to_str()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id, perhaps part of a character; empty for an id without a token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTE_OF_LETTER[letter] for letter in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """The prompt of a conversation; the template spells the special tokens out. Raises InvalidRequestError."""
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
+                param="messages",
+            )
+        return self.chat_template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+
+def load_tokenizer(
+    source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False
+) -> TextTokenizer:
+    """The tokenizer of a .gguf file, or of a Hugging Face folder or id. Raises ModelLoadError.
+
+    `chat_template` replaces the source's own. Sampling defaults stay OpenAI's unless `model_sampling` asks for those of
+    the source's generation_config: the same request should mean the same on every model.
+    """
+    from_file = Path(source).suffix == ".gguf"
+    backend, vocabulary = _from_gguf(Path(source)) if from_file else _from_hugging_face(source, revision)
+    return TextTokenizer(
+        backend,
+        Vocabulary(
+            special_tokens=vocabulary.special_tokens,
+            eos_token_ids=vocabulary.eos_token_ids,
+            chat_template=chat_template or vocabulary.chat_template,
+            sampling_defaults=vocabulary.sampling_defaults if model_sampling else SamplingDefaults(),
+        ),
+    )
+
+
+def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+    metadata = read_header(path).metadata
+    backend = build_tokenizer(metadata)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    ends = {special_token(metadata, role) for role in ("eos", "eot", "eom")}
+    ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in _END_OF_TURN}
+    named = {role: special_token(metadata, role) for role in ("bos", "eos", "unknown", "padding")}
+    short = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    return backend, Vocabulary(
+        special_tokens={short[role]: tokens[token_id] for role, token_id in named.items() if token_id is not None},
+        eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        sampling_defaults=SamplingDefaults(),
+    )
+
+
+def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+    if Path(source).is_dir():
+        check_entries(Path(source))
+    from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:  # the library raises OSError, ValueError, KeyError and more for a folder it cannot use
+        reason = " ".join(str(error).split()).rstrip(".")
+        if Path(source).is_dir() and not any(Path(source).glob("*token*")):
+            reason = "the folder has no tokenizer.json"  # of which the library says a great deal
+        raise ModelLoadError(
+            f"The tokenizer of {source!r} cannot be loaded: {reason}; name another with --tokenizer."
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelLoadError(f"The tokenizer of {source!r} has no fast version; name another with --tokenizer.")
+    generation = _json_file(source, "generation_config.json", revision)
+    ends: set[int] = set() if loaded.eos_token_id is None else {loaded.eos_token_id}
+    for config in (generation, _json_file(source, "config.json", revision)):
+        named = config.get("eos_token_id")
+        ends.update(token_id for token_id in (named if isinstance(named, list) else [named]) if type(token_id) is int)
+    template = loaded.chat_template
+    special = {role: token for role, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    return backend, Vocabulary(
+        special_tokens=special,
+        eos_token_ids=frozenset(ends),
+        chat_template=template.get("default") if isinstance(template, dict) else template,
+        sampling_defaults=_sampling_defaults(generation),
+    )
+
+
+def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    """A small file beside the tokenizer; empty where there is none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(source, name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
+    try:
+        content = read_json(Path(path)) if path else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """What a generation_config recommends; one that does not sample is greedy."""
+    names = [field.name for field in fields(SamplingDefaults)]
+    named = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in named.items():
+        if type(value) not in (int, float) or not isfinite(value):
+            raise ModelLoadError(f"generation_config.json: {name!r} is {value!r:.80}, not a number; mend or remove it.")
+    if named and generation.get("do_sample") is False:
+        named["temperature"] = 0.0
+    return SamplingDefaults(**named)

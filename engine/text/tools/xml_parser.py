@@ -1,0 +1,228 @@
+"""Finds calls written in XML, as Qwen3-Coder does, in a model's text while it is being written.
+
+    <tool_call>
+    <function=name>
+    <parameter=name>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+Parameters become the members of a JSON object, strings piece by piece. As in parser.py the pieces of the text make no
+difference, what is no call is content exactly, and nothing raises. The tags around a function may be missing, and so may
+the end of a parameter or of the function, which models forget. One object a choice, on the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece
+from engine.text.tools.splitter import Splitter, first_of, held_back
+from engine.text.tools.xml_values import STRING, json_of, kinds_of
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# What ends a value, and how much of it is read with the value.
+_ENDS = {
+    "\n" + END_PARAMETER: len(END_PARAMETER) + 1,
+    END_PARAMETER: len(END_PARAMETER),
+    "\n" + PARAMETER: 1,
+    "\n" + END_FUNCTION: 1,
+}
+_NAME = re.compile(r"([a-zA-Z0-9_.-]{1,64})>")
+_PART_OF_NAME = re.compile(r"[a-zA-Z0-9_.-]{0,64}")
+PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
+_PARAMETER = re.compile(f"{PARAMETER}({PARAMETER_NAME.pattern})>")
+_PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}")
+
+Schema = Mapping[str, Any]
+
+
+class XmlToolParser(Splitter):
+    """push text as it comes, finish at its end. `tools` are the request's, with the schemas of their parameters."""
+
+    def __init__(self, tools: Mapping[str, Schema]) -> None:
+        super().__init__(self._text)
+        self._tools = tools
+        self._held = ""  # read since the last call or content: markup, if a call comes of it, and content if not
+        self._is_tagged = False  # the function stands in tags
+        self._parameters: Schema = {}  # the schema of the call at hand
+        self._given: set[str] = set()  # the names of its parameters so far
+        self._kinds: frozenset[str] = frozenset()
+        self._value = ""
+        self._is_first = True  # nothing of the value has been read
+        self._has_called = False
+
+    def finish(self) -> list[Piece]:
+        """What was held back. Ends the text."""
+        rest = self._held + self._buffer
+        if self._step in (self._string, self._other):
+            rest = self._without_break(rest)
+            self._arguments(_escaped(rest) if self._kinds == STRING else self._value + rest)
+        elif self._step == self._members:
+            self._end_call()
+            is_cut = END_FUNCTION.startswith(rest) or CLOSING.startswith(rest) or _begins_parameter(rest)
+            self._content("" if is_cut else rest)
+        elif self._step == self._repeated:
+            self._end_call()
+        elif not (self._has_called and self._is_markup(rest)):
+            self._content(rest)
+        self._buffer = self._held = ""
+        return self._take()
+
+    def _is_markup(self, rest: str) -> bool:
+        """True if this end of a text with calls is only space, or an end mark that was cut short."""
+        return not rest.strip() or (self._step == self._after and CLOSING.startswith(rest.strip()))
+
+    def _content(self, text: str) -> None:
+        if text:
+            self._pieces.append(Content(text))
+
+    def _arguments(self, text: str) -> None:
+        if self._pieces and isinstance(last := self._pieces[-1], CallArguments):
+            self._pieces[-1] = CallArguments(last.text + text)
+        elif text:
+            self._pieces.append(CallArguments(text))
+
+    def _text(self) -> bool:
+        """Words for the user, up to a mark. Space before a mark belongs to it, so space waits for what follows."""
+        buffer = self._buffer
+        found = first_of(buffer, (OPENING, FUNCTION))
+        if found is None:
+            certain = buffer[: len(buffer) - held_back(buffer, (OPENING, FUNCTION))].rstrip()
+            self._content(certain)
+            self._buffer = buffer[len(certain) :]
+            return False
+        at, mark = found
+        before = buffer[:at].rstrip()
+        self._content(before)
+        self._held, self._buffer = buffer[len(before) : at + len(mark)], buffer[at + len(mark) :]
+        self._is_tagged = mark == OPENING
+        self._step = self._opened if self._is_tagged else self._name
+        return True
+
+    def _opened(self) -> bool:
+        """Behind the opening tag a function must begin."""
+        self._skip_space()
+        if self._buffer.startswith(FUNCTION):
+            self._move(len(FUNCTION))
+            self._step = self._name
+            return True
+        return not FUNCTION.startswith(self._buffer) and self._no_call()
+
+    def _name(self) -> bool:
+        match = _NAME.match(self._buffer)
+        if match is None:
+            return not _PART_OF_NAME.fullmatch(self._buffer) and self._no_call()
+        name = match[1]
+        if not self._is_tagged and name not in self._tools:
+            return self._no_call()
+        self._buffer, self._held = self._buffer[match.end() :], ""
+        self._parameters, self._given = self._tools.get(name, {}), set()
+        self._has_called = True
+        self._pieces.append(CallBegin(name))
+        self._step = self._members
+        return True
+
+    def _members(self) -> bool:
+        """Between parameters."""
+        self._buffer = buffer = self._buffer.lstrip()
+        if match := _PARAMETER.match(buffer):
+            name = match[1]
+            self._buffer = buffer[match.end() :]
+            if name in self._given:
+                self._step = self._repeated
+                return True
+            self._arguments(("{" if not self._given else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
+            self._given.add(name)
+            self._kinds, self._value, self._is_first = kinds_of(self._parameters, name), "", True
+            self._step = self._string if self._kinds == STRING else self._other
+            if self._kinds == STRING:
+                self._arguments('"')
+            return True
+        if buffer.startswith(END_FUNCTION):
+            self._buffer = buffer[len(END_FUNCTION) :]
+        elif END_FUNCTION.startswith(buffer) or _begins_parameter(buffer):
+            return False
+        self._end_call()
+        return True
+
+    def _string(self) -> bool:
+        text, has_ended = self._read_value()
+        self._arguments(_escaped(text) + ('"' if has_ended else ""))
+        return has_ended
+
+    def _other(self) -> bool:
+        text, has_ended = self._read_value()
+        self._value += text
+        if has_ended:
+            self._arguments(json_of(self._value, self._kinds))
+        return has_ended
+
+    def _repeated(self) -> bool:
+        """The value of a parameter that was given before is left out: the first may have been sent already."""
+        return self._read_value()[1]
+
+    def _read_value(self) -> tuple[str, bool]:
+        """More of the value, and whether that was the last of it."""
+        buffer = self._buffer
+        found = first_of(buffer, _ENDS)
+        if found is None:
+            certain = len(buffer) - held_back(buffer, tuple(_ENDS))
+            self._buffer = buffer[certain:]
+            return self._without_break(buffer[:certain]), False
+        at, end = found
+        self._buffer = buffer[at + _ENDS[end] :]
+        self._step = self._members
+        return self._without_break(buffer[:at]), True
+
+    def _without_break(self, text: str) -> str:
+        """The line break before a value is not part of it."""
+        if text and self._is_first:
+            self._is_first = False
+            return text.removeprefix("\n")
+        return text
+
+    def _end_call(self) -> None:
+        self._arguments("}" if self._given else "{}")
+        self._step = self._after
+
+    def _after(self) -> bool:
+        """Behind a function: the closing tag, another function, or something else."""
+        self._skip_space()
+        if self._buffer.startswith(CLOSING):
+            self._held, self._buffer = "", self._buffer[len(CLOSING) :]
+            self._step = self._text
+            return True
+        return not CLOSING.startswith(self._buffer) and self._no_call()
+
+    def _no_call(self) -> bool:
+        """What was held is content after all, unless it is space, which may belong to a mark that follows."""
+        held, self._held = self._held, ""
+        self._step = self._text
+        if held.strip():
+            self._content(held)
+        else:
+            self._buffer = held + self._buffer
+        return True
+
+    def _skip_space(self) -> None:
+        self._move(len(self._buffer) - len(self._buffer.lstrip()))
+
+    def _move(self, num_chars: int) -> None:
+        self._held, self._buffer = self._held + self._buffer[:num_chars], self._buffer[num_chars:]
+
+
+def _begins_parameter(text: str) -> bool:
+    """True if more text may make it the tag of a parameter."""
+    return PARAMETER.startswith(text) or _PART_OF_PARAMETER.fullmatch(text) is not None
+
+
+def _escaped(text: str) -> str:
+    """As it stands within the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,125 @@
+"""Reads the JSON bodies of requests without holding up the event loop: small ones here, others in a child process.
+
+json and pydantic hold the GIL, so a thread would be no help. The child (server/http/body_child.py) refuses what is wrong and
+returns the document in compact parts; what it let through is checked once more here, on a worker thread, which is cheap
+since it is known to be right and small in objects, and makes the very model that a small body becomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+from server.errors import ApiError
+from server.http.children import Child, ChildCrashError, ChildError, ChildTimeoutError
+from server.http.json_values import check_count, most_values, read, unpack
+from server.http.slow_thread import run_slowly
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 256 * 1024
+INLINE_VALUES = 32 * 1024  # by most_values: about 10 ms
+MAX_READ_S = 20.0
+MAX_HELD_BODIES = 8  # of the largest size; so many bytes of bodies may wait at once to be complete and read
+
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+def is_large(raw: bytes | bytearray) -> bool:
+    """True for what is not read on the event loop."""
+    return len(raw) > INLINE_BYTES or most_values(raw) > INLINE_VALUES
+
+
+class BodyReader:
+    """`receive` and `read` from the event loop, `read_here` and `read_member` from worker threads."""
+
+    def __init__(self, max_values: int, max_body_bytes: int) -> None:
+        """`max_values` JSON values are the most that a body may have; see server/http/json_values.py for how they count."""
+        self._max_values = max_values
+        self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes - INLINE_BYTES, INLINE_BYTES)
+        self._num_held_bytes = 0
+        self.child = Child("server.http.body_child", limit_s=MAX_READ_S)
+        self._asking = ThreadPoolExecutor(1, "quire-bodies")
+
+    @asynccontextmanager
+    async def receive(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
+        """A body as it comes over the wire. Raises ApiError.
+
+        What a large one has beyond INLINE_BYTES counts as held until the end of the block, so that clients which never
+        send the rest of a large body cannot keep out small ones.
+        """
+        raw, num_bytes = bytearray(), 0
+        try:
+            async for piece in pieces:
+                more = max(len(raw) + len(piece) - INLINE_BYTES, 0) - num_bytes
+                self._num_held_bytes += more
+                num_bytes += more
+                if more and self._num_held_bytes > self._max_held_bytes:
+                    raise ApiError(
+                        503,
+                        "body_not_read",
+                        f"{self._max_held_bytes} bytes of large bodies wait to be read; try again later, or send less.",
+                        type="server_error",
+                        headers={"retry-after": "1"},
+                    )
+                raw += piece
+            yield raw
+        finally:
+            self._num_held_bytes -= num_bytes
+
+    async def read(self, model: type[Checked], raw: bytearray) -> Checked:
+        """A large body as a model; `raw` is emptied. Raises ApiError, ValidationError or ClientError."""
+        parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
+        return await run_slowly(lambda: model.model_validate(unpack(parts)))
+
+    def read_here(self, model: type[Checked], raw: bytes | bytearray) -> Checked:
+        """The same on the calling thread; a small body is read there, too."""
+        if is_large(raw):
+            return model.model_validate(unpack(self._ask(model, bytearray(raw))))
+        check_count(raw, self._max_values)
+        return read(model, raw)
+
+    def read_member(self, model: type[Checked], raw: bytes, member: str) -> bytes:
+        """One member of a body, as JSON."""
+        if is_large(raw):
+            return bytes(self._ask(model, bytearray(raw), member)[0])
+        return to_json(getattr(read(model, raw), member), inf_nan_mode="constants")
+
+    def close(self) -> None:
+        """End the child."""
+        self.child.close()
+        self._asking.shutdown(wait=False)
+
+    def _ask(self, model: type[BaseModel], raw: bytearray, member: str | None = None) -> list[bytearray]:
+        header = {"model": f"{model.__module__}:{model.__qualname__}", "most": self._max_values, "member": member}
+        try:
+            answer = self.child.ask([bytearray(json.dumps(header).encode()), raw])
+        except ChildError as error:
+            raise _refusal(error) from error
+        told = json.loads(answer.pop(0))
+        if "error" in told:
+            if told["traceback"]:
+                logger.error("a large request body could not be read:\n%s", told["traceback"])
+            raise ApiError(**told["error"])
+        return answer
+
+
+def _refusal(error: ChildError) -> ApiError:
+    """The answer for a body that the child did not come to an end with."""
+    logger.warning("a large request body could not be read: %s", error)
+    if isinstance(error, ChildCrashError):
+        message = "The body takes too much memory to be read, or is nested too deeply; send fewer JSON values."
+        return ApiError(413, "request_too_large", message)
+    if isinstance(error, ChildTimeoutError):
+        message = f"The body takes longer than {MAX_READ_S:.0f} s to be read; send less, or try again later."
+    else:
+        message = "The process that reads large bodies was ended; try again."
+    return ApiError(503, "body_not_read", message, type="server_error", headers={"retry-after": "1"})

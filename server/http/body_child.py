@@ -1,0 +1,67 @@
+"""The process that reads large bodies: it counts, parses and checks them, where neither time nor memory is the daemon's.
+
+Run by server/http/bodies.py through server/http/children.py. A question is a header, {"model": ..., "most": ..., "member": ...},
+and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}, the first of which the client will see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from importlib import import_module
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+# What bodies are made of is imported before the first question, which should not wait for it.
+import server.protocol.messages
+import server.protocol.responses  # noqa: F401
+from server.errors import to_api_error
+from server.http.children import Parts, serve
+from server.http.json_values import check_count, pack, parse
+
+_BASE_BYTES = 56 << 20
+_PER_BODY_BYTE = 2.5
+
+
+def memory(num_bytes: int) -> int:
+    """How much a question of this size may take: with what the daemon makes of the answer, 64 MiB and 4 times the body."""
+    return _BASE_BYTES + int(_PER_BODY_BYTE * num_bytes)
+
+
+def answer(parts: Parts) -> list[bytes]:
+    """Read one body. It is let go of as soon as it is parsed."""
+    raw, header = parts.pop(), json.loads(parts.pop())
+    try:
+        return [b"{}", *_read(raw, **header)]
+    except MemoryError:
+        raise
+    except Exception as error:
+        told = to_api_error(error)
+        fields = {name: getattr(told, name) for name in ("status", "code", "message", "param", "type", "headers")}
+        trace = traceback.format_exc() if told.status >= 500 else ""  # a bug; the daemon's log says where
+        return [json.dumps({"error": fields, "traceback": trace}).encode()]
+
+
+def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
+    """The document in parts; of `member`, where it is named, just the JSON. Raises ApiError and others."""
+    check_count(raw, most)
+    tree = parse(raw)
+    raw.clear()
+    _model(model).model_validate(tree)
+    if member is not None:
+        return [to_json(tree[member], inf_nan_mode="constants")]
+    return pack(tree)
+
+
+def _model(name: str) -> type[BaseModel]:
+    module, _, qualified = name.partition(":")
+    found: Any = getattr(import_module(module), qualified)
+    return found  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.setrecursionlimit(10_000)
+    serve(answer, memory=memory)

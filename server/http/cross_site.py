@@ -1,0 +1,103 @@
+"""The guard against web pages: which Host names are answered, and which origins may change anything. Event loop.
+
+A browser on this machine lets any web page send requests to the daemon. Two things keep such a page out:
+
+- Host. With DNS rebinding a page makes its own name resolve to this machine, and then reads the answers as its own. So
+  without a key only IP addresses, which DNS cannot point elsewhere, loopback names and --allowed-hosts are answered.
+  With a key any name is: the page does not have the key. Probes are exempt: load balancers ask by name, and a status
+  is all they learn.
+- Origin. A page may send a form or an upload to any address, it only cannot read the answer. So a request that changes
+  something, and a preflight, is refused if the browser says that another origin sent it, unless --allowed-origins
+  names that origin. Programs send neither Origin nor Sec-Fetch-Site and are let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.core.errors import shorten
+from server.auth import PROBE_PATHS
+from server.errors import ApiError
+from server.http.origins import NO_ORIGIN, Authority, is_loopback_name, is_same_origin, names_host, names_origin
+
+_READING = frozenset({"GET", "OPTIONS"})  # a HEAD is a GET here
+_FOREIGN_SITES = frozenset({"cross-site", "same-site"})  # another port of this machine is the same site
+
+
+class CrossSiteGuard:
+    """ASGI middleware: a 403 for hosts and origins that are not allowed."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None, allowed_origins: Collection[str]) -> None:
+        """With `allowed_hosts` None every host is."""
+        self._app = app
+        self._hosts = allowed_hosts
+        self._origins = frozenset(allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what is allowed. A refusal has read nothing of the body."""
+        error = self._fault(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await error.response()(scope, receive, send)
+
+    def _fault(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if self._hosts is not None and scope["path"] not in PROBE_PATHS:
+            error = _host_fault(hosts, self._hosts)
+            if error is not None:
+                return error
+        is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+        if scope["method"] in _READING and not is_preflight:
+            return None
+        return self._origin_fault(headers, hosts)
+
+    def _origin_fault(self, headers: Headers, hosts: list[str]) -> ApiError | None:
+        """The browser's own word comes first: it knows its page's address where a proxy has changed Host."""
+        sites, origins = headers.getlist("sec-fetch-site"), headers.getlist("origin")
+        if sites == ["same-origin"]:
+            return None
+        if not origins and not _FOREIGN_SITES.isdisjoint(sites):
+            origins = [NO_ORIGIN]
+        for origin in origins:
+            is_own = len(hosts) == 1 and is_same_origin(origin, hosts[0])
+            if not is_own and not names_origin(self._origins, origin):
+                shown = shorten(origin)
+                message = (
+                    f"A page of the origin {shown!r} may not send this: Quire refuses what pages of other origins send. "
+                    f"To allow it, start Quire with --allowed-origins {shown}."
+                )
+                return ApiError(403, "origin_not_allowed", message, type="permission_error")
+        return None
+
+
+def _host_fault(hosts: list[str], allowed: Collection[str]) -> ApiError | None:
+    """Browsers always send one Host; a request without any, of HTTP/1.0 say, is none of theirs."""
+    if len(hosts) > 1:
+        return ApiError(400, "invalid_host", "The request has several Host headers; send one.")
+    if not hosts or not hosts[0]:
+        return None
+    authority = Authority.parse(hosts[0])
+    if authority is None:
+        return ApiError(400, "invalid_host", f"The Host header {shorten(hosts[0])!r} is not a host and a port.")
+    if authority.is_address or is_loopback_name(authority.host) or names_host(allowed, authority.host):
+        return None
+    name = shorten(authority.host)
+    message = (
+        f"The host name {name!r} is not allowed: without a key, Quire answers to IP addresses, to localhost and to the "
+        f"names in --allowed-hosts. To allow it, start Quire with --allowed-hosts {name}, or with --api-key."
+    )
+    return ApiError(403, "host_not_allowed", message, type="permission_error")
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with the patterns of --allowed-origins. Stands behind the guard, which refuses all other origins."""
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """Decides which origin an answer may be read by."""
+        return names_origin(self.allow_origins, origin)

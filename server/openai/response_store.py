@@ -1,0 +1,134 @@
+"""Responses that are kept so that a client can go on from them, in memory alone.
+
+Bounded by count, by bytes and by age; the one used longest ago goes first, and going on from one uses all that it
+continues. Each belongs to an owner (server/tenancy/tenancy.py) and does not exist for others. Event loop. Knows bytes and ids,
+nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.core.errors import shorten
+from server.errors import ApiError
+
+MAX_BYTES = 64 * 1024 * 1024
+TTL_S = 24 * 3600.0  # since last used
+
+
+class StoredResponse(NamedTuple):
+    """What was asked and answered in one turn, as JSON."""
+
+    response_id: str
+    previous_id: str | None
+    input_items: bytes
+    document: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.input_items) + len(self.document)
+
+
+class _Kept(NamedTuple):
+    stored: StoredResponse
+    used_s: float
+
+
+class _Shelf:
+    """One owner's responses."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[str, _Kept] = OrderedDict()  # used longest ago first
+        self.num_bytes = 0
+
+    def put(self, stored: StoredResponse, now_s: float) -> None:
+        self.kept[stored.response_id] = _Kept(stored, now_s)
+        self.num_bytes += stored.num_bytes
+
+    def forget(self, response_id: str) -> None:
+        self.num_bytes -= self.kept.pop(response_id).stored.num_bytes
+
+    def forget_oldest(self) -> None:
+        self.forget(next(iter(self.kept)))
+
+
+class ResponseStore:
+    """put, find and delete an owner's responses; `chain` is a conversation, first turn first.
+
+    The bounds are of all owners together. Where they are exceeded, the owner that keeps most loses its oldest.
+    """
+
+    def __init__(
+        self,
+        max_responses: int,
+        *,
+        max_bytes: int = MAX_BYTES,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
+
+    @property
+    def is_open(self) -> bool:
+        """False where nothing is ever kept."""
+        return self._max_responses > 0
+
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keep it, and forget others where there is no more room."""
+        self._shelves[owner].put(stored, self._clock())
+        self._expire()
+        shelves = self._shelves.values()
+        while sum([len(shelf.kept) for shelf in shelves]) > self._max_responses:
+            max(shelves, key=lambda shelf: len(shelf.kept)).forget_oldest()
+        while sum([shelf.num_bytes for shelf in shelves]) > self._max_bytes:
+            max(shelves, key=lambda shelf: shelf.num_bytes).forget_oldest()
+
+    def find(self, owner: str, response_id: str) -> StoredResponse:
+        """Raises a 404 if the owner has none of that id, or no longer."""
+        self._expire()
+        return self._use(owner, response_id, "response_id")
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Raises a 404 if the owner has none of that id, or no longer."""
+        self.find(owner, response_id)
+        self._shelves[owner].forget(response_id)
+
+    def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
+        """A response after all that it continues. Raises a 404 if the owner has any of them not, or no longer."""
+        self._expire()
+        turns: list[StoredResponse] = []
+        wanted: str | None = response_id
+        while wanted is not None:
+            turns.append(self._use(owner, wanted, "previous_response_id"))
+            wanted = turns[-1].previous_id
+        return turns[::-1]
+
+    def _use(self, owner: str, response_id: str, param: str) -> StoredResponse:
+        shelf = self._shelves[owner]
+        kept = shelf.kept.get(response_id)
+        if kept is None:
+            raise self._unknown(response_id, param)
+        shelf.kept[response_id] = kept._replace(used_s=self._clock())
+        shelf.kept.move_to_end(response_id)
+        return kept.stored
+
+    def _expire(self) -> None:
+        oldest_s = self._clock() - self._ttl_s
+        for shelf in self._shelves.values():
+            while shelf.kept and next(iter(shelf.kept.values())).used_s < oldest_s:
+                shelf.forget_oldest()
+
+    def _unknown(self, response_id: str, param: str) -> ApiError:
+        if self.is_open:
+            why = f"it was deleted, never stored, or forgotten: the last {self._max_responses} are kept, for a day"
+        else:
+            why = "this server stores none (--max-stored-responses)"
+        message = f"There is no response {shorten(response_id)!r} here: {why}; send the conversation in input instead."
+        return ApiError(404, f"{param.removesuffix('_id')}_not_found", message, param)

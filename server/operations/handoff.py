@@ -1,0 +1,151 @@
+"""Prefill on one daemon, decode on another: who asks, who is asked, and what happens when nobody answers.
+
+A decode daemon has long prompts computed by a prefill daemon (--prefill-url), takes their K/V into its own prefix cache
+and goes on as if it had been there all along, so an answer is the same with and without. Whatever goes wrong on that way,
+the prompt is computed here: a stream is never lost, only later. Event loop; the copies run on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+
+import httpx
+
+from engine.connector.base import ParcelError
+from engine.connector.exchange import Exchange, Prefix
+from engine.connector.local import LocalConnector
+from engine.core.errors import ConfigError
+from engine.core.kv.prefix_cache import chain_root
+from engine.core.types import Request
+from engine.loop import Engine
+from server.protocol.handoff import Prefilled
+from server.settings.app_config import AppConfig
+
+log = logging.getLogger("quire.handoff")
+
+MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
+
+
+class HandoffOutcome(str, Enum):
+    """What became of a prompt; a label of the counter."""
+
+    RECEIVED = "received"  # its K/V came from the prefill daemon
+    SHORT = "short"  # too little of it was left to compute for asking
+    FAILED = "failed"  # it was asked for, and had to be computed here all the same
+
+
+class Sender:
+    """A prefill daemon's end."""
+
+    def __init__(self, engine: Engine, exchange: Exchange) -> None:
+        self._engine, self._exchange = engine, exchange
+
+    def send(self, request: Request) -> tuple[str, int] | None:
+        """Pack a computed prompt: the parcel's name and its blocks. Blocks; raises ParcelError."""
+        return self._exchange.send(_prefix(self._engine, request))
+
+
+class Receiver:
+    """A decode daemon's end."""
+
+    def __init__(
+        self, engine: Engine, exchange: Exchange, config: AppConfig, count: Callable[[HandoffOutcome], None]
+    ) -> None:
+        self._engine, self._exchange, self._count = engine, exchange, count
+        self._timeout_s = config.prefill_timeout_s
+        key = config.api_keys[0] if config.api_keys else ""
+        self._client = httpx.AsyncClient(
+            base_url=config.prefill_url or "",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(config.prefill_timeout_s, connect=2.0),
+            limits=httpx.Limits(max_connections=256),
+        )
+        least = MIN_BLOCKS * engine.config.block_size
+        log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
+        self._is_well = True  # the last prompt that was asked for came; a change is told in the log once
+
+    async def fetch(self, requests: Sequence[Request]) -> None:
+        """Have the prefix cache hold the beginnings of some prompts, as far as that goes well."""
+        await asyncio.gather(*(self._fetch(request) for request in requests))
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.aclose()
+
+    async def _fetch(self, request: Request) -> None:
+        params = request.params
+        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
+            return  # nobody waits for it, or every position is computed for what is made of it
+        prefix = _prefix(self._engine, request)
+        try:
+            num_missing = await asyncio.to_thread(self._exchange.count_missing, prefix)
+            if num_missing < MIN_BLOCKS:
+                self._count(HandoffOutcome.SHORT)
+                return
+            parcel = await asyncio.wait_for(self._ask(request), self._patience_s(request))
+            if parcel is not None:
+                await asyncio.to_thread(self._exchange.receive, parcel, prefix)
+        except Exception as error:
+            self._note(HandoffOutcome.FAILED, f"{type(error).__name__}: {error}")
+        else:
+            self._note(HandoffOutcome.RECEIVED if parcel else HandoffOutcome.FAILED)
+
+    def _patience_s(self, request: Request) -> float:
+        """How long the prefill daemon may take: less where the request has a time by which it is to be started or done."""
+        limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
+        return min([self._timeout_s, *(limit / 2 for limit in limits)])
+
+    async def _ask(self, request: Request) -> str | None:
+        adapter = request.params.adapter
+        body = {
+            "prompt": request.prompt,
+            "cache_salt": _remote_salt(request),
+            "priority": request.priority,
+            "adapter": None if adapter is None else adapter.digest.hex(),
+        }
+        answer = await self._client.post("/v1/internal/prefill", json=body)
+        if answer.is_error:
+            raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
+        told = Prefilled.model_validate_json(answer.content)
+        if told.adapter != body["adapter"]:  # K/V kept under an adapter that did not make it would be wrong in silence
+            raise ParcelError(
+                "it computed the prompt without its adapter; run the same version of Quire on both daemons"
+            )
+        return told.parcel
+
+    def _note(self, outcome: HandoffOutcome, why: str = "") -> None:
+        self._count(outcome)
+        is_well = outcome is HandoffOutcome.RECEIVED
+        if is_well and not self._is_well:
+            log.info("The prefill daemon at %s answers again.", self._client.base_url)
+        elif why and self._is_well:
+            log.warning("Prompts are computed here, for %s did not hand one over (%s).", self._client.base_url, why)
+        self._is_well = is_well or not why
+
+
+def open_exchange(engine: Engine, config: AppConfig) -> Exchange:
+    """The engine's side of the connector. Raises ConfigError."""
+    if engine.layout is None or not engine.config.enable_prefix_caching:
+        raise ConfigError("--role hands blocks over through the prefix cache; leave --enable-prefix-caching on.")
+    try:
+        folder = config.kv_connector_dir or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
+        connector = LocalConnector(folder, config.kv_connector_bytes)
+    except ParcelError as error:
+        raise ConfigError(f"--kv-connector-dir cannot be used: {error}.") from error
+    return Exchange(engine, connector, engine.layout)
+
+
+def _remote_salt(request: Request) -> str:
+    """Return the salt that keeps owners apart on the prefill daemon, which knows no tenants but this daemon's key."""
+    return (
+        chain_root(request.cache_salt, owner=request.cache_owner).hex() if request.cache_owner else request.cache_salt
+    )
+
+
+def _prefix(engine: Engine, request: Request) -> Prefix:
+    return Prefix(engine.first_names(request), request.prompt)

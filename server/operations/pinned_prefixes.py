@@ -1,0 +1,145 @@
+"""--pinned-prefixes: beginnings of prompts that the operator wants computed at the start, and cached for good.
+
+    {"messages": [{"role": "system", "content": "You are ..."}], "tools": [...]}      as for /v1/chat/completions
+    {"prompt": "Once upon a time", "cache_salt": "tales"}                              as for /v1/completions
+
+One JSON object a line. Of a conversation, what any other that goes on with a user's message has in common with it counts.
+Read on the thread that starts the daemon, computed on the event loop before it is ready.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engine.core.admission import check_request
+from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
+from engine.core.types import FinishReason, Pin, Request, SamplingParams
+from server.errors import ApiError, to_api_error
+from server.protocol.chat import ChatBody
+from server.protocol.completions import CompletionBody
+from server.protocol.conversation import Message
+from server.protocol.limits import num_common
+from server.routes.context import Context
+from server.settings.files import read_setting_file
+
+log = logging.getLogger("quire.serve")
+
+TOLD_EVERY_S = 10.0  # how far they are
+_PROBES = ("-", "+")  # two users' first words
+
+
+def read_prefixes(path: Path, context: Context) -> list[Request]:
+    """The requests that compute them. Raises ConfigError, which names the line."""
+    lines = read_setting_file("--pinned-prefixes", path).split("\n")  # a string may have other line breaks in it
+    requests: list[Request] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            requests += _requests(line, context)
+        except (json.JSONDecodeError, ValidationError, ClientError, ApiError) as error:
+            told = str(error) if isinstance(error, json.JSONDecodeError) else to_api_error(error).message
+            raise ConfigError(f"--pinned-prefixes {path}, line {number}: {told}") from error
+    return requests
+
+
+async def compute_prefixes(requests: Sequence[Request], context: Context) -> None:
+    """Have the engine compute them, and tell of those that failed or that there was no place for; a signal ends it."""
+    clock, size = context.engine.clock, context.engine.config.block_size
+    begun_s = told_s = clock()
+    num_tokens = num_pinned = num_failed = 0
+    log.info("computing %d pinned prefixes, %d tokens", len(requests), sum(len(one.prompt) for one in requests))
+    for number, request in enumerate(requests):  # one after another: the first comes first where not all have room
+        if clock() - told_s >= TOLD_EVERY_S:
+            told_s = clock()
+            log.info("%d of %d pinned prefixes are computed", number, len(requests))
+        try:
+            num_pinned += await _compute(request, context)
+            num_tokens += len(request.prompt) // size * size
+        except QuireError as error:
+            if context.client.is_draining:
+                log.info("Stopped before all pinned prefixes were computed.")
+                return
+            num_failed += 1
+            log.error("Pinned prefix %d of %d failed: %s", number + 1, len(requests), error)  # noqa: TRY400 - a sentence
+    num_computed = len(requests) - num_failed
+    log.info(
+        "pinned prefixes: %d, %d tokens in whole blocks, computed in %.1f s",
+        num_computed,
+        num_tokens,
+        clock() - begun_s,
+    )
+    if num_pinned < num_tokens:
+        log.warning(
+            "Only %d of these tokens are pinned: --pinned-prefix-share is %g of a pool of %d tokens; raise either",
+            num_pinned,
+            context.engine.config.pinned_share,
+            context.limits.pool_tokens,
+        )
+
+
+async def _compute(request: Request, context: Context) -> int:
+    """One of them; how many of its tokens are pinned. Raises QuireError if it failed, or was cut short."""
+    num_pinned = 0
+    answer = context.client.submit([request])
+    with answer:
+        while True:
+            event = (await answer.take())[-1].event
+            if event.prompt is not None:
+                num_pinned = event.prompt.num_pinned_tokens
+            if event.finish_reason is FinishReason.LENGTH:
+                return num_pinned
+            if event.finish_reason is not None:
+                raise event.error or ServerError(f"it ended as {event.finish_reason.value}.")
+
+
+def _requests(line: str, context: Context) -> list[Request]:
+    asked = json.loads(line)
+    if not isinstance(asked, dict) or ("messages" in asked) == ("prompt" in asked):
+        raise InvalidRequestError("it must be a JSON object with either messages or a prompt.")
+    body = (ChatBody if "messages" in asked else CompletionBody).model_validate_json(line)
+    if ignored := [*body.ignored_fields(), *body.dropped_hints(context.limits)]:
+        raise InvalidRequestError(f"fields without effect: {', '.join(ignored)}; remove them.")
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens cuts off beginnings, which are what is kept here; leave it out."
+        )
+    adapter = context.adapter(body.model)
+    requests = [
+        Request(
+            request_id=uuid.uuid4().hex,
+            prompt=tuple(prompt),
+            params=SamplingParams(max_tokens=0, adapter=adapter),
+            arrival_s=context.engine.clock(),
+            cache_salt=body.cache_salt,
+            pins=(Pin(len(prompt), inf),),
+        )
+        for prompt in _prompts(body, context)
+    ]
+    for request in requests:
+        check_request(request, context.engine.config)
+    return requests
+
+
+def _prompts(body: ChatBody | CompletionBody, context: Context) -> list[list[int]]:
+    tokenizer, limits = context.tokenizer, context.limits
+    if isinstance(body, CompletionBody):
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        for prompt in body.prompt:
+            if not isinstance(prompt, str):
+                limits.check_ids(prompt, "prompt")
+        ids = [prompt for prompt in body.prompt if not isinstance(prompt, str)]
+    else:
+        shown = [
+            body.model_copy(update={"messages": [*body.messages, Message(role="user", content=word)]}).render(limits)
+            for word in _PROBES
+        ]
+        texts, ids = [shown[0][: num_common(*shown)]], []
+    return ids + [tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]

@@ -1,0 +1,85 @@
+"""Where log lines go and how they look: text for people, or one JSON object a line for collectors.
+
+Set up once, before anything else runs. Whatever a caller passes as `extra=` becomes keys of the JSON line. Tracebacks
+are for --log-level debug; below it an exception is the end of its line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import datetime, timezone
+
+from server.settings.groups import LogFormat, LogLevel
+
+OURS = ("quire", "server", "engine", "uvicorn")
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message."""
+
+    def __init__(self, *, tracebacks: bool) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        self._tracebacks = tracebacks
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and below it the traceback if those are wanted."""
+        if self._tracebacks or not record.exc_info:
+            return super().format(record)
+        record.exc_text = None
+        plain = logging.makeLogRecord({**vars(record), "exc_info": None})
+        return super().format(plain) + _exception_in_short(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, then the extras."""
+
+    def __init__(self, *, tracebacks: bool) -> None:
+        super().__init__()
+        self._tracebacks = tracebacks
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; a traceback, if wanted, is one more key."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage() + _exception_in_short(record),
+        }
+        line.update((key, value) for key, value in vars(record).items() if key not in _STANDARD)
+        if record.exc_info and self._tracebacks:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class StandardError(logging.Handler):
+    """Writes to whatever sys.stderr is at the time: while a progress bar is shown, it stands in there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line."""
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:  # a line that cannot be written must not stop what it speaks of
+            self.handleError(record)
+
+
+def configure_logging(level: LogLevel, layout: LogFormat) -> None:
+    """Send our lines of at least `level`, and everyone's warnings, to standard error."""
+    handler = StandardError()
+    tracebacks = level is LogLevel.DEBUG
+    handler.setFormatter(
+        JsonFormatter(tracebacks=tracebacks) if layout is LogFormat.JSON else TextFormatter(tracebacks=tracebacks)
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.value.upper())
+    if level is LogLevel.INFO:  # uvicorn's own start and stop lines repeat ours
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _exception_in_short(record: logging.LogRecord) -> str:
+    error = record.exc_info[1] if record.exc_info else None
+    return f": {type(error).__name__}: {error}" if error else ""

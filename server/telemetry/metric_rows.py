@@ -1,0 +1,327 @@
+"""The engine's numbers as rows of a table: a metric's name, what it means, and how to read it from the engine's Stats.
+
+Declared once, with the help text that Prometheus shows; server/telemetry/metrics.py turns rows into text when it is scraped, and
+VLLM_METRICS are the same rows under vLLM's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from engine.core.stats import CacheTier, FailureCause, Histogram, Stats
+
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+
+
+class Kind(Enum):
+    GAUGE = GaugeMetricFamily
+    COUNTER = CounterMetricFamily
+    HISTOGRAM = HistogramMetricFamily
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row: a name, what it means, and how to read it. A row with a `label` reads one value for each label value."""
+
+    name: str
+    kind: Kind
+    help: str
+    read: Callable[[Stats], float | Histogram | Mapping[str, float]]
+    label: str = ""
+
+    def family(self, stats: Stats, common: Mapping[str, str]) -> Family:
+        """This metric now, every sample carrying the `common` labels."""
+        labels = [*common, self.label] if self.label else list(common)
+        family: Family = self.kind.value(self.name, self.help, labels=labels)
+        value = self.read(stats)
+        own = tuple(common.values())
+        if isinstance(family, HistogramMetricFamily):
+            assert isinstance(value, Histogram)
+            family.add_metric(own, *_cumulative(value))
+        elif isinstance(value, Mapping):
+            for name, number in value.items():
+                family.add_metric((*own, name), number)
+        else:
+            assert not isinstance(value, Histogram)
+            family.add_metric(own, value)
+        return family
+
+
+def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+    """Prometheus' buckets, (upper bound, observations up to it), and the sum; counts are copied once, so they agree."""
+    counts, total = list(histogram.counts), 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets, histogram.sum
+
+
+def _by_value(counts: Callable[[Stats], Mapping[Any, float]]) -> Callable[[Stats], Mapping[str, float]]:
+    """Counts by the members of an Enum, all of which are there from the start: a value for each label value."""
+    return lambda stats: {member.value: count for member, count in counts(stats).items()}
+
+
+def _background(stats: Stats) -> Mapping[str, float]:
+    return {"running": stats.num_background_running, "waiting": stats.num_background_waiting}
+
+
+def _blocks(stats: Stats) -> Mapping[str, float]:
+    return {"free": stats.blocks_free, "cached": stats.blocks_cached, "held": stats.blocks_held}
+
+
+def _host(stats: Stats) -> Mapping[str, float]:
+    return {"free": stats.host_blocks_free, "cached": stats.host_blocks_cached, "held": stats.host_blocks_held}
+
+
+def _pinned(stats: Stats) -> Mapping[str, float]:
+    counts = (stats.blocks_pinned, stats.host_blocks_pinned, stats.disk_blocks_pinned)
+    return {tier.value: count for tier, count in zip(CacheTier, counts, strict=True)}
+
+
+def _accepted(stats: Stats) -> Mapping[str, float]:
+    return {str(position): num for position, num in enumerate(stats.spec_accepted_at)}
+
+
+def _gauge(name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = "") -> Metric:
+    return Metric(name, Kind.GAUGE, help_text, read, label)
+
+
+def _counter(
+    name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = ""
+) -> Metric:
+    return Metric(name, Kind.COUNTER, help_text, read, label)
+
+
+def _histogram(name: str, help_text: str, read: Callable[[Stats], Histogram]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, help_text, read)
+
+
+METRICS = (
+    _gauge("quire_num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
+    _gauge(
+        "quire_num_requests_waiting", "Requests waiting to be scheduled for the first time.", lambda s: s.num_waiting
+    ),
+    _gauge("quire_num_requests_preempted", "Preempted sequences waiting to resume.", lambda s: s.num_preempted),
+    _gauge("quire_num_requests_background", "Sequences of batches by state: running, waiting.", _background, "state"),
+    _gauge(
+        "quire_num_waiting_tokens", "Prompt tokens still to compute of all that wait.", lambda s: s.num_waiting_tokens
+    ),
+    _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
+    _gauge(
+        "quire_swap_blocks",
+        "Blocks in host memory by state: held by preempted sequences or on their way, cached behind the pool, free.",
+        _host,
+        "state",
+    ),
+    _gauge(
+        "quire_pinned_blocks",
+        "Blocks of prefixes that requests, or the operator, want retained, by where they are; as of the last step.",
+        _pinned,
+        "tier",
+    ),
+    _gauge(
+        "quire_swap_cost_seconds",
+        "What a block takes to be copied to host memory and back, and to be computed, as preemption believes by now.",
+        lambda s: {"copy": s.swap_block_s, "compute": s.compute_block_s},
+        "way",
+    ),
+    _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.disk_blocks_cached),
+    _gauge(
+        "quire_kv_cache_usage_ratio",
+        "Share of the KV pool that live sequences hold, 0-1.",
+        lambda s: s.kv_cache_usage_ratio,
+    ),
+    _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", lambda s: s.tokens_per_s),
+    _counter("quire_engine_steps_total", "Forward passes.", lambda s: s.steps),
+    _counter("quire_background_steps_total", "Of these, those of batches.", lambda s: s.background_steps),
+    _counter("quire_prompt_tokens_total", "Prompt tokens whose prefill completed.", lambda s: s.prompt_tokens),
+    _counter("quire_generation_tokens_total", "Tokens generated.", lambda s: s.generation_tokens),
+    _counter(
+        "quire_prefix_cache_queried_tokens_total",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_queried_tokens,
+    ),
+    _counter(
+        "quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens
+    ),
+    _counter(
+        "quire_prefix_cache_tier_hit_tokens_total",
+        "The same, by where they were: the KV pool, host memory, the disk.",
+        _by_value(lambda s: s.prefix_hits),
+        "tier",
+    ),
+    _counter(
+        "quire_pins_refused_total",
+        "Times that a block was not retained as asked, for --pinned-prefix-share was taken.",
+        lambda s: s.pins_refused,
+    ),
+    _counter(
+        "quire_kv_offload_blocks_total",
+        "Blocks fetched from the disk and stored there.",
+        _by_value(lambda s: s.transferred),
+        "direction",
+    ),
+    _counter(
+        "quire_kv_offload_failures_total",
+        "Blocks that could not be, were torn or have rotted; what they held was computed.",
+        _by_value(lambda s: s.failed_transfers),
+        "direction",
+    ),
+    _counter(
+        "quire_preemptions_total",
+        "Sequences preempted because the KV pool was exhausted, by how they come by their K/V again.",
+        _by_value(lambda s: s.preempted),
+        "kind",
+    ),
+    _counter(
+        "quire_fairness_preemptions_total",
+        "Of these, those that made room for a tenant that held far less.",
+        lambda s: s.yielded,
+    ),
+    _counter(
+        "quire_spec_decode_num_drafts_total", "Times that tokens were drafted for a sequence.", lambda s: s.spec_drafts
+    ),
+    _counter("quire_spec_decode_num_draft_tokens_total", "Tokens drafted.", lambda s: s.spec_draft_tokens),
+    _counter(
+        "quire_spec_decode_num_accepted_tokens_total",
+        "Drafted tokens that were drawn.",
+        lambda s: s.spec_accepted_tokens,
+    ),
+    _counter(
+        "quire_spec_decode_num_accepted_tokens_per_pos_total",
+        "Drafted tokens that were drawn, by their place in the draft, from 0.",
+        _accepted,
+        "position",
+    ),
+    _counter(
+        "quire_swap_failures_total",
+        "Steps taken back since blocks could not be copied to host memory or from there; after one none is any more.",
+        lambda s: s.failed_copies,
+    ),
+    _counter(
+        "quire_swapped_blocks_total",
+        "KV blocks copied out to host memory, and in again.",
+        _by_value(lambda s: s.swapped_blocks),
+        "direction",
+    ),
+    _gauge(
+        "quire_kv_block_waste_ratio",
+        "Share of the blocks of the sequences that ended last that stayed empty, 0-1; told while idle.",
+        lambda s: s.blocks_waste,
+    ),
+    _counter(
+        "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
+    ),
+    _counter(
+        "quire_out_of_memory_steps_total",
+        "Steps planned anew because the device had no memory for them.",
+        lambda s: s.out_of_memory_steps,
+    ),
+    _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", lambda s: s.rejected),
+    _counter(
+        "quire_requests_targeted_total",
+        "Answers completed or dropped that were held to a latency target or a deadline.",
+        lambda s: s.targeted,
+    ),
+    _counter("quire_requests_met_targets_total", "Of these, those that met all of theirs: goodput.", lambda s: s.met),
+    _counter(
+        "quire_requests_missed_targets_total",
+        "Targets missed: ttft, itl, deadline, queue.",
+        _by_value(lambda s: s.missed),
+        "target",
+    ),
+    _counter(
+        "quire_requests_dropped_total",
+        "Requests dropped before anything of them was computed, for they could not be in time any more.",
+        _by_value(lambda s: s.dropped),
+        "reason",
+    ),
+    _counter(
+        "quire_requests_finished_total", "Sequences ended, by finish reason.", _by_value(lambda s: s.finished), "reason"
+    ),
+    _counter(
+        "quire_requests_failed_total", "Sequences ended on an error, by cause.", _by_value(lambda s: s.failed), "cause"
+    ),
+    _counter(
+        "quire_requests_aborted_total", "Sequences ended early, by cause.", _by_value(lambda s: s.aborted), "cause"
+    ),
+    _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", lambda s: s.ttft_s),
+    _histogram(
+        "quire_time_per_output_token_seconds", "A request's mean time per token after the first.", lambda s: s.tpot_s
+    ),
+    _histogram("quire_inter_token_latency_seconds", "Every gap between two tokens of a sequence.", lambda s: s.itl_s),
+    _histogram("quire_e2e_request_latency_seconds", "Arrival until the last token.", lambda s: s.e2e_s),
+    _histogram("quire_request_queue_time_seconds", "Arrival until first scheduled.", lambda s: s.queue_s),
+    _histogram("quire_request_prefill_time_seconds", "First scheduled until the first token.", lambda s: s.prefill_s),
+    _histogram("quire_request_decode_time_seconds", "First token until the last.", lambda s: s.decode_s),
+    _histogram("quire_step_duration_seconds", "One forward pass, plan to commit.", lambda s: s.step_s),
+    _histogram("quire_step_tokens", "Tokens computed in a step.", lambda s: s.step_tokens),
+    _histogram("quire_step_sequences", "Sequences in a step.", lambda s: s.step_sequences),
+    _histogram(
+        "quire_request_prompt_tokens",
+        "Prompt length of sequences that ended, whatever ended them.",
+        lambda s: s.request_prompt_tokens,
+    ),
+    _histogram(
+        "quire_predicted_length_error_tokens",
+        "How far from an answer's length sjf's prediction was, either way.",
+        lambda s: s.length_error_tokens,
+    ),
+    _histogram(
+        "quire_request_generation_tokens",
+        "Tokens generated by sequences that ended, whatever ended them.",
+        lambda s: s.request_generation_tokens,
+    ),
+)
+
+
+def _vllm() -> Iterator[Metric]:
+    """vLLM's names for what we have, so that dashboards and autoscalers made for it work."""
+    ours = {metric.name: metric for metric in METRICS}
+    for quire, vllm in (
+        ("quire_num_requests_running", "vllm:num_requests_running"),
+        ("quire_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
+        ("quire_prefix_cache_queried_tokens_total", "vllm:prefix_cache_queries_total"),
+        ("quire_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
+        ("quire_prompt_tokens_total", "vllm:prompt_tokens_total"),
+        ("quire_generation_tokens_total", "vllm:generation_tokens_total"),
+        ("quire_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        ("quire_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
+        ("quire_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+        ("quire_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+        ("quire_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
+        ("quire_request_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
+        ("quire_request_decode_time_seconds", "vllm:request_decode_time_seconds"),
+        ("quire_spec_decode_num_drafts_total", "vllm:spec_decode_num_drafts_total"),
+        ("quire_spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total"),
+        ("quire_spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+        (
+            "quire_spec_decode_num_accepted_tokens_per_pos_total",
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        ),
+        ("quire_step_tokens", "vllm:iteration_tokens_total"),
+        ("quire_request_prompt_tokens", "vllm:request_prompt_tokens"),
+        ("quire_request_generation_tokens", "vllm:request_generation_tokens"),
+    ):
+        yield replace(ours[quire], name=vllm)
+    yield replace(ours["quire_requests_finished_total"], name="vllm:request_success_total", label="finished_reason")
+    yield _counter("vllm:num_preemptions_total", "Sequences preempted, of any kind.", lambda s: s.preemptions)
+    yield _counter(
+        "vllm:corrupted_requests_total",
+        "Requests whose logits were not finite.",
+        lambda s: s.failed[FailureCause.NOT_FINITE],
+    )
+    yield _gauge(
+        "vllm:num_requests_waiting",
+        "Requests waiting to be scheduled, preempted ones included.",
+        lambda s: s.num_waiting + s.num_preempted,
+    )
+
+
+VLLM_METRICS = tuple(_vllm())

@@ -1,0 +1,194 @@
+"""The account a request runs on: who owns what it stores, and the limits of --tenants, counted. Event loop.
+
+With --tenants the key decides, and what a client says of itself does not matter: nobody gains a share by inventing users.
+Without, all callers are trusted alike, and the field `user` (or `safety_identifier`) tells them apart.
+
+Everything that outlives a request (its record, stored responses, files, batches) belongs to an owner, the name of a
+tenant, and does not exist for any other. Keys of --api-key, and every client of a server without --tenants, are the one
+owner DEFAULT, which no tenant can be called.
+
+A limit on tokens is a bucket that fills at its rate and holds a minute's worth. A prompt is taken out of it when its
+request comes, the answer when it ends; whoever owes waits until it has filled again. So nothing is refused for what it
+might have generated, and the rate holds in the mean.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from math import ceil, inf
+from typing import Any
+
+from engine.core.errors import OverloadedError
+from engine.core.places import MAX_RETRY_S, MIN_RETRY_S, Appointments
+from engine.core.types import Request
+from server.protocol.usage import Usage
+from server.telemetry.tenant_metrics import TenantMetrics
+from server.telemetry.timeline import Spans
+from server.tenancy.tenant_file import DEFAULT, Tenant
+
+TENANT = "tenant"  # the key in a request's state under which the guard leaves the Account
+
+
+def owner_of(state: Mapping[str, Any]) -> str:
+    """Return the owner of what a request stores, from the request's ASGI state."""
+    account: Account | None = state.get(TENANT)
+    return DEFAULT if account is None else account.tenant.name
+
+
+class Account:
+    """What a tenant has open, and what it may still spend."""
+
+    def __init__(
+        self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float], cache_owner: str = ""
+    ) -> None:
+        self.tenant = tenant
+        self._cache_owner = cache_owner  # "" is the operator's part of the prefix cache
+        self.num_open = 0
+        self._metrics = metrics
+        self._clock = clock
+        self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; less than none is a debt
+        self._filled_s = clock()
+        self._appointments = Appointments()
+        self._num_opened, self._num_spent = 0, 0  # requests, and their tokens
+
+    def change(self, tenant: Tenant) -> None:
+        """Its terms are others from now on; what it owes stays."""
+        tokens, limit = self._fill(), float(tenant.tokens_per_minute or 0)
+        self._tokens = limit if self.tenant.tokens_per_minute is None else min(tokens, limit)
+        self.tenant = tenant
+
+    def _fill(self) -> float:
+        now, rate = self._clock(), self.tenant.tokens_per_minute or 0
+        self._tokens = min(self._tokens + (now - self._filled_s) * rate / 60, rate)
+        self._filled_s = now
+        return self._tokens
+
+    def check(self, request_s: float) -> None:
+        """Raise OverloadedError if no more requests may be opened now; they take `request_s` in the mean."""
+        tenant, limit = self.tenant, self.tenant.max_concurrent_requests
+        if limit is not None and self.num_open >= limit:
+            self._metrics.refused(tenant.name, "concurrent_requests")
+            why = f"Tenant {tenant.name} has {limit} requests open, the most it may have"
+            raise self._refusal(why, 0.0, request_s / limit)
+        rate = tenant.tokens_per_minute
+        if rate is not None and (tokens := self._fill()) <= 0:
+            self._metrics.refused(tenant.name, "tokens_per_minute")
+            why = f"Tenant {tenant.name} has used up its {rate} tokens a minute"
+            mean = self._num_spent / max(self._num_opened, 1)
+            raise self._refusal(why, (1 - tokens) * 60 / rate, mean * 60 / rate, num_before=0)
+
+    def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
+        """After `wait_s`, and `each_s` for every refused client that comes back before, and for `num_before` others."""
+        now = self._clock()
+        wait_s += (num_before + self._appointments.count(now)) * each_s
+        wait_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
+        self._appointments.add(now + wait_s)
+        return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
+
+    def room_for_lines(self, num_running: int) -> float:
+        """Return how many more lines of batches may begin beside `num_running`; infinite without a limit.
+
+        They leave one place to the tenant's clients, where it has more than one.
+        """
+        if self.tenant.tokens_per_minute is not None and self._fill() <= 0:
+            return 0
+        limit = self.tenant.max_concurrent_requests
+        return inf if limit is None else max(max(limit - 1, 1) - max(self.num_open, num_running), 0)
+
+    def sign(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests, on this account."""
+        name, weight, cache_owner = self.tenant.name, self.tenant.weight, self._cache_owner
+        return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
+
+    def open(self, requests: Sequence[Request]) -> None:
+        """They have been submitted, as one request of a client's."""
+        self.num_open += 1
+        self._num_opened += 1
+        self._spend(sum([len(request.prompt) for request in requests]))
+        self._metrics.opened(self.tenant.name)
+
+    def close(self, usage: Usage, num_drawn_tokens: int, spans: Spans | None) -> None:
+        """It has ended, whichever way. A beam search draws more than its answer's usage tells."""
+        self.num_open -= 1
+        self._spend(num_drawn_tokens)
+        self._metrics.closed(self.tenant.name, usage, spans)
+
+    def _spend(self, num_tokens: int) -> None:
+        self._tokens = self._fill() - num_tokens
+        self._num_spent += num_tokens
+
+    def headers(self, num_drawn_tokens: int = 0) -> dict[str, str]:
+        """The limits in OpenAI's headers, less the tokens that the answer has drawn and that `close` will charge.
+
+        The limit on requests is on those that are open together.
+        """
+        told: dict[str, str] = {}
+        if (most := self.tenant.max_concurrent_requests) is not None:
+            told["x-ratelimit-limit-requests"] = str(most)
+            told["x-ratelimit-remaining-requests"] = str(max(most - self.num_open, 0))
+        if (rate := self.tenant.tokens_per_minute) is not None:
+            tokens = self._fill() - num_drawn_tokens
+            told["x-ratelimit-limit-tokens"] = str(rate)
+            told["x-ratelimit-remaining-tokens"] = str(max(int(tokens), 0))
+            told["x-ratelimit-reset-tokens"] = f"{(rate - tokens) * 60 / rate:.3f}s"
+        return told
+
+
+class Tenancy:
+    """All accounts, by key and by name."""
+
+    def __init__(
+        self,
+        api_keys: Iterable[str],
+        tenants: Sequence[Tenant] | None,
+        metrics: TenantMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        shares_prefixes: bool = False,
+    ) -> None:
+        """With `shares_prefixes` all tenants find in the prefix cache what any of them has computed."""
+        self._shares_prefixes = shares_prefixes
+        self.has_file = tenants is not None
+        self._api_keys = [sha256(key.encode()).digest() for key in api_keys]
+        self._metrics = metrics
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._owners: list[tuple[bytes, Account]] = []  # of keys, by digest
+        self.replace(tenants or ())
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._owners)
+
+    @property
+    def owners(self) -> Mapping[str, Account | None]:
+        """The account that each owner's batches run on; without a file there is one owner, and no account to charge.
+
+        A tenant that left the file is not there: its things are kept, and its batches stand still until it is back.
+        """
+        return self._accounts if self.has_file else {DEFAULT: None}
+
+    def replace(self, tenants: Iterable[Tenant]) -> None:
+        """Other tenants from now on. Who is still there keeps what it has open and what it owes."""
+        before, self._accounts = self._accounts, {}
+        for tenant in (Tenant(name=DEFAULT), *tenants):
+            account = before.get(tenant.name)
+            if account is None:
+                cache_owner = "" if self._shares_prefixes or tenant.name == DEFAULT else tenant.name
+                account = Account(tenant, self._metrics, self._clock, cache_owner)
+            else:
+                account.change(tenant)
+            self._accounts[tenant.name] = account
+        self._owners = [(digest, self._accounts[DEFAULT]) for digest in self._api_keys]
+        for account in self._accounts.values():
+            self._owners += [(digest, account) for digest in account.tenant.digests]
+
+    def find(self, keys: Iterable[str]) -> Account | None:
+        """Whose one of some keys is; in a time that tells nothing of how much of it was right."""
+        shown = [sha256(key.encode("latin-1")).digest() for key in keys if key]  # an empty key is no key
+        found = [account for digest in shown for known, account in self._owners if hmac.compare_digest(digest, known)]
+        return found[0] if found else None

@@ -1,0 +1,184 @@
+"""The file given by --tenants: who may call, under which name, with what weight and within which limits.
+
+    tiers:
+      gold: {weight: 4}
+      free: {weight: 1, max_concurrent_requests: 4, tokens_per_minute: 20000}
+    tenants:
+      - {name: acme, tier: gold, key_env: ACME_KEY}
+      - {name: hobby, tier: free, key_sha256: <what `printf %s "$KEY" | sha256sum` prints>}
+      - {name: here, key: in-plain-sight, weight: 2}
+
+What a tenant sets itself goes before its tier's. Keys need not stand in the file: a variable or a digest will do. Read at
+start-up and on SIGHUP; every fault is a ConfigError that never repeats a key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from engine.core.errors import ConfigError
+from server.settings.yaml_file import DuplicateKeyError, read_yaml
+
+DEFAULT = "default"  # what those are called together who are none of the file's: keys of --api-key
+
+_NOTHING = sha256(b"").digest()
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """One tenant, its tier resolved. None is no limit."""
+
+    name: str
+    digests: tuple[bytes, ...] = ()  # SHA-256 of its keys
+    tier: str = ""
+    weight: float = 1.0
+    max_concurrent_requests: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class _Terms(BaseModel):
+    """What tiers and tenants have in common; None is not said, and may not be: a limit without a value limits nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    weight: float | None = Field(None, ge=0.001, le=1000)
+    max_concurrent_requests: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_null(cls, content: Any) -> Any:
+        empty = [name for name, value in content.items() if value is None] if isinstance(content, dict) else []
+        if empty:
+            raise PydanticCustomError("empty", "{name} has no value; give one, or remove it", {"name": empty[0]})
+        return content
+
+
+class _Tenant(_Terms):
+    name: Name
+    tier: str | None = None
+    key: SecretStr | list[SecretStr] | None = None
+    key_env: str | list[str] | None = None
+    key_sha256: str | list[str] | None = None
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    tiers: dict[Name, _Terms] = Field(default_factory=dict)
+    tenants: list[_Tenant] = Field(min_length=1)
+
+
+def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]:
+    """The tenants of a file, none of whom may have one of `api_keys`. Raises ConfigError."""
+    try:
+        file = _File.model_validate(_load(path))
+        tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])
+        _refuse_twins(tenants, api_keys)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a name misspelt is why another is missing
+        raise ConfigError(f"--tenants is {str(path)!r}, {_fault(faults[0])}.") from None
+    except ValueError as error:
+        raise ConfigError(f"--tenants is {str(path)!r}, {error}.") from None
+    return tenants
+
+
+def _fault(error: ErrorDetails) -> str:
+    """What is wrong, without what stands there: it may be a key."""
+    *parents, last = [str(part) for part in error["loc"][:3]] or [""]
+    at = ".".join([*parents, last])
+    if not last:
+        return "which is not a file of tenants; it begins with the line tenants:"
+    if error["type"] == "extra_forbidden":
+        model: type[BaseModel] = _File if not parents else _Terms if parents[0] == "tiers" else _Tenant
+        known = list(model.model_fields)
+        may_be = " and ".join(known) if not parents else "one of " + ", ".join(known)
+        return f"in which {at} is unknown; {may_be} may be there"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"in which {at} holds no settings; write them as {{name: value}}"
+    if error["type"] == "string_type":
+        return f"in which {at} is no text; put it in quotes"
+    return f"in which {at} is wrong: {error['msg']}"
+
+
+def _load(path: Path) -> Any:
+    try:
+        return read_yaml(path)
+    except OSError as error:
+        raise ValueError(f"which cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:  # its own text shows lines of the file, and so may show a key
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        if isinstance(error, DuplicateKeyError):  # names of fields only
+            raise ValueError(f"in which {error.problem}{line}") from None
+        raise ValueError(f"which is not valid YAML{line}") from None
+
+
+def _resolve(entry: _Tenant, tiers: dict[str, _Terms]) -> Tenant:
+    if entry.tier is not None and entry.tier not in tiers:
+        raise ValueError(
+            f"in which tenant {entry.name} is of tier {entry.tier!r}; tiers are {', '.join(tiers) or 'none'}"
+        )
+    tier = tiers[entry.tier] if entry.tier is not None else _Terms()
+    own, terms = entry.model_dump(include=set(_Terms.model_fields)), tier.model_dump()
+    terms = {name: value if own[name] is None else own[name] for name, value in terms.items()}
+    weight = terms.pop("weight")
+    return Tenant(
+        name=entry.name,
+        digests=tuple(_digests(entry)),
+        tier=entry.tier or "",
+        weight=1.0 if weight is None else weight,
+        **terms,
+    )
+
+
+def _digests(entry: _Tenant) -> list[bytes]:
+    keys = [key.get_secret_value() for key in _listed(entry.key)]
+    for variable in _listed(entry.key_env):
+        if not os.environ.get(variable):
+            raise ValueError(f"in which the key of tenant {entry.name} is the variable {variable}, which is not set")
+        keys.append(os.environ[variable])
+    if not all(key and key == key.strip() for key in keys):
+        raise ValueError(f"in which a key of tenant {entry.name} is empty, or begins or ends with a space")
+    found = [sha256(key.encode()).digest() for key in keys]
+    for text in _listed(entry.key_sha256):
+        if len(text) != 64 or not set(text.lower()) <= set("0123456789abcdef"):
+            raise ValueError(f"in which key_sha256 of tenant {entry.name} is not 64 hexadecimal digits")
+        if bytes.fromhex(text) == _NOTHING:
+            raise ValueError(
+                f"in which key_sha256 of tenant {entry.name} is the digest of an empty key; make it of the key itself"
+            )
+        found.append(bytes.fromhex(text))
+    if not found:
+        raise ValueError(f"in which tenant {entry.name} has no key; give it key, key_env or key_sha256")
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _refuse_twins(tenants: tuple[Tenant, ...], api_keys: Iterable[str]) -> None:
+    for name, count in Counter([tenant.name for tenant in tenants]).items():
+        if count > 1 or name == DEFAULT:
+            why = "is there twice" if count > 1 else "is what all those are called who are none of the file's"
+            raise ValueError(f"in which the name {name} {why}; choose another")
+    owners = {sha256(key.encode()).digest(): "--api-key" for key in api_keys}
+    for tenant in tenants:
+        for digest in tenant.digests:
+            other = owners.setdefault(digest, tenant.name)
+            if other is not tenant.name:
+                raise ValueError(f"in which {other} and {tenant.name} have the same key; give each its own")
