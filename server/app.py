@@ -20,7 +20,7 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.version import VERSION
 from server import errors
 from server.anthropic import messages
-from server.anthropic.errors import AnthropicManner
+from server.anthropic.errors import AnthropicErrorMiddleware
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches import routes as batches
 from server.batches.dispatch import Dispatcher
@@ -184,7 +184,11 @@ def _line_app(context: Context) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """From the outside in. A web page that is not allowed in ends at the first guard, a client without a key at the next."""
     config = context.config
-    stack = [Middleware(OneSpelling), Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
+    stack = [
+        Middleware(OneSpelling),
+        Middleware(AnthropicErrorMiddleware),
+        Middleware(RequestScope, metrics=context.metrics),
+    ]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:

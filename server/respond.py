@@ -26,7 +26,7 @@ from server.generation import ChoiceDelta, Generation
 from server.http.disconnect import unless_disconnected
 from server.http.slow_thread import run_slowly
 from server.middleware import ENTRY, REQUEST_ID
-from server.openai.formatter import Form
+from server.openai.formatter import ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody, seconds
 from server.openai.usage import AnswerMetrics, server_timing, with_metrics
 from server.operations.handoff import Receiver
@@ -127,7 +127,12 @@ async def _fetch(http: HttpRequest, context: Context, receiver: Receiver, reques
 
 
 async def respond(
-    http: HttpRequest, context: Context, body: SamplingBody, requests: Sequence[Request], rules: TextRules, form: Form
+    http: HttpRequest,
+    context: Context,
+    body: SamplingBody,
+    requests: Sequence[Request],
+    rules: TextRules,
+    formatter: ResponseFormatter,
 ) -> Response:
     """Submit and answer. Raises what the engine refuses with, before anything is sent."""
     if context.receiver is not None:
@@ -135,7 +140,7 @@ async def respond(
     answer, generation = begin(http, context, requests, rules, stream=body.stream)
     if body.stream:
         return EventStream(
-            _frames(generation, body, form),
+            _frames(generation, body, formatter),
             answer,
             keep_alive_s=context.config.sse_keep_alive_interval_s,
             queue_status=partial(context.queue_status.sentence, [request.request_id for request in requests]),
@@ -144,7 +149,9 @@ async def respond(
     usage = generation.usage
     size = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
     is_short = size <= MAX_INLINE_TOKENS and sum(len(request.prompt) for request in requests) <= MAX_INLINE_TOKENS
-    document = form.answer(deltas, usage) if is_short else await run_slowly(lambda: form.answer(deltas, usage))
+    document = (
+        formatter.answer(deltas, usage) if is_short else await run_slowly(lambda: formatter.answer(deltas, usage))
+    )
     return with_timings(document, generation, body)
 
 
@@ -170,13 +177,15 @@ def with_timings(document: bytes, generation: Generation, body: EngineBody) -> R
     return Response(document, headers=headers, media_type="application/json")
 
 
-async def _frames(generation: Generation, body: SamplingBody, form: Form) -> AsyncGenerator[bytes, None]:
+async def _frames(
+    generation: Generation, body: SamplingBody, formatter: ResponseFormatter
+) -> AsyncGenerator[bytes, None]:
     """The stream: news as it comes, and always an end, be it an error's."""
     try:
-        if opening := form.opening():
+        if opening := formatter.opening():
             yield opening
         while news := await generation.next_deltas():
-            frames = partial(form.news, news, lambda: generation.usage)
+            frames = partial(formatter.news, news, lambda: generation.usage)
             yield await run_slowly(frames) if _tells_long_prompt(news) else frames()
         metrics = None
         if body.include_metrics:
@@ -184,11 +193,11 @@ async def _frames(generation: Generation, body: SamplingBody, form: Form) -> Asy
             spans = generation.timeline.spans()
             assert spans is not None, "every choice has ended"
             metrics = AnswerMetrics.of(spans, generation.num_cached_tokens)
-        last = form.closing(generation.usage, metrics)
+        last = formatter.closing(generation.usage, metrics)
     except Exception as error:  # too late for a status: whatever fails becomes the stream's last event
         if not isinstance(error, QuireError):
             logger.exception("a stream failed")
-        last = form.failure(to_api_error(error))
+        last = formatter.failure(to_api_error(error))
     yield last
 
 

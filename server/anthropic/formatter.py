@@ -13,7 +13,7 @@ from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, R
 from server.anthropic.errors import error_document
 from server.errors import ApiError
 from server.http.schema import ResponseBody
-from server.openai.formatter import Envelope, frame, new_call_id
+from server.openai.formatter import ChunkMeta, frame, new_call_id
 from server.openai.translated import pieces_of
 from server.openai.usage import AnswerMetrics, Usage
 
@@ -87,11 +87,11 @@ class MessageEvent(ResponseBody):
     usage: MessageUsage | None = None
 
 
-class MessageForm:
-    """Implements Form for the messages API. A plain answer is what a stream has built at its end."""
+class MessageFormatter:
+    """Implements ResponseFormatter for the messages API. A plain answer is what a stream has built at its end."""
 
-    def __init__(self, envelope: Envelope, *, call_id_length: int) -> None:
-        self._envelope = envelope
+    def __init__(self, meta: ChunkMeta, *, call_id_length: int) -> None:
+        self._meta = meta
         self._call_id_length = call_id_length
         self._blocks: list[ContentBlock] = []
         self._is_open = False
@@ -105,7 +105,7 @@ class MessageForm:
         return self._message(self._blocks, usage).json_bytes()
 
     def opening(self) -> bytes:
-        begun = Usage.of(sum(map(len, self._envelope.prompts)), 0, 0)  # what was cached is told at the end
+        begun = Usage.of(sum(map(len, self._meta.prompts)), 0, 0)  # what was cached is told at the end
         start = MessageEvent(type="message_start", message=self._message([], begun))
         return _frames([start, MessageEvent(type="ping")])
 
@@ -122,10 +122,10 @@ class MessageForm:
 
     def _message(self, content: Sequence[ContentBlock], usage: Usage) -> AnthropicMessage:
         return AnthropicMessage(
-            id=f"{self._envelope.id_prefix}_{self._envelope.answer_id}",
+            id=f"{self._meta.id_prefix}_{self._meta.answer_id}",
             type="message",
             role="assistant",
-            model=self._envelope.model,
+            model=self._meta.model,
             content=list(content),
             stop_reason=self._stop_reason,
             stop_sequence=self._stop_sequence,

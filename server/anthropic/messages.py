@@ -16,13 +16,13 @@ from engine.core.types import Pin
 from engine.core.types import Request as EngineRequest
 from server.anthropic.blocks import Block, Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
 from server.anthropic.edits import ContextManagement
-from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageForm
+from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError
 from server.http.schema import Integer, RequestBody
 from server.openai.chat_body import ChatBody, Message
 from server.openai.limits import Limits
-from server.openai.prepare import Asked, count_common, prepare, prompt_ids
+from server.openai.prepare import PreparedChat, count_common, prepare, prompt_ids
 from server.openai.retention import CacheControl, Place, last_marks
 from server.openai.structured import Schema
 from server.openai.tools import ToolName, without_hosted
@@ -327,11 +327,13 @@ async def create_message(
         chat = await aside(body.to_chat)
         asked = await prepare(context, chat)
         requests = await _retaining(context, body, chat, asked)
-        form = MessageForm(asked.envelope("msg", model, context), call_id_length=context.limits.call_id_length)
-        return await respond(http, context, chat, requests, asked.rules, form)
+        formatter = MessageFormatter(asked.meta("msg", model, context), call_id_length=context.limits.call_id_length)
+        return await respond(http, context, chat, requests, asked.rules, formatter)
 
 
-async def _retaining(context: Context, body: MessagesBody, chat: ChatBody, asked: Asked) -> Sequence[EngineRequest]:
+async def _retaining(
+    context: Context, body: MessagesBody, chat: ChatBody, asked: PreparedChat
+) -> Sequence[EngineRequest]:
     """The requests, with what cache_control asks for."""
     pins = asked.requests[0].pins
     if context.engine.config.pinned_share:

@@ -13,7 +13,7 @@ from engine.text.choice import CallDelta, Delta
 from server.context import InContext, json_body
 from server.http.schema import ResponseBody
 from server.openai.chat_body import ChatBody
-from server.openai.formatter import ChunkMould, Chunks, Envelope, new_call_id
+from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate, new_call_id
 from server.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from server.openai.prepare import prepare
 from server.openai.usage import Usage
@@ -72,31 +72,31 @@ class ChatCompletion(ResponseBody):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatForm:
-    """Implements ChunkForm for the chat API."""
+class ChatFormatter:
+    """Implements ChunkFormatter for the chat API."""
 
-    def __init__(self, body: ChatBody, envelope: Envelope, *, call_id_length: int = 0) -> None:
+    def __init__(self, body: ChatBody, meta: ChunkMeta, *, call_id_length: int = 0) -> None:
         self._body = body
-        self._envelope = envelope
+        self._meta = meta
         self._call_id_length = call_id_length
-        self._chunk_fields = envelope.fields("chat.completion.chunk")
-        self._mould = ChunkMould(ChatCompletion(**self._chunk_fields, choices=[]))
+        self._chunk_fields = meta.fields("chat.completion.chunk")
+        self._template = ChunkTemplate(ChatCompletion(**self._chunk_fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         choices = [self._choice(index, delta, {"message": self._message(delta)}) for index, delta in enumerate(deltas)]
-        answer = ChatCompletion(**self._envelope.fields("chat.completion"), choices=choices, usage=usage)
+        answer = ChatCompletion(**self._meta.fields("chat.completion"), choices=choices, usage=usage)
         self._add_prompt(answer, deltas[0])
         return answer.json_bytes()
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         choice = self._choice(index, delta, {"delta": self._news(delta)})
         if delta.prompt is None:
-            return [self._mould.cast(choice, **usage)]
+            return [self._template.render(choice, **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
         message = ChatMessage(role="assistant", content="")
         role = ChatChoice(index=index, delta=message, logprobs=None, finish_reason=None)
-        return [self._mould.cast(role, **usage), chunk.json_bytes()]
+        return [self._template.render(role, **usage), chunk.json_bytes()]
 
     def closing(self, usage: Usage) -> bytes:
         return ChatCompletion(**self._chunk_fields, choices=[], usage=usage).json_bytes()
@@ -152,17 +152,17 @@ class ChatForm:
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._envelope.tokenizer, delta, as_ids=self._body.return_tokens_as_token_ids)
+        return chat_logprobs(self._meta.tokenizer, delta, as_ids=self._body.return_tokens_as_token_ids)
 
     def _add_prompt(self, answer: ChatCompletion, delta: Delta) -> None:
         """What was asked to be told about the prompt, once it is known."""
         if delta.prompt is None:
             return
         if self._body.return_token_ids:
-            answer.prompt_token_ids = list(self._envelope.prompts[0])
+            answer.prompt_token_ids = list(self._meta.prompts[0])
         if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(
-                self._envelope.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
+                self._meta.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
             )
 
 
@@ -176,5 +176,7 @@ async def create_chat_completion(
     """Answer a conversation."""
     model = context.check_model(body.model)
     asked = await prepare(context, body)
-    form = ChatForm(body, asked.envelope("chatcmpl", model, context), call_id_length=context.limits.call_id_length)
-    return await respond(http, context, body, asked.requests, asked.rules, Chunks(form, body.stream_usage))
+    formatter = ChatFormatter(
+        body, asked.meta("chatcmpl", model, context), call_id_length=context.limits.call_id_length
+    )
+    return await respond(http, context, body, asked.requests, asked.rules, Chunks(formatter, body.stream_usage))

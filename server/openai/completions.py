@@ -14,7 +14,7 @@ from engine.core.types import SamplingParams
 from engine.text.choice import Delta
 from server.context import InContext, aside, json_body
 from server.http.schema import Integer, ResponseBody
-from server.openai.formatter import ChunkMould, Chunks, Envelope
+from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
 from server.openai.limits import Limits
 from server.openai.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
 from server.openai.prompts import Prompts, prompt_ids
@@ -116,18 +116,18 @@ class Completion(ResponseBody):
     usage: Usage | None = None
 
 
-class CompletionForm:
-    """Implements ChunkForm for the completions API."""
+class CompletionFormatter:
+    """Implements ChunkFormatter for the completions API."""
 
-    def __init__(self, body: CompletionBody, envelope: Envelope) -> None:
+    def __init__(self, body: CompletionBody, meta: ChunkMeta) -> None:
         self._body = body
-        self._envelope = envelope
-        self._fields = envelope.fields("text_completion")
-        self._mould = ChunkMould(Completion(**self._fields, choices=[]))
+        self._meta = meta
+        self._fields = meta.fields("text_completion")
+        self._template = ChunkTemplate(Completion(**self._fields, choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         choices = (self._choice(index, delta) for index, delta in enumerate(self._best(deltas)))
-        return self._mould.cast_all(choices, usage=usage)
+        return self._template.render_all(choices, usage=usage)
 
     def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """Of each prompt's answers the n likeliest, best first."""
@@ -138,7 +138,7 @@ class CompletionForm:
         return [delta for drawn in prompts for delta in sorted(drawn, key=_mean_logprob, reverse=True)[:n]]
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        return [self._mould.cast(self._choice(index, delta), **usage)]
+        return [self._template.render(self._choice(index, delta), **usage)]
 
     def closing(self, usage: Usage) -> bytes:
         return Completion(**self._fields, choices=[], usage=usage).json_bytes()
@@ -156,10 +156,10 @@ class CompletionForm:
             choice.token_ids = delta.token_ids
         if delta.prompt is not None:
             if self._body.return_token_ids:
-                choice.prompt_token_ids = list(self._envelope.prompts[index // self._body.n])
+                choice.prompt_token_ids = list(self._meta.prompts[index // self._body.n])
             if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
                 choice.prompt_logprobs = prompt_logprobs(
-                    self._envelope.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
+                    self._meta.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
                 )
         return choice
 
@@ -167,7 +167,7 @@ class CompletionForm:
         if self._body.logprobs is None:
             return None
         as_ids = self._body.return_tokens_as_token_ids
-        return completion_logprobs(self._envelope.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
+        return completion_logprobs(self._meta.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
 
 
 def _mean_logprob(delta: Delta) -> float:
@@ -191,8 +191,8 @@ async def create_completion(
     ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     prompts = [body.truncate(prompt, context.limits) for prompt in ids]
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    envelope = Envelope(
+    meta = ChunkMeta(
         id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
     )
-    form = Chunks(CompletionForm(body, envelope), body.stream_usage)
-    return await respond(http, context, body, requests, body.text_rules(params, echo=body.echo), form)
+    formatter = Chunks(CompletionFormatter(body, meta), body.stream_usage)
+    return await respond(http, context, body, requests, body.text_rules(params, echo=body.echo), formatter)

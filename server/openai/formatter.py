@@ -18,7 +18,7 @@ from server.openai.usage import AnswerMetrics, Usage, with_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
+class ChunkMeta:
     """What is the same in every chunk of an answer, and what shaping its choices takes."""
 
     id_prefix: str
@@ -39,7 +39,7 @@ class Envelope:
         }
 
 
-class ChunkMould:
+class ChunkTemplate:
     """A chunk's JSON around its choice, made once an answer: a token then costs its choice alone, a third of the whole."""
 
     __slots__ = ("_head",)
@@ -50,11 +50,11 @@ class ChunkMould:
         assert document.endswith(b'"choices":[]}')
         self._head = document[:-2]
 
-    def cast(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
+    def render(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
         """A whole chunk. `usage` is given, perhaps as None, where the client asked for it."""
-        return self.cast_all([choice], **usage)
+        return self.render_all([choice], **usage)
 
-    def cast_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
+    def render_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
         """The same with several choices, each written by itself: a thousand in one call would hold the GIL for long."""
         tail = b"]}"
         for value in usage.values():
@@ -68,7 +68,7 @@ def new_call_id(prefix: str, length: int) -> str:
     return unique[:length] if length else prefix + unique[:24]
 
 
-class Form(Protocol):
+class ResponseFormatter(Protocol):
     """Shapes deltas as what a client of one API reads. One object an answer."""
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
@@ -92,7 +92,7 @@ class Form(Protocol):
         ...
 
 
-class ChunkForm(Protocol):
+class ChunkFormatter(Protocol):
     """Shapes deltas as JSON documents with choices. One object an answer."""
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
@@ -109,14 +109,14 @@ class ChunkForm(Protocol):
 
 
 class Chunks:
-    """Implements Form: a stream of nameless events, a chunk each, with an end mark."""
+    """Implements ResponseFormatter: a stream of nameless events, a chunk each, with an end mark."""
 
-    def __init__(self, form: ChunkForm, options: StreamOptions) -> None:
-        self._form = form
+    def __init__(self, formatter: ChunkFormatter, options: StreamOptions) -> None:
+        self._formatter = formatter
         self._options = options
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        return self._form.answer(deltas, usage)
+        return self._formatter.answer(deltas, usage)
 
     def opening(self) -> bytes:
         return b""
@@ -125,12 +125,14 @@ class Chunks:
         told: dict[str, Usage | None] = {}
         if self._options.include_usage:
             told = {"usage": usage() if self._options.continuous_usage_stats else None}
-        return b"".join([frame(chunk) for index, delta in news for chunk in self._form.chunks(index, delta, **told)])
+        return b"".join(
+            [frame(chunk) for index, delta in news for chunk in self._formatter.chunks(index, delta, **told)]
+        )
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
         if metrics is not None:
-            return frame(with_metrics(self._form.closing(usage), metrics)) + DONE
-        return frame(self._form.closing(usage)) + DONE if self._options.include_usage else DONE
+            return frame(with_metrics(self._formatter.closing(usage), metrics)) + DONE
+        return frame(self._formatter.closing(usage)) + DONE if self._options.include_usage else DONE
 
     def failure(self, error: ApiError) -> bytes:
         return frame(error.body()) + DONE

@@ -11,13 +11,13 @@ from engine.text.choice import TextRules
 from server.context import Context, aside
 from server.errors import ApiError
 from server.openai.chat_body import ChatBody
-from server.openai.formatter import Envelope
+from server.openai.formatter import ChunkMeta
 from server.openai.limits import num_common
 from server.respond import answer_id, constrain, engine_requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PreparedChat:
     """A conversation, ready to be submitted."""
 
     text: str
@@ -26,9 +26,9 @@ class Asked:
     rules: TextRules
     requests: Sequence[Request]
 
-    def envelope(self, id_prefix: str, model: str, context: Context) -> Envelope:
+    def meta(self, id_prefix: str, model: str, context: Context) -> ChunkMeta:
         """What is the same in all that is told of the answer."""
-        return Envelope(
+        return ChunkMeta(
             id_prefix=id_prefix,
             model=model,
             tokenizer=context.tokenizer,
@@ -55,7 +55,7 @@ async def count_common(context: Context, body: ChatBody, text: str, prompt: Sequ
     return num_common(ids, prompt)
 
 
-async def prepare(context: Context, body: ChatBody) -> Asked:
+async def prepare(context: Context, body: ChatBody) -> PreparedChat:
     """Raises ClientError or ApiError for what cannot be answered."""
     text, prompt = await prompt_ids(context, body)
     limits = context.limits
@@ -63,7 +63,7 @@ async def prepare(context: Context, body: ChatBody) -> Asked:
     params = await constrain(context, await aside(lambda: body.message_grammar(limits)), params)
 
     params = body.with_thoughts(params, limits, text)
-    return Asked(
+    return PreparedChat(
         text=text,
         prompt=prompt,
         params=params,

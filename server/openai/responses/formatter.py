@@ -9,7 +9,7 @@ from typing import Any
 from engine.core.types import FinishReason, SamplingParams
 from engine.text.choice import Delta
 from server.errors import ApiError
-from server.openai.formatter import Envelope, frame
+from server.openai.formatter import ChunkMeta, frame
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.output import (
     IncompleteDetails,
@@ -22,13 +22,13 @@ from server.openai.responses.output import (
 from server.openai.usage import AnswerMetrics, Usage
 
 
-class ResponseForm:
-    """Implements Form for the responses API. `keep`, if anything is kept, is handed what has ended well."""
+class ResponsesFormatter:
+    """Implements ResponseFormatter for the responses API. `keep`, if anything is kept, is handed what has ended well."""
 
     def __init__(
         self,
         body: ResponsesBody,
-        envelope: Envelope,
+        meta: ChunkMeta,
         params: SamplingParams,
         writer: OutputWriter,
         keep: Callable[[bytes], None] | None,
@@ -38,15 +38,15 @@ class ResponseForm:
         self._num_events = 0
         self._finish_reason: FinishReason | None = None
         self._fields: dict[str, Any] = {
-            "id": f"{envelope.id_prefix}_{envelope.answer_id}",
+            "id": f"{meta.id_prefix}_{meta.answer_id}",
             "object": "response",
-            "created_at": envelope.created,
+            "created_at": meta.created,
             "background": False,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata,
-            "model": envelope.model,
+            "model": meta.model,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},

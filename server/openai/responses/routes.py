@@ -19,9 +19,9 @@ from server.http.bodies import INLINE_BYTES
 from server.http.slow_thread import run_slowly
 from server.openai.chat_body import ChatBody
 from server.openai.formatter import new_call_id
-from server.openai.prepare import Asked, prepare, prompt_ids
+from server.openai.prepare import PreparedChat, prepare, prompt_ids
 from server.openai.responses.body import InputBody, ResponsesBody
-from server.openai.responses.formatter import ResponseForm
+from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item
 from server.openai.responses.output import OutputWriter, ResponseDocument
 from server.openai.responses.store import StoredResponse
@@ -52,8 +52,8 @@ async def create_response(
     with body.own_names():
         chat = await _chat(context, owner, body)
         asked = await prepare(context, chat)
-        form = await _form(context, owner, body, asked, model)
-        return await respond(http, context, chat, asked.requests, asked.rules, form)
+        formatter = await _formatter(context, owner, body, asked, model)
+        return await respond(http, context, chat, asked.requests, asked.rules, formatter)
 
 
 @router.post("/v1/responses/input_tokens")
@@ -121,8 +121,10 @@ async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Resul
     return await (run_slowly(function) if num_bytes > INLINE_BYTES else aside(function))
 
 
-async def _form(context: Context, owner: str, body: ResponsesBody, asked: Asked, model: str) -> ResponseForm:
-    envelope = asked.envelope("resp", model, context)
+async def _formatter(
+    context: Context, owner: str, body: ResponsesBody, asked: PreparedChat, model: str
+) -> ResponsesFormatter:
+    meta = asked.meta("resp", model, context)
     length = context.limits.call_id_length
     writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
 
@@ -132,8 +134,8 @@ async def _form(context: Context, owner: str, body: ResponsesBody, asked: Asked,
     loop = asyncio.get_running_loop()
 
     def keep(document: bytes) -> None:  # a long answer is written on another thread
-        name = f"{envelope.id_prefix}_{envelope.answer_id}"
+        name = f"{meta.id_prefix}_{meta.answer_id}"
         stored = StoredResponse(name, body.previous_response_id, items, document)
         loop.call_soon_threadsafe(context.responses.put, owner, stored)
 
-    return await aside(lambda: ResponseForm(body, envelope, asked.params, writer, keep if keeps else None))
+    return await aside(lambda: ResponsesFormatter(body, meta, asked.params, writer, keep if keeps else None))
