@@ -19,9 +19,9 @@ from engine.connector.base import Layout
 from engine.core.block_size import CANDIDATES, choose, with_block_size
 from engine.core.config import EngineConfig, SchedulerConfig, num_loras
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.plan import StepResult
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.lengths import LengthsFile
 from engine.loop import Engine

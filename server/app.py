@@ -55,7 +55,7 @@ from server.settings.app_config import AppConfig
 from server.telemetry.ledger import Ledger
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.standing import Standing
+from server.telemetry.queue_status import QueueStatus
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
 
@@ -105,7 +105,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         metrics=metrics,
         tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
         live=live_view,
-        standing=Standing(live_view),
+        queue_status=QueueStatus(live_view),
         ledger=Ledger(),
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
@@ -176,7 +176,7 @@ def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
 
 
 def _batches(engine: Engine, config: AppConfig, bodies: BodyReader) -> BatchService | None:
-    """Of lines as many run as the engine has seats, so that they can fill it while nothing else does."""
+    """Of lines as many run as the engine has slots, so that they can fill it while nothing else does."""
     if config.data_dir is None:
         return None
     max_running = engine.config.max_num_seqs

@@ -9,7 +9,7 @@ from engine.core.block_size import CANDIDATES, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.page_table import blocks_for
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner
 
@@ -55,17 +55,17 @@ def _decode_plan(config: SchedulerConfig) -> StepPlan:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     slices = [
         SequenceSlice(
-            seat=seat,
+            slot=slot,
             tokens=[0] * (context + 1),
             num_prompt=context + 1,
             start=context,
             num_tokens=1,
-            block_table=range(seat * per_sequence, (seat + 1) * per_sequence),
-            samples=(Sample(seat, 0),),
+            block_table=range(slot * per_sequence, (slot + 1) * per_sequence),
+            samples=(Sample(slot, 0),),
             params=params,
             prompt_logprobs=-1,
-            seq_id=-1 - seat,
+            seq_id=-1 - slot,
         )
-        for seat in range(num_seqs)
+        for slot in range(num_seqs)
     ]
     return StepPlan(0, slices, [], num_seqs, num_seqs)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.plan import POOLED_UNIT, SequenceSlice
+from engine.core.step import POOLED_UNIT, SequenceSlice
 
 _MOST = 2.0**18  # of a state that makes sense: a million of them still fit into the 63 bits of a sum
 

@@ -4,7 +4,7 @@
     -> host
 
 Only rows that are sampled or scored go through the LM head. On a GPU nothing waits before `wait`: results travel to
-pinned memory behind an event, and drawn ids stay on the device in `last_ids[seat]` for the step that needs them.
+pinned memory behind an event, and drawn ids stay on the device in `last_ids[slot]` for the step that needs them.
 Engine thread.
 """
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.stats import FailureCause
+from engine.core.step import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AdaptableLM, AttentionBackend, Batch, CausalLM
 from engine.runtime.batch import BatchBuilder
@@ -234,7 +234,7 @@ class ModelRunner:
             return self._send(plan, self._replay(self._graphs, plan), [], None)
         batch = self._batches.build(plan, self._last_ids)
         if self._kv_cache.headroom is not None:
-            self._kv_cache.headroom.note_use(int(batch.slots.max()) // self._config.block_size)
+            self._kv_cache.headroom.note_use(int(batch.kv_slots.max()) // self._config.block_size)
         self._backend.prepare(batch)
         needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
         rows = None if needs_all else batch.sample_rows
@@ -274,7 +274,7 @@ class ModelRunner:
         if not others:
             return Sampled(outputs.ids, outputs.is_finite, None, ())
         at = to_device(others, torch.int64, self._device)
-        self._last_ids.index_copy_(0, outputs.seats.index_select(0, at), outputs.last_ids.index_select(0, at))
+        self._last_ids.index_copy_(0, outputs.slots.index_select(0, at), outputs.last_ids.index_select(0, at))
         return self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
 
     def use_idle_moment(self) -> bool:
@@ -327,13 +327,13 @@ def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> Ste
     """A step of `num_seqs` made-up prompts that share `num_tokens` tokens and all draw; writes to the first blocks."""
     slices, block = [], 0
     params = SamplingParams(max_tokens=1, top_p=0.9)
-    for seat in range(num_seqs):
-        length = num_tokens // num_seqs + (seat < num_tokens % num_seqs)
+    for slot in range(num_seqs):
+        length = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
         num_blocks = -(-length // config.block_size)
         table = [(block + i) % config.num_blocks for i in range(num_blocks)]
         block += num_blocks
         slices.append(
-            SequenceSlice(seat, [0] * length, length, 0, length, table, (Sample(seat, 0),), params, -1, -1 - seat)
+            SequenceSlice(slot, [0] * length, length, 0, length, table, (Sample(slot, 0),), params, -1, -1 - slot)
         )
     return StepPlan(0, slices, [], num_tokens, num_seqs)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError, CopyError, MemoryBudgetError
 from engine.core.kv.swap_costs import SwapCosts
-from engine.core.plan import NO_MOVES, Moves, StepPlan
+from engine.core.step import NO_MOVES, Moves, StepPlan
 from engine.runtime import huge_pages, mapped_file
 
 _GIB = 1 << 30

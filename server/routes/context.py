@@ -32,7 +32,7 @@ from server.settings.app_config import AppConfig
 from server.telemetry.ledger import Ledger
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.standing import Standing
+from server.telemetry.queue_status import QueueStatus
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
 from server.tenancy.tenant_file import DEFAULT
@@ -61,7 +61,7 @@ class Context:
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
-    standing: Standing
+    queue_status: QueueStatus
     ledger: Ledger
     responses: ResponseStore
     bodies: BodyReader

@@ -139,7 +139,7 @@ async def respond(
             _frames(generation, body, form),
             answer,
             keep_alive_s=context.config.sse_keep_alive_interval_s,
-            standing=partial(context.standing.sentence, [request.request_id for request in requests]),
+            queue_status=partial(context.queue_status.sentence, [request.request_id for request in requests]),
         )
     deltas = await _all_deltas(http, answer, generation, body)
     usage = generation.usage

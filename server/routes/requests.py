@@ -27,6 +27,6 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
     if entry.generation is None:
         return entry.document((), None)
     ids = entry.engine_ids
-    place = await context.standing.place(ids)
-    views = await context.standing.sequences(ids)
+    place = await context.queue_status.place(ids)
+    views = await context.queue_status.sequences(ids)
     return entry.document(views, place)  # which may have ended meanwhile

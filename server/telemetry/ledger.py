@@ -18,7 +18,7 @@ from engine.core.snapshot import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
 from server.protocol.timings import AnswerMetrics
-from server.telemetry.standing import Place
+from server.telemetry.queue_status import Place
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 

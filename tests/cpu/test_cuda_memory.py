@@ -17,7 +17,7 @@ from engine.build import _warm_up_cuda, resolve_device
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.plan import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
 from engine.runtime.cuda.budget import (
     CudaMemory,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.core.config import EngineConfig, SchedulerConfig
-from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.model_source import find_model
 from engine.runtime.attention.base import CausalLM

@@ -14,9 +14,9 @@ from engine.build import build_engine
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.swap_costs import SwapCosts
-from engine.core.plan import NO_MOVES, Moves, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
+from engine.core.step import NO_MOVES, Moves, StepPlan
 from engine.core.types import Progress
 from engine.runtime import host_tiers, mapped_file, swap
 from engine.runtime.attention.base import AttentionSpec

@@ -186,7 +186,7 @@ def test_a_request_that_cannot_be_in_time_is_a_408(limit: str) -> None:
         endless = {"prompt": LONG, "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with daemon.http.stream("POST", "/v1/completions", json=endless) as stream:
             lines = stream.iter_lines()
-            next(lines)  # the only seat is taken
+            next(lines)  # the only slot is taken
             answer = daemon.http.post("/v1/completions", json={"prompt": OTHER, "max_tokens": 8, limit: 200})
             assert answer.status_code == 408, answer.text
 

@@ -10,8 +10,8 @@ import torch
 from engine import build
 from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.swap_costs import SwapCosts
-from engine.core.plan import StepPlan
 from engine.core.stats import PreemptionKind, SwapDirection
+from engine.core.step import StepPlan
 from engine.runtime import host_tiers
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend

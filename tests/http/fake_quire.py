@@ -16,8 +16,8 @@ from pathlib import Path
 from engine.core.config import EngineConfig, SchedulerConfig
 from engine.core.errors import DeviceLostError, MemoryBudgetError
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.plan import PendingStep, StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Progress
 from engine.loop import Engine
 from tests.patience import POLL_S

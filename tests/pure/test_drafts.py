@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engine.core.config import EngineConfig
 from engine.core.draft_costs import FREE, DraftCosts, choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
-from engine.core.plan import StepPlan, count_agreeing
 from engine.core.speculative_config import SpeculativeConfig
+from engine.core.step import StepPlan, count_agreeing
 from tests.pure.driver import Driver, config, request
 
 FLAT = DraftCosts(plain=((1, 1.0), (8, 1.0), (16, 2.0)), checking=((1, 1.0), (8, 1.0), (16, 2.0)))

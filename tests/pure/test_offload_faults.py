@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.errors import DeviceMemoryError
 from engine.core.kv.swap_costs import SwapCosts
 from engine.core.kv.tiers import Transfer
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 from engine.offload import Offload
 from tests.pure.driver import Driver, config, request
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.kv.swap_costs import SwapCosts, min_swap_tokens
-from engine.core.roster import Roster
+from engine.core.running import RunningQueue
 from engine.core.sequence import Status
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.types import AbortCause
@@ -177,7 +177,7 @@ def test_a_plan_may_move_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     driver.add(request("first", tuple(range(9)), max_tokens=1))
     driver.drain()
     driver.add(request("next", (*range(6), 40, 41)))
-    monkeypatch.setattr(Roster, "due", lambda roster, *_, **__: [])
+    monkeypatch.setattr(RunningQueue, "due", lambda queue, *_, **__: [])
     assert driver.launch()
     plan = driver.launched[0][0]
     assert plan.copies

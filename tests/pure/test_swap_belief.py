@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.swap_costs import SwapCosts
-from engine.core.plan import Moves, StepPlan
 from engine.core.stats import PreemptionKind, Stats
+from engine.core.step import Moves, StepPlan
 from engine.core.step_time import Load, StepTime
 from tests.pure.driver import VOCAB, Driver, config, fail, request
 

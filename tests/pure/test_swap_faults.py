@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from engine.core.errors import CopyError
 from engine.core.fake_runner import FakeRunner
 from engine.core.kv.swap_costs import SwapCosts
-from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
 from tests.pure.driver import Driver, config, request, solo

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from engine.core.kv.page_table import blocks_for
 from engine.core.kv.swap_costs import SwapCosts
-from engine.core.plan import Moves
 from engine.core.stats import Stats
+from engine.core.step import Moves
 from engine.core.step_time import StepTime
 
 _MEMORY = 0.98  # a block's weight in what is believed of the next: the last fifty count

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError
-from engine.core.plan import Moves, StepPlan
+from engine.core.step import Moves, StepPlan
 from engine.runtime.swap import host_rows, rows_as_bytes, split_rows
 from engine.runtime.transfer import to_device
 

@@ -1,7 +1,7 @@
 """Tokens that a row of logits must not draw, because they would complete a bad word. Engine thread.
 
 A decode step may be launched before the host knows the last token. Such a ban is conditional: the device compares the
-token that was drawn for the seat.
+token that was drawn for the slot.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 
 
 class Ban(NamedTuple):
-    """A token that a row must not draw: always, or if the last token drawn for `seat` is `drawn`."""
+    """A token that a row must not draw: always, or if the last token drawn for `slot` is `drawn`."""
 
     row: int
     token: int
-    seat: int = 0
+    slot: int = 0
     drawn: int = -1
 
 
@@ -31,4 +31,4 @@ def bad_endings(row: int, piece: SequenceSlice) -> Iterator[Ban]:
         known = piece.tokens[begin:position] if num_before else ()
         if tuple(known) != word[: len(known)]:
             continue
-        yield Ban(row, word[-1]) if len(known) == num_before else Ban(row, word[-1], piece.seat, word[-2])
+        yield Ban(row, word[-1]) if len(known) == num_before else Ban(row, word[-1], piece.slot, word[-2])

@@ -1,4 +1,4 @@
-"""Keeps the draws of constrained rows within their grammars: a matcher for each seat, and a bit mask for each row.
+"""Keeps the draws of constrained rows within their grammars: a matcher for each slot, and a bit mask for each row.
 
     step N:    launch -> masks, from what is known of all tokens before -> draw
     step N+1:  launch -> `settle` step N: wait for its tokens, advance the matchers -> masks -> draw
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.grammar import Grammar, Matcher
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.transfer import to_device
 
@@ -34,7 +34,7 @@ class Constrained(NamedTuple):
 
     row: int  # in the step's ids
     at: int  # in the logits
-    seat: int
+    slot: int
     piece: SequenceSlice
     grammar: Grammar
     banned: frozenset[int] = frozenset()  # tokens not wanted, unless the grammar has nothing else
@@ -52,7 +52,7 @@ class Constrained(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seat:
+class _Slot:
     """A sequence's matcher, and the tokens it has taken in."""
 
     seq_id: int
@@ -83,11 +83,11 @@ class Outcome:
 class ConstrainedStep:
     """The constrained rows of one step, from its draw until its tokens are known."""
 
-    def __init__(self, rows: Sequence[tuple[Constrained, _Seat]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Constrained, _Slot]]) -> None:
         self._rows = rows
-        self._failed = {each.row: error for each, seat in rows if (error := seat.matcher.error()) is not None}
+        self._failed = {each.row: error for each, slot in rows if (error := slot.matcher.error()) is not None}
         self._outcome: Outcome | None = None
-        self.drawn: dict[int, int] = {}  # by seat
+        self.drawn: dict[int, int] = {}  # by slot
         self.read: Callable[[], Sequence[int]] | None = None  # waits for the step's ids; set once it is launched
 
     def settle(self) -> Outcome:
@@ -99,26 +99,26 @@ class ConstrainedStep:
 
     def _advance(self, ids: Sequence[int]) -> Outcome:
         outcome = Outcome(errors=dict(self._failed))
-        for each, seat in self._rows:
-            if seat.num_tokens != each.num_tokens or not _agrees(seat, each.known, each.num_tokens):
+        for each, slot in self._rows:
+            if slot.num_tokens != each.num_tokens or not _agrees(slot, each.known, each.num_tokens):
                 continue  # it stands behind a draft that was wrong
-            token_id = self.drawn[each.seat] = ids[each.row]
-            if seat.matcher.error() is not None or seat.matcher.is_complete():
+            token_id = self.drawn[each.slot] = ids[each.row]
+            if slot.matcher.error() is not None or slot.matcher.is_complete():
                 continue  # the token is void: its sequence has ended, or ends on the error
-            seat.accept(token_id)
-            error = seat.matcher.error()
+            slot.accept(token_id)
+            error = slot.matcher.error()
             if error is not None:
                 outcome.errors[each.row] = error
-            elif seat.matcher.is_complete():
+            elif slot.matcher.is_complete():
                 outcome.ended.append(each.row)
         return outcome
 
 
 class Constraints:
-    """The matchers of the sequences that have grammars, by seat."""
+    """The matchers of the sequences that have grammars, by slot."""
 
     def __init__(self) -> None:
-        self._seats: dict[int, _Seat] = {}
+        self._slots: dict[int, _Slot] = {}
         self._last: ConstrainedStep | None = None
 
     def apply(self, logits: Tensor, rows: Sequence[Constrained]) -> ConstrainedStep | None:
@@ -127,16 +127,16 @@ class Constraints:
             self._last.settle()
         step = None
         if rows:
-            seats: dict[int, _Seat] = {}
+            slots: dict[int, _Slot] = {}
             for turn in _turns(rows):
-                seats.update((each.row, self._catch_up(each)) for each in turn)
-                masks = self._masks(turn, [seats[each.row] for each in turn], logits.shape[1])
+                slots.update((each.row, self._catch_up(each)) for each in turn)
+                masks = self._masks(turn, [slots[each.row] for each in turn], logits.shape[1])
                 apply_masks(logits, [each.at for each in turn], masks)
-            step = ConstrainedStep([(each, seats[each.row]) for each in rows])
+            step = ConstrainedStep([(each, slots[each.row]) for each in rows])
             for each in rows:
-                seat = seats[each.row]
-                if seat.num_tokens > each.num_tokens:  # by drafts, and this is the row before them
-                    seat.give_back(seat.num_tokens - each.num_tokens, each.known[-1] if each.num_tokens else -1)
+                slot = slots[each.row]
+                if slot.num_tokens > each.num_tokens:  # by drafts, and this is the row before them
+                    slot.give_back(slot.num_tokens - each.num_tokens, each.known[-1] if each.num_tokens else -1)
         self._last = step
         return step
 
@@ -146,27 +146,27 @@ class Constraints:
             self._last.settle()
         return self._catch_up(each).matcher.count_allowed(drafts)
 
-    def _catch_up(self, each: Constrained) -> _Seat:
-        """The seat's matcher, with all tokens of the answer so far taken in."""
-        seat, known, num_tokens = self._seats.get(each.seat), each.known, each.num_tokens
-        if seat is None or seat.seq_id != each.piece.seq_id or not _agrees(seat, known, num_tokens):
-            seat = self._seats[each.seat] = _Seat(each.piece.seq_id, each.grammar.start())
-        for token_id in known[seat.num_tokens :]:
-            seat.accept(token_id)
-        if seat.num_tokens < num_tokens:  # drawn by the step before, and not yet committed
+    def _catch_up(self, each: Constrained) -> _Slot:
+        """The slot's matcher, with all tokens of the answer so far taken in."""
+        slot, known, num_tokens = self._slots.get(each.slot), each.known, each.num_tokens
+        if slot is None or slot.seq_id != each.piece.seq_id or not _agrees(slot, known, num_tokens):
+            slot = self._slots[each.slot] = _Slot(each.piece.seq_id, each.grammar.start())
+        for token_id in known[slot.num_tokens :]:
+            slot.accept(token_id)
+        if slot.num_tokens < num_tokens:  # drawn by the step before, and not yet committed
             assert self._last is not None
-            seat.accept(self._last.drawn[each.seat])
-        return seat
+            slot.accept(self._last.drawn[each.slot])
+        return slot
 
-    def _masks(self, rows: Sequence[Constrained], seats: Sequence[_Seat], vocab_size: int) -> NDArray[np.int32]:
+    def _masks(self, rows: Sequence[Constrained], slots: Sequence[_Slot], vocab_size: int) -> NDArray[np.int32]:
         """[rows, words]; of a sequence that has ended or failed, whose token is void, everything is allowed."""
         masks = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
         for _, run in groupby(range(len(rows)), key=lambda row: type(rows[row].grammar)):
             first, *others = run  # of one kind, which fills the masks of all its matchers together
-            matchers = [seat.matcher for seat in seats[first : first + len(others) + 1]]
+            matchers = [slot.matcher for slot in slots[first : first + len(others) + 1]]
             rows[first].grammar.fill_masks(matchers, masks[first:].ctypes.data, masks.shape[1])
-        for mask, each, seat in zip(masks, rows, seats, strict=True):
-            if seat.matcher.error() is not None or seat.matcher.is_complete():
+        for mask, each, slot in zip(masks, rows, slots, strict=True):
+            if slot.matcher.error() is not None or slot.matcher.is_complete():
                 mask[:] = -1
             elif each.banned:
                 _forbid(mask, each.banned)
@@ -174,23 +174,23 @@ class Constraints:
 
 
 def _turns(rows: Sequence[Constrained]) -> list[list[Constrained]]:
-    """The first rows of all seats, then the second ones, behind their first drafts, and so on."""
+    """The first rows of all slots, then the second ones, behind their first drafts, and so on."""
     turns: list[list[Constrained]] = []
     num_before: dict[int, int] = {}
     for each in rows:
-        turn = num_before.get(each.seat, 0)
-        num_before[each.seat] = turn + 1
+        turn = num_before.get(each.slot, 0)
+        num_before[each.slot] = turn + 1
         if turn == len(turns):
             turns.append([])
         turns[turn].append(each)
     return turns
 
 
-def _agrees(seat: _Seat, known: Sequence[int], num_tokens: int) -> bool:
+def _agrees(slot: _Slot, known: Sequence[int], num_tokens: int) -> bool:
     """False if the matcher took in a token that was never committed; only its last one can be such."""
-    if seat.num_tokens > num_tokens:
+    if slot.num_tokens > num_tokens:
         return False
-    return not 0 < seat.num_tokens <= len(known) or known[seat.num_tokens - 1] == seat.last
+    return not 0 < slot.num_tokens <= len(known) or known[slot.num_tokens - 1] == slot.last
 
 
 def _forbid(mask: NDArray[np.int32], banned: Collection[int]) -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.sampling.bans import Ban, bad_endings
@@ -59,13 +59,13 @@ class Sampler:
         self._device = device
         self._history = History()
         self._constraints = Constraints()
-        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}  # by seat: whose, and what allowed_token_ids leaves
+        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}  # by slot: whose, and what allowed_token_ids leaves
         self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
         """Draw a token for every sample and behind every draft, in plan order; logits [R, V] float32 are consumed.
 
-        `last_ids` [seats] int64 is read for ids not yet known to the host, then holds the new ones. Where `drawn` has what
+        `last_ids` [slots] int64 is read for ids not yet known to the host, then holds the new ones. Where `drawn` has what
         was drawn from the logits as they are, only rows that are not plain are drawn again, and it is changed in place.
         """
         rows = _rows(plan)
@@ -78,13 +78,13 @@ class Sampler:
         edited = [row for row in rows if _is_edited(row.piece)]
         penalties = None
         self._keep_allowed(logits, edited)
-        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text a seat
+        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text a slot
             penalties = self._edit_in_triton(logits, edited, last_ids)
         elif edited:
             self._edit(logits, edited, last_ids)
         constrained = self._constraints.apply(logits, [_constrained(row) for row in rows if row.params.grammar])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
-        last_ids.index_copy_(0, self._long([row.sample.seat for row in rows]), ids)
+        last_ids.index_copy_(0, self._long([row.sample.slot for row in rows]), ids)
         if drawn is not None:
             places = self._long([row.place for row in rows])
             ids, is_finite = drawn.ids.index_copy_(0, places, ids), drawn.is_finite.index_copy_(0, places, is_finite)
@@ -101,7 +101,7 @@ class Sampler:
         grammar = piece.params.grammar
         if grammar is None:
             return len(drafts)
-        return self._constraints.count_allowed(Constrained(0, 0, piece.samples[0].seat, piece, grammar), drafts)
+        return self._constraints.count_allowed(Constrained(0, 0, piece.samples[0].slot, piece, grammar), drafts)
 
     def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
         """Rule out all but the tokens that a row allows, in place."""
@@ -111,11 +111,11 @@ class Sampler:
 
     def _mask(self, row: _Row, vocab_size: int) -> NDArray[np.int32]:
         """Return what a row allows; packed once for each sequence, which asks for the same at every step."""
-        allowed, seat, seq_id = row.params.allowed_token_ids, row.sample.seat, row.piece.seq_id
+        allowed, slot, seq_id = row.params.allowed_token_ids, row.sample.slot, row.piece.seq_id
         assert allowed is not None
-        if seat not in self._masks or self._masks[seat][0] != seq_id:
-            self._masks[seat] = seq_id, pack_mask(allowed, vocab_size)
-        return self._masks[seat][1]
+        if slot not in self._masks or self._masks[slot][0] != seq_id:
+            self._masks[slot] = seq_id, pack_mask(allowed, vocab_size)
+        return self._masks[slot][1]
 
     def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
         """What changes the logits of single tokens, in place."""
@@ -128,8 +128,8 @@ class Sampler:
         bans = list(_bans(rows, vocab_size))
         if bans:
             at = self._long([ban.row * vocab_size + ban.token for ban in bans])
-            drawn, seats = self._long([ban.drawn for ban in bans]), self._long([ban.seat for ban in bans])
-            is_hit = (drawn < 0) | (last_ids[seats] == drawn)
+            drawn, slots = self._long([ban.drawn for ban in bans]), self._long([ban.slot for ban in bans])
+            is_hit = (drawn < 0) | (last_ids[slots] == drawn)
             # A minimum, since a token may be banned in several ways of which one is hit.
             flat.scatter_reduce_(0, at, torch.where(is_hit, -torch.inf, torch.inf), "amin")
         penalized = [
@@ -203,7 +203,7 @@ def _constrained(row: _Row) -> Constrained:
         unwanted = params.grammar.end_ids | params.stop_token_ids
     elif not params.eos_token_ids:
         unwanted = params.grammar.end_ids
-    return Constrained(row.place, row.at, row.sample.seat, row.piece, params.grammar, unwanted)
+    return Constrained(row.place, row.at, row.sample.slot, row.piece, params.grammar, unwanted)
 
 
 def _wish(row: _Row) -> Wish:

@@ -21,11 +21,11 @@ POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which 
 class Sample(NamedTuple):
     """One token to draw from a slice's last position.
 
-    The drawn id belongs to `seat`, where the next step finds it if it is planned before this one is committed.
+    The drawn id belongs to `slot`, where the next step finds it if it is planned before this one is committed.
     Randomness is keyed by (seed, position of the drawn token), by nothing else.
     """
 
-    seat: int
+    slot: int
     seed: int
 
 
@@ -34,13 +34,13 @@ class SequenceSlice:
     """The part of one sequence that a step computes: positions start .. start + num_tokens - 1.
 
     `tokens` are the ids known so far; when the last position's id is not among them (len(tokens) == start +
-    num_tokens - 1) it is the one drawn for `seat` by the step before. `block_table` maps logical to physical blocks
+    num_tokens - 1) it is the one drawn for `slot` by the step before. `block_table` maps logical to physical blocks
     and covers every position of the slice. `samples` is empty where a chunk ends before the sequence does, and has n
     entries where a prompt of n > 1 completes. `prompt_logprobs` >= 0 asks for that many alternatives at each prompt
     position of the slice; -1 for none.
     """
 
-    seat: int
+    slot: int
     tokens: Sequence[int]
     num_prompt: int
     start: int
@@ -49,13 +49,13 @@ class SequenceSlice:
     samples: tuple[Sample, ...]
     params: SamplingParams
     prompt_logprobs: int
-    seq_id: int  # unique for the engine's life: tells a runner when a seat has changed hands
+    seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
     drafts: Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
 
     def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
         """The same, of other positions; dataclasses.replace takes six times as long."""
         return SequenceSlice(
-            self.seat,
+            self.slot,
             self.tokens,
             self.num_prompt,
             start,

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     num_waiting: int
 
 
-class Standing:
+class QueueStatus:
     """Answers for any number of askers with one look at a time."""
 
     def __init__(self, live: LiveView) -> None:

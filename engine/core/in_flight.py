@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from engine.core.plan import Sample, SequenceSlice
 from engine.core.sequence import Sequence
+from engine.core.step import Sample, SequenceSlice
 from engine.core.step_time import Load
 
 _NO_LOAD = Load()
@@ -32,11 +32,11 @@ class Grant(NamedTuple):
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """The slices, whose they are, who else draws from one that forks, and which blocks move."""
 
     slices: list[SequenceSlice] = field(default_factory=list)
-    owners: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -57,13 +57,13 @@ class Flight:
     def largest(self, request_ids: Container[str]) -> str | None:
         """Which of some requests has most tokens and draws in it; of equals, the one that came last."""
         sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
-        ours = [i for i, seq in enumerate(self.owners) if seq.request_id in request_ids]
-        return self.owners[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
+        ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
+        return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
 
     @property
-    def sequences(self) -> Iterator[Sequence]:
+    def all_sequences(self) -> Iterator[Sequence]:
         """Whoever it names."""
-        return chain(self.owners, self.arrivals, *self.children.values())
+        return chain(self.sequences, self.arrivals, *self.children.values())
 
     def take(self, grant: Grant, seq: Sequence) -> None:
         """Have the step do what blocks that were allocated to a sequence need."""
@@ -79,19 +79,19 @@ class Flight:
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
         self.slices.append(
             SequenceSlice(
-                seat=seq.seat,
+                slot=seq.slot,
                 tokens=seq.tokens,
                 num_prompt=seq.num_prompt,
                 start=start,
                 num_tokens=count,
-                block_table=seq.page_table.blocks,
+                block_table=seq.kv.blocks,
                 samples=samples,
                 params=seq.params,
                 prompt_logprobs=-1 if wants is None else wants,
                 seq_id=seq.seq_id,
             )
         )
-        self.owners.append(seq)
+        self.sequences.append(seq)
         self.num_samples += len(samples)
         seq.num_in_flight += 1
 
@@ -99,15 +99,15 @@ class Flight:
         """See take_back."""
         filled = {destination for _, destination in self.copies}
         stand: dict[Sequence, bool] = {}
-        for index, (piece, seq) in enumerate(zip(self.slices, self.owners, strict=True)):
+        for index, (piece, seq) in enumerate(zip(self.slices, self.sequences, strict=True)):
             children = self.children.get(index, ())
-            stand[seq] = filled.isdisjoint(seq.page_table.blocks)
+            stand[seq] = filled.isdisjoint(seq.kv.blocks)
             stand.update(dict.fromkeys(children, False))
             seq.num_planned = piece.start
             if not stand[seq]:
                 _forget_from(seq, filled)
             for child in children:  # of what it was born with only what the cache was shown is surely computed
-                child.num_computed = min(child.num_computed, child.num_registered * child.page_table.block_size)
+                child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
             for each in (seq, *children):
                 each.num_in_flight -= 1
         for seq, num_found in self.arrivals.items():  # their blocks are still theirs, and worth nothing
@@ -119,19 +119,18 @@ class Flight:
 
 def _forget_from(seq: Sequence, filled: set[int]) -> None:
     """Count a sequence's positions as computed up to the first of the blocks that were to be `filled`."""
-    table = seq.page_table
-    first = next(index for index, block in enumerate(table.blocks) if block in filled)
-    seq.num_computed = min(seq.num_computed, first * table.block_size)
+    first = next(index for index, block in enumerate(seq.kv.blocks) if block in filled)
+    seq.num_computed = min(seq.num_computed, first * seq.kv.block_size)
 
 
-def take_back(flights: deque[Flight]) -> dict[Sequence, bool]:
-    """Have the sequences of all flights stand where they stood before; whether they can go on from there.
+def take_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
+    """Roll the plans in flight back; returns whether each of their sequences can go on from there.
 
     Choices that were to be born in them cannot, nor can a sequence whose last block was to be filled by a copy: the
     block it was to be copied from may have been written to since.
     """
     stand: dict[Sequence, bool] = {}
-    while flights:
-        for seq, is_whole in flights.pop().undo().items():
+    while in_flight:
+        for seq, is_whole in in_flight.pop().undo().items():
             stand[seq] = stand.get(seq, True) and is_whole
     return stand

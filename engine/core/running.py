@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
 from engine.core.queues import POLICIES, Queue
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence
@@ -20,7 +20,7 @@ _place = attrgetter("place")
 _is_background = attrgetter("is_background")
 
 
-class Roster:
+class RunningQueue:
     """Sequences come, wait, run, and are struck off."""
 
     __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "requests", "running")
@@ -78,9 +78,9 @@ class Roster:
         """Have the last place be that of the first to be preempted; before any sequence may have to be."""
         self.foreground.arrange(self.running)
 
-    def charge(self, flight: Flight) -> None:
+    def charge(self, step: InFlightStep) -> None:
         """After a commit: tenants are charged for what it has drawn."""
-        self.foreground.charge(flight.sequences)
+        self.foreground.charge(step.all_sequences)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
         """What may be preempted, if need be all of it, so that a waiting sequence can run; first to go first.
@@ -134,18 +134,18 @@ class Roster:
             return due
         return [seq for seq in due if not seq.is_waiting][:limit]
 
-    def tell(self) -> None:
+    def update_gauges(self) -> None:
         """Bring the gauges up to date."""
         self._recorder.gauges(len(self.running), self.num_background)
 
-    def holders(self, flights: Iterable[Flight]) -> list[Sequence]:
+    def holders(self, in_flight: Iterable[InFlightStep]) -> list[Sequence]:
         """Everybody who may hold something: the living, and whom a plan in flight still names."""
         holders: dict[int, Sequence] = {}
         for siblings in self.requests.values():
             for seq in siblings:
                 holders.update({each.seq_id: each for each in seq.beams or (seq,)})
-        for flight in flights:
-            holders.update({seq.seq_id: seq for seq in flight.sequences})
+        for step in in_flight:
+            holders.update({seq.seq_id: seq for seq in step.all_sequences})
         return list(holders.values())
 
     def check_integrity(self) -> None:
