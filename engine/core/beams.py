@@ -34,7 +34,7 @@ class Beams:
         if seq.status is not Status.RUNNING:
             self._departures.settle(seq)
             return []
-        if seq.num_computed >= seq.next_register:
+        if seq.num_computed >= seq.kv.next_publish:
             self._kv.publish(seq)
         if not search.put(beams.index(seq), entry.top):
             return []
@@ -49,7 +49,7 @@ class Beams:
     def _go_on(self, beams: list[Sequence], continuations: list[Continuation]) -> None:
         first = beams[0]
         if len(beams) < len(continuations):
-            slots = first.slots
+            slots = first.kv.slots
             first.take_slots(slots[:1])
             for slot in slots[1:]:
                 self._queue.start(first.add_beam(slot, self._queue.take_seq_id()))

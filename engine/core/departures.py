@@ -60,7 +60,7 @@ class Departures:
             if self._leave(seq):
                 # Now, for whoever was told may be back before the step is; what that computes is nobody's.
                 self._kv.leave(seq)
-                seq.exclude_from_cache()
+                self._kv.hide(seq)
             else:
                 self._kv.free(seq)
         elif not seq.is_leaving:
@@ -86,8 +86,8 @@ class Departures:
         """
         if seq.beams:
             seq = seq.beams[0]
-            held = {block for beam in seq.beams for block in beam.page_table.blocks}
-            seq.headroom = max(len(held) - blocks_for(seq.num_prompt, seq.page_table.block_size), 0)
+            held = {block for beam in seq.beams for block in beam.kv.blocks}
+            seq.headroom = max(len(held) - blocks_for(seq.num_prompt, seq.kv.block_size), 0)
             self._drop_beams(seq)
         self._queue.stop(seq)
         seq.move(Status.PREEMPTED)
@@ -123,7 +123,7 @@ class Departures:
 
     def settle(self, seq: Sequence) -> None:
         """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last step."""
-        if seq.num_computed >= seq.next_register and seq.page_table.blocks:
+        if seq.num_computed >= seq.kv.next_publish and seq.kv.blocks:
             self._kv.publish(seq)
         if seq.is_leaving and not seq.num_in_flight:
             seq.is_leaving = False

@@ -56,9 +56,9 @@ class DraftPlanner:
 
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
         """See to blocks for a sequence's drafts; returns for how many there are."""
-        while seq.writable_until < seq.num_planned + num_drafts:
+        while seq.kv.writable_until < seq.num_planned + num_drafts:
             if self._kv.pool.num_available <= num_reserved:
-                return seq.writable_until - seq.num_planned
+                return seq.kv.writable_until - seq.num_planned
             self._kv.extend(seq, step.copies)
         return num_drafts
 

@@ -84,7 +84,7 @@ class InFlightStep:
                 num_prompt=seq.num_prompt,
                 start=start,
                 num_tokens=count,
-                block_table=seq.page_table.blocks,
+                block_table=seq.kv.blocks,
                 samples=samples,
                 params=seq.params,
                 prompt_logprobs=-1 if wants is None else wants,
@@ -101,13 +101,13 @@ class InFlightStep:
         stand: dict[Sequence, bool] = {}
         for index, (piece, seq) in enumerate(zip(self.slices, self.sequences, strict=True)):
             children = self.children.get(index, ())
-            stand[seq] = filled.isdisjoint(seq.page_table.blocks)
+            stand[seq] = filled.isdisjoint(seq.kv.blocks)
             stand.update(dict.fromkeys(children, False))
             seq.num_planned = piece.start
             if not stand[seq]:
                 _forget_from(seq, filled)
             for child in children:  # of what it was born with only what the cache was shown is surely computed
-                child.num_computed = min(child.num_computed, child.num_registered * child.page_table.block_size)
+                child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
             for each in (seq, *children):
                 each.num_in_flight -= 1
         for seq, num_found in self.arrivals.items():  # their blocks are still theirs, and worth nothing
@@ -119,9 +119,8 @@ class InFlightStep:
 
 def _forget_from(seq: Sequence, filled: set[int]) -> None:
     """Count a sequence's positions as computed up to the first of the blocks that were to be `filled`."""
-    table = seq.page_table
-    first = next(index for index, block in enumerate(table.blocks) if block in filled)
-    seq.num_computed = min(seq.num_computed, first * table.block_size)
+    first = next(index for index, block in enumerate(seq.kv.blocks) if block in filled)
+    seq.num_computed = min(seq.num_computed, first * seq.kv.block_size)
 
 
 def take_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:

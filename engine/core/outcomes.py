@@ -146,7 +146,7 @@ class Outcomes:
             gaps[previous_s] = gaps.get(previous_s, 0) + 1
         else:
             self._recorder.first_token(seq, now)
-            if seq.request.pins and seq.num_computed >= seq.next_register:
+            if seq.request.pins and seq.num_computed >= seq.kv.next_publish:
                 self._kv.publish(seq)  # so that it can be told
             prompt = seq.prompt_info()
         seq.last_token_s = now
@@ -156,7 +156,7 @@ class Outcomes:
                 events.append((seq.request_id, seq.choice, token))
             else:
                 events.append(TokenEvent(seq.request_id, seq.choice, (token,), logprobs, prompt=prompt))
-            if seq.num_computed >= seq.next_register or seq.is_leaving:
+            if seq.num_computed >= seq.kv.next_publish or seq.is_leaving:
                 self._departures.settle(seq)
             seq.rest()
             return
@@ -207,7 +207,7 @@ class Outcomes:
         if last in seq.ending_ids or is_end:
             reason = FinishReason.STOP
             stop_reason = last if last in seq.params.stop_token_ids - seq.params.eos_token_ids else None
-        if seq.num_computed >= seq.next_register:
+        if seq.num_computed >= seq.kv.next_publish:
             self._kv.publish(seq)
         events += self._departures.end(seq, reason, now, token_ids, logprobs, stop_reason, prompt)
         self._departures.settle(seq)
@@ -216,14 +216,14 @@ class Outcomes:
         """Part of a prompt was computed; with max_tokens 0 its end is the end of the sequence."""
         is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
         if is_scored and seq.status is not Status.DONE:
-            if seq.num_computed >= seq.next_register:
+            if seq.num_computed >= seq.kv.next_publish:
                 self._kv.publish(seq)
             events += self._departures.end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
         self._departures.settle(seq)
 
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """This sequence could not be computed; it ends alone."""
-        seq.exclude_from_cache()  # what came of it may be wrong, and is not for others to find
+        self._kv.hide(seq)  # what came of it may be wrong, and is not for others to find
         if seq.status is not Status.DONE:
             is_clients = fault.cause in (FailureCause.GRAMMAR, FailureCause.RULED_OUT)
             error = InvalidRequestError(fault.message) if is_clients else ComputeError(fault.message)

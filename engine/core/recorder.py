@@ -46,7 +46,7 @@ class Recorder:
         if seq.is_background:
             stats.num_background_waiting += change
             return
-        stats.num_waiting_tokens += change * (len(seq.tokens) - seq.num_saved)
+        stats.num_waiting_tokens += change * (len(seq.tokens) - seq.kv.num_saved)
         if seq.is_resuming:
             stats.num_preempted += change
         else:
@@ -63,9 +63,9 @@ class Recorder:
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
         hits = self._stats.prefix_hits
-        hits[CacheTier.POOL] += seq.num_cached - seq.num_from_host - seq.num_from_disk
-        hits[CacheTier.HOST] += seq.num_from_host
-        hits[CacheTier.DISK] += seq.num_from_disk
+        hits[CacheTier.POOL] += seq.num_cached - seq.kv.num_from_host - seq.kv.num_from_disk
+        hits[CacheTier.HOST] += seq.kv.num_from_host
+        hits[CacheTier.DISK] += seq.kv.num_from_disk
 
     def preempted(self, seq: Sequence) -> None:
         """A sequence gave its blocks away, and has been copied or not."""

@@ -187,7 +187,7 @@ class Scheduler:
             return False
         if seq.num_planned >= seq.max_total - 1:
             return False  # its last token is in flight, or it waits for other beams
-        if seq.num_planned >= seq.writable_until and not self._make_writable(seq, copies):
+        if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, copies):
             return False
         if seq.fast_path_until:
             seq.rest()
@@ -241,7 +241,7 @@ class Scheduler:
 
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
-        if seq.num_awaited and now < seq.awaits_until_s:
+        if seq.kv.num_awaited and now < seq.kv.awaits_until_s:
             return False
         running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:

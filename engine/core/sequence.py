@@ -28,17 +28,14 @@ all of them are known. Engine thread only.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence as Seq
 from enum import Enum
 
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
-from engine.core.kv.page_table import PageTable
+from engine.core.kv.page_table import NEVER, SequenceKV
 from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
-
-NEVER = sys.maxsize
 
 
 class Status(Enum):
@@ -73,9 +70,7 @@ class Sequence:
 
     __slots__ = (
         "account",
-        "awaits_until_s",
         "beams",
-        "chain",
         "choice",
         "draft_chance",
         "ending_ids",
@@ -84,33 +79,24 @@ class Sequence:
         "first_scheduled_s",
         "first_token_s",
         "headroom",
-        "host_blocks",
-        "is_cacheable",
         "is_chunked_prefill",
         "is_forked",
         "is_leaving",
+        "kv",
         "last_token_s",
         "max_drafts",
         "max_total",
-        "next_register",
         "num_accepted",
-        "num_awaited",
         "num_cached",
         "num_charged",
         "num_computed",
         "num_drafted",
         "num_expected",
-        "num_from_disk",
-        "num_from_host",
         "num_in_flight",
-        "num_pinned",
         "num_planned",
         "num_preemptions",
         "num_prompt",
-        "num_registered",
-        "num_saved",
         "order",
-        "page_table",
         "params",
         "place",
         "pooled",
@@ -120,13 +106,10 @@ class Sequence:
         "samples",
         "search",
         "seq_id",
-        "shares_tail",
         "slices",
         "slot",
-        "slots",
         "status",
         "tokens",
-        "writable_until",
     )
 
     def __init__(
@@ -160,12 +143,8 @@ class Sequence:
         # See `rest`: a position below the first needs nothing but a place in the plan; its token, below the second, to be noted.
         self.fast_path_until = self.fast_commit_until = 0
         self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a slot
-        self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
-        self.num_saved = 0  # ... and the positions they hold
-        self.page_table = PageTable(block_size)
-        self.writable_until = 0  # positions below have a block that is this sequence's alone
+        self.kv = SequenceKV(block_size, names)  # the KVCacheManager's
         self.slot = -1  # the runner row
-        self.slots: list[int] = []  # the same, or one row a choice until the prompt of n > 1 is computed
         self.samples: tuple[Sample, ...] = ()
         self.search: BeamSearch | None = None  # that all beams of the request share, as they do ...
         self.beams: list[Sequence] = []  # ... the list of them
@@ -175,21 +154,9 @@ class Sequence:
         self.is_chunked_prefill = (
             False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
         )
-        self.shares_tail = False  # the last block may have other holders: copy before the first write
-        self.chain = list(names)
-        self.num_registered = 0  # blocks already shown to the prefix cache
-        # To the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves.
-        self.is_cacheable = bool(self.chain[0])
-        self.next_register = (
-            block_size if self.is_cacheable else NEVER
-        )  # computed positions at which the next one is due
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
-        # Positions it was admitted with, and those of them that came from lower tiers.
-        self.num_cached = self.num_from_host = self.num_from_disk = 0
-        self.num_pinned = 0  # of the first positions
-        self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
-        self.awaits_until_s = 0.0  # ... and when it goes without
+        self.num_cached = 0  # positions that it was first admitted with
         self.num_preemptions = 0
         self.draft_chance = -1.0  # that one more drafted token is right; negative while nothing is known
         self.max_drafts = NEVER  # no limit of its own
@@ -212,20 +179,16 @@ class Sequence:
         Called when a token of it was drawn, so that it has a first one and nothing of its prompt is in flight.
         """
         if self.status is _RUNNING and self.search is None:
-            last = self.max_total - 1
-            self.fast_path_until = min(last, self.writable_until)
-            self.fast_commit_until = min(last, self.next_register)
-
-    def exclude_from_cache(self) -> None:
-        """Nothing more of it is for the prefix cache."""
-        self.is_cacheable, self.next_register = False, NEVER
+            last, kv = self.max_total - 1, self.kv
+            self.fast_path_until = min(last, kv.writable_until)
+            self.fast_commit_until = min(last, kv.next_publish)
 
     def _make_slices(self) -> None:
         """Two, for decode steps to take turns: a plan may be in flight while the next is made.
 
         Only `start` differs from one step to the next, and writing it takes a tenth of the time of a new slice.
         """
-        fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.page_table.blocks, self.samples, self.params)
+        fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.kv.blocks, self.samples, self.params)
         self.slices = tuple([SequenceSlice(*fields, prompt_logprobs=-1, seq_id=self.seq_id) for _ in range(2)])
 
     @property
@@ -241,7 +204,7 @@ class Sequence:
     @property
     def first_names(self) -> list[bytes]:
         """What its chain began with; see prefix_cache.py."""
-        return self.chain[: self.request.num_public // self.page_table.block_size + 1]
+        return self.kv.chain[: self.request.num_public // self.kv.block_size + 1]
 
     @property
     def num_generated(self) -> int:
@@ -271,9 +234,9 @@ class Sequence:
         unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         return PromptInfo(
             num_cached_tokens=self.num_cached,
-            num_host_tokens=self.num_from_host,
-            num_disk_tokens=self.num_from_disk,
-            num_pinned_tokens=self.num_pinned,
+            num_host_tokens=self.kv.num_from_host,
+            num_disk_tokens=self.kv.num_from_disk,
+            num_pinned_tokens=self.kv.num_pinned,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
             prefill_s=max(self.first_token_s - self.first_scheduled_s, 0.0),  # 0 where no token is drawn
@@ -281,27 +244,24 @@ class Sequence:
         )
 
     def take_slots(self, slots: list[int]) -> None:
-        """Sit down on runner rows; the first is this sequence's own."""
-        self.slots = slots
+        """Use these runner rows; the first is this sequence's own."""
+        self.kv.slots = slots
         self.slot = slots[0]
         self.samples = (Sample(slots[0], choice_seed(self.params.seed, self.choice)),)
         self._make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
-        """Stand where another answer to the same prompt stands, sharing every block. The caller keeps their books."""
+        """Copy the state of another answer to the same prompt, sharing its blocks. The caller counts the references."""
         self.seq_id = seq_id  # under another id, for under one id tokens only ever come to those that are there
         self.tokens = list(other.tokens)
         self.num_computed = other.num_computed
         self.num_planned = other.num_planned
-        self.page_table = PageTable(other.page_table.block_size, list(other.page_table.blocks))
-        self.chain = list(other.chain)
-        self.num_registered = other.num_registered
-        self.next_register = other.next_register
+        self.kv.follow(other.kv)
         self._make_slices()
 
     def _sibling(self, choice: int, seq_id: int) -> Sequence:
         """Another answer to the same prompt, with nothing yet."""
-        block_size = self.page_table.block_size
+        block_size = self.kv.block_size
         sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.first_names, self.account)
         sibling.num_charged = self.num_charged
         sibling.num_expected = self.num_expected
@@ -315,7 +275,7 @@ class Sequence:
         child.num_in_flight = 1
         child.prompt_logprobs = self.prompt_logprobs
         child.num_cached = self.num_cached
-        child.num_from_host, child.num_from_disk = self.num_from_host, self.num_from_disk
+        child.kv.num_from_host, child.kv.num_from_disk = self.kv.num_from_host, self.kv.num_from_disk
         child.num_preemptions = self.num_preemptions
         child.first_scheduled_s = self.first_scheduled_s
         child.is_forked = True
@@ -329,7 +289,7 @@ class Sequence:
         self.seq_id = seq_id
         self.tokens = list(self.request.prompt)
         self.max_total = self.num_prompt + 1
-        self.chain = self.first_names
+        self.kv.chain = self.first_names
 
     def add_beam(self, slot: int, seq_id: int) -> Sequence:
         """One more beam of the first one's search. It has nothing yet, and is to follow another."""
@@ -347,15 +307,9 @@ class Sequence:
 
     def reset(self) -> list[int]:
         """Forget all computed state, for a later start from scratch; returns the blocks to free."""
-        blocks = self.page_table.blocks
-        block_size = self.page_table.block_size
-        self.page_table = PageTable(block_size)
+        blocks = self.kv.blocks
+        self.kv.clear()
         self.num_computed = self.num_planned = 0
-        self.num_registered = 0
-        self.next_register = block_size if self.is_cacheable else NEVER
-        self.shares_tail = False
-        self.writable_until = 0
-        self.slots = []
         self.samples = ()
         self.slices = ()
         if self.wants_prompt_logprobs:

@@ -42,9 +42,9 @@ class SwapSpace:
         has_room = self.pool.num_available >= num_blocks
         if not has_room or seq.needs_every_position or not self._costs.pays_to_save(seq.num_computed):
             return False
-        seq.host_blocks = self.pool.alloc_many(num_blocks)
-        seq.num_saved = seq.num_computed
-        self._tiers.due.update(zip(seq.host_blocks, seq.page_table.blocks, strict=False))  # the table may reach further
+        seq.kv.host_blocks = self.pool.alloc_many(num_blocks)
+        seq.kv.num_saved = seq.num_computed
+        self._tiers.due.update(zip(seq.kv.host_blocks, seq.kv.blocks, strict=False))  # the table may reach further
         seq.move(Status.SWAPPED)
         return True
 
@@ -54,16 +54,16 @@ class SwapSpace:
         Returns the fields of a Grant.
         """
         num_found, loads = seq.num_computed, list[tuple[int, int]]()
-        if seq.num_saved > num_found:
+        if seq.kv.num_saved > num_found:
             first = num_found // self._block_size
-            loads += zip(seq.host_blocks[first:], seq.page_table.blocks[first:], strict=False)
-            seq.num_computed = seq.num_planned = seq.num_saved
-        host_blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
+            loads += zip(seq.kv.host_blocks[first:], seq.kv.blocks[first:], strict=False)
+            seq.num_computed = seq.num_planned = seq.kv.num_saved
+        host_blocks, seq.kv.host_blocks, seq.kv.num_saved = seq.kv.host_blocks, [], 0
         return [], loads, host_blocks, num_found
 
     def discard(self, seq: Sequence, in_flight: deque[InFlightStep]) -> None:
         """Forget a sequence's copy: now, or when the last plan that may name it is committed."""
-        blocks, seq.host_blocks, seq.num_saved = seq.host_blocks, [], 0
+        blocks, seq.kv.host_blocks, seq.kv.num_saved = seq.kv.host_blocks, [], 0
         for block in blocks:
             self._tiers.due.pop(block, None)
         if in_flight:
@@ -78,10 +78,10 @@ class SwapSpace:
     def check_integrity(self, living: Iterable[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless sequences and plans in flight hold exactly what is held."""
         sequences = [seq for seq in living if seq.status is Status.SWAPPED]
-        tables = [seq.host_blocks for seq in sequences]
+        tables = [seq.kv.host_blocks for seq in sequences]
         self._tiers.check_integrity([*tables, *(step.host_blocks for step in in_flight)])
         for seq in sequences:
-            assert len(seq.host_blocks) == blocks_for(seq.num_saved, self._block_size), "a copy is not whole"
+            assert len(seq.kv.host_blocks) == blocks_for(seq.kv.num_saved, self._block_size), "a copy is not whole"
         saved = {block for table in tables for block in table}
         wanted = (host in saved or self._tiers.host.content(host) is not None for host in self._tiers.due)
         assert all(wanted), "a copy is due that nobody wants"
@@ -94,4 +94,4 @@ class SwapSpace:
 def never_saved(in_flight: Collection[InFlightStep], waiting: Iterable[Sequence]) -> list[Sequence]:
     """Of those that wait, whoever was to be copied out by plans that are taken back: the pool's blocks have new owners."""
     lost = {host for step in in_flight for _, host in step.swap_out}
-    return [seq for seq in waiting if not lost.isdisjoint(seq.host_blocks)] if lost else []
+    return [seq for seq in waiting if not lost.isdisjoint(seq.kv.host_blocks)] if lost else []

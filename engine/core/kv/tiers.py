@@ -97,7 +97,7 @@ class Tiers:
         found: list[int] = []
         if self._is_caching:
             for index in range(first, (len(seq.tokens) - 1) // self._size):
-                host = self.host.find(name_block(seq.chain, seq.tokens, index, self._size))
+                host = self.host.find(name_block(seq.kv.chain, seq.tokens, index, self._size))
                 if host < 0:
                     break
                 found.append(host)
@@ -105,8 +105,8 @@ class Tiers:
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
         """Hold what a sequence was admitted with, and note where it had been."""
-        seq.num_from_disk = self._size * len(self._unused.intersection(found))
-        seq.num_from_host = self._size * len(found) - seq.num_from_disk
+        seq.kv.num_from_disk = self._size * len(self._unused.intersection(found))
+        seq.kv.num_from_host = self._size * len(found) - seq.kv.num_from_disk
         self._unused.difference_update(found)
         self.host.pool.found(found)
         for host in found:
@@ -156,7 +156,7 @@ class Tiers:
         """
         host, wanted = self.host, list[bytes]()
         for index in range(first, (len(seq.tokens) - 1) // self._size):
-            digest = name_block(seq.chain, seq.tokens, index, self._size)
+            digest = name_block(seq.kv.chain, seq.tokens, index, self._size)
             if host.find(digest) < 0:
                 if self.disk.find(digest) < 0 or len(wanted) >= host.pool.num_blocks // 2:
                     break
@@ -171,8 +171,8 @@ class Tiers:
                 self.disk.pool.fork(slot)
                 self._order(Transfer(TransferKind.FETCH, digest, host.pool.alloc(), slot))
             self._waiting.setdefault(digest, []).append(seq)
-            seq.num_awaited += 1
-        seq.awaits_until_s = now + self._costs.compute_s(first * self._size, len(wanted) * self._size)
+            seq.kv.num_awaited += 1
+        seq.kv.awaits_until_s = now + self._costs.compute_s(first * self._size, len(wanted) * self._size)
 
     @property
     def is_fetching(self) -> bool:
@@ -231,7 +231,7 @@ class Tiers:
         self.host.pool.free(host)
         self.disk.pool.free(slot)
         for seq in self._waiting.pop(digest, ()):
-            seq.num_awaited -= 1
+            seq.kv.num_awaited -= 1
         counts = self._stats.transferred if is_good else self._stats.failed_transfers
         counts[kind] += 1
 
