@@ -34,8 +34,8 @@ class SequenceKV:
         "num_pinned",
         "num_published",
         "num_saved",
-        "slots",
         "shares_tail",
+        "slots",
         "writable_until",
     )
 
