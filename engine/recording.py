@@ -35,11 +35,11 @@ from engine.version import VERSION
 log = logging.getLogger("quire.engine")
 
 FORMAT = 1
-CONTENTS = ("lengths", "ids")
 REQUEST_FIELDS = ("priority", "num_public", "deadline_s", "max_queue_s", "is_background", "weight")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
 _MAX_QUEUED = 20_000  # entries, two a step
+_STOPPED = "the daemon stopped"
 _ENDS = "end"  # a drawn token that ended its answer: what else it was is not recorded
 
 Entry = tuple[Any, ...]  # the name of a line's kind, and what it is made of
@@ -262,7 +262,7 @@ class Journal:
         }
         return {"at": now, **_without_empty(line)}
 
-    def _take_back(self, now: float, failed: bool) -> dict[str, Any]:  # noqa: FBT001 - one of the entry's values
+    def _take_back(self, now: float, failed: bool) -> dict[str, Any]:
         self._launched.clear()
         return {"at": now, "failed": failed}
 
@@ -275,6 +275,13 @@ class Journal:
             return 0
         numbers = self._numbers.setdefault(kind, {})
         return numbers.setdefault(name, len(numbers) + 1)
+
+
+def check_path(path: Path) -> None:
+    """Raise ConfigError for a file that could not be written."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--record is {str(path)!r}, which cannot be written; name a file in a folder that is there.")
 
 
 class RecordingFile:
@@ -293,7 +300,6 @@ class RecordingFile:
         self._queue: Queue[Entry | None] = Queue(_MAX_QUEUED)
         self._num_bytes = 0
         self._end = ""  # why nothing more is written
-        self._is_closed = False
         self._thread = threading.Thread(target=self._main, name="quire-recording", daemon=True)
         self._thread.start()
 
@@ -307,7 +313,7 @@ class RecordingFile:
 
     def close(self) -> None:
         """Write what is queued, and end the file."""
-        self._is_closed = True
+        self._end = self._end or _STOPPED
         with suppress(Full):  # then the writer is not waiting for an entry
             self._queue.put_nowait(None)
         self._thread.join()
@@ -325,17 +331,20 @@ class RecordingFile:
         except Exception as error:
             self._end = f"{type(error).__name__}: {error}"
             log.debug("The recording failed here:", exc_info=True)
-        if self._end:
+        if self._end != _STOPPED:
             log.warning("The recording in %s ends here: %s", self._path, self._end)
         self._finish()
 
     def _next(self) -> Entry | None:
-        """Return the next entry, or None at the end. What was written goes to the disk when there is nothing else to do."""
+        """Return the next entry, or None at the end; flushes the file before it waits."""
+        has_ended = bool(self._end)  # read first: nothing is queued once it is set
         try:
             return self._queue.get_nowait()
         except Empty:
+            if has_ended:
+                return None
             self._file.flush()
-            return None if self._end or self._is_closed else self._queue.get()
+            return self._queue.get()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._num_bytes += self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -343,8 +352,8 @@ class RecordingFile:
     def _finish(self) -> None:
         """Write why the recording ends, if it can be written, and close the file."""
         try:
-            self._write({"op": "end", "why": self._end or "the daemon stopped"})
-            self._file.close()
+            with self._file:
+                self._write({"op": "end", "why": self._end})
         except OSError:
             log.debug("The recording's end could not be written:", exc_info=True)
 

@@ -154,7 +154,9 @@ class _ShownIds:
             if step in (_EOS, _STOP):
                 ending = piece.params.eos_token_ids if step == _EOS else piece.params.stop_token_ids
                 return [*ids, min(ending), *[0] * (len(written) - len(ids) - 1)]
-            ids.append(self._tree.show_draw(slot, piece.seq_id, [*known, *ids] if ids else known, depth + len(ids), step))
+            ids.append(
+                self._tree.show_draw(slot, piece.seq_id, [*known, *ids] if ids else known, depth + len(ids), step)
+            )
         return ids
 
 
@@ -163,10 +165,11 @@ class Replayer:
 
     def __init__(self, header: dict[str, Any]) -> None:
         """Raises SimulationError if the header is that of another version."""
-        if header.get("quire_recording") != FORMAT:
+        known = {each.name for each in fields(SchedulerConfig)}
+        if header.get("quire_recording") != FORMAT or header["scheduler"].keys() != known:
             raise SimulationError(
-                f"the recording has format {header.get('quire_recording')!r}, and this version replays format {FORMAT}; "
-                f"replay it with the version that wrote it ({header.get('version', 'unknown')})."
+                f"the recording has format {header.get('quire_recording')!r} of version {header.get('version')}, which "
+                f"differs from format {FORMAT} here; replay it with the version that wrote it."
             )
         config = _config(header["scheduler"])
         gaps = Gaps()
@@ -220,9 +223,7 @@ class Replayer:
 
     def abort(self, line: dict[str, Any]) -> None:
         """Abort a request."""
-        self._note(
-            self._scheduler.abort(str(line["id"]), AbortCause(line["cause"]), line["at"], line.get("choice"))
-        )
+        self._note(self._scheduler.abort(str(line["id"]), AbortCause(line["cause"]), line["at"], line.get("choice")))
 
     def plan(self, line: dict[str, Any]) -> None:
         """Plan a step, and compare it with the recorded one."""
@@ -241,7 +242,9 @@ class Replayer:
         result = self._runner.run(plan).wait()
         draws = line.get("draws") or [0] * plan.num_samples
         drafted, tops, token_ids = line.get("drafted", {}), line.get("tops", {}), list[int]()
-        result.errors = {int(at): Fault("failed as recorded", FailureCause(cause)) for at, cause in _items(line, "errors")}
+        result.errors = {
+            int(at): Fault("failed as recorded", FailureCause(cause)) for at, cause in _items(line, "errors")
+        }
         result.logprobs, result.drafted, result.ended = {}, {}, line.get("ended", ())
         for index, piece in enumerate(plan.slices):
             depth, first, place = piece.start + piece.num_tokens, len(token_ids), str(index)
