@@ -49,7 +49,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("engine", ("quire",), ()),
     ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), OFFLINE),
     ("engine", ("engine.llm",), ("engine.llm", *OFFLINE)),
-    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.routes", "server.client"), ()),
+    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.respond", "server.client"), ()),
     ("engine.llm", ("server.sse", "server.middleware", "server.serve", "server.daemon", "torch"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     (
@@ -135,7 +135,7 @@ OPENERS = {
     "server.batches.lines",
     "engine.child_process",  # pipes and /dev/null
     "engine.model_source",  # the installed model, by its digest
-    "server.routes.page",
+    "server.operations.page",
     "engine.text.grammars.trial_process",  # /proc
 }
 

@@ -1,6 +1,6 @@
 """Tries a grammar in a process of its own, so that one that hangs, explodes or crashes harms nothing else.
 
-The daemon's end of trial_process.py; used by the worker threads of maker.py.
+The daemon's end of trial_process.py; used by the worker threads of builder.py.
 """
 
 from __future__ import annotations
