@@ -39,8 +39,8 @@ from engine.text.draft_tokenizer import check_draft_tokenizer
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tokenizer import load_tokenizer
 from engine.text.tools.dialects import DIALECTS, HARMONY
-from server.protocol.limits import Limits
-from server.protocol.sampling import SamplingBody, seconds
+from server.openai.limits import Limits
+from server.openai.sampling import SamplingBody, seconds
 from server.settings.app_config import AppConfig
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 # What bodies are made of is imported before the first question, which should not wait for it.
-import server.protocol.messages
-import server.protocol.responses  # noqa: F401
+import server.anthropic.messages
+import server.openai.responses.routes  # noqa: F401
 from server.errors import to_api_error
 from server.http.children import Parts, serve
 from server.http.json_values import check_count, pack, parse

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from server.app import API
-from server.protocol.base import RequestBody
-from server.protocol.translated import PASSED_ON, TranslatedBody
-from server.routes.openapi import describe
+from server.http.schema import RequestBody
+from server.openai.translated import PASSED_ON, TranslatedBody
+from server.operations.openapi import describe
 
 HEAD = """# Reference
 

@@ -17,7 +17,7 @@ from typing import Any
 from engine.core.snapshot import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
-from server.protocol.timings import AnswerMetrics
+from server.openai.usage import AnswerMetrics
 from server.telemetry.queue_status import Place
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT

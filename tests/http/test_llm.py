@@ -24,8 +24,8 @@ from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import PendingStep, SequenceSlice, StepPlan
-from engine.llm import LLM, SamplingParams
 from engine.loop import Engine
+from quire import LLM, SamplingParams
 
 
 class Workshop:

@@ -18,7 +18,7 @@ from engine.text.tools.offered import OfferedTool
 from engine.text.tools.parser import ToolParser
 from engine.text.tools.pieces import CallArguments, CallBegin
 from engine.text.tools.strict import free_text_grammar
-from server.protocol.structured import ResponseFormat
+from server.openai.structured import ResponseFormat
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
