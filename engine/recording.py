@@ -27,7 +27,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
-from engine.core.step import NO_MOVES, Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.step import Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent
 from engine.hidden_ids import TokenTree, TreeFullError
 from engine.version import VERSION
@@ -245,8 +245,8 @@ class Journal:
             ids = result.token_ids[first : first + len(piece.samples)]
             is_void = index in result.errors or index in result.drafted or piece.params.beam is not None
             if index in result.drafted:
-                token_ids, num_drafts, *_ = result.drafted[index]
-                drafted[index] = [self._ids.draws(piece, piece.slot, depth, token_ids), num_drafts]
+                token_ids, num_drafts, _, is_end = result.drafted[index]
+                drafted[index] = [self._ids.draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
             elif index not in result.errors and piece.params.beam is not None and first in result.logprobs:
                 top = result.logprobs[first].top
                 tops[index] = [[self._ids.draws(piece, -1, depth, [token])[0], logprob] for token, logprob in top]
@@ -258,7 +258,6 @@ class Journal:
             "tops": tops,
             "errors": {index: fault.cause.value for index, fault in result.errors.items()},
             "ended": sorted(result.ended),
-            "moves": None if result.moves == NO_MOVES else list(result.moves),
         }
         return {"at": now, **_without_empty(line)}
 

@@ -18,7 +18,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause, Stats
-from engine.core.step import Drafted, Fault, Moves, SequenceSlice, StepPlan
+from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan
 from engine.core.types import (
     AbortCause,
     BeamParams,
@@ -249,8 +249,9 @@ class Replayer:
         for index, piece in enumerate(plan.slices):
             depth, first, place = piece.start + piece.num_tokens, len(token_ids), str(index)
             if place in drafted:
-                steps, num_drafts = drafted[place]
-                result.drafted[index] = Drafted(self._ids.draws(piece, piece.slot, depth, steps), num_drafts)
+                steps, num_drafts, is_end = drafted[place]
+                ids = self._ids.draws(piece, piece.slot, depth, steps)
+                result.drafted[index] = Drafted(ids, num_drafts, is_end=is_end)
             if place in tops:
                 top = [(self._ids.draws(piece, -1, depth, [step])[0], logprob) for step, logprob in tops[place]]
                 result.logprobs[first] = TokenLogprob(*top[0], 1, tuple(top))
@@ -258,7 +259,6 @@ class Replayer:
             for sample, step in zip(piece.samples, draws[first:], strict=False):
                 token_ids += [0] if is_void else self._ids.draws(piece, own_slot(piece, sample), depth, [step])
         result.token_ids = token_ids
-        result.moves = Moves(*line.get("moves", ()))
         self.done.num_committed += 1
         self._note(self._scheduler.commit(plan, result, line["at"]))
 
