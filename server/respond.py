@@ -21,11 +21,11 @@ from engine.text.choice import Delta, TextRules
 from engine.text.grammars.spec import GrammarSpec
 from server.client import Answer
 from server.context import Context
-from server.errors import to_api_error
+from server.errors import REQUEST_ID, to_api_error
 from server.generation import ChoiceDelta, Generation
 from server.http.disconnect import unless_disconnected
 from server.http.slow_thread import run_slowly
-from server.middleware import ENTRY, REQUEST_ID
+from server.middleware import ENTRY
 from server.openai.formatter import ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody, seconds
 from server.openai.usage import AnswerMetrics, server_timing, with_metrics

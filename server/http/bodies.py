@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
+from starlette.requests import Request
 
 from server.errors import ApiError
 from server.http.children import Child, ChildCrashError, ChildError, ChildTimeoutError
@@ -36,6 +37,23 @@ Checked = TypeVar("Checked", bound=BaseModel)
 def is_large(raw: bytes | bytearray) -> bool:
     """True for what is not read on the event loop."""
     return len(raw) > INLINE_BYTES or most_values(raw) > INLINE_VALUES
+
+
+def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[bytes]:
+    """Return a request's body, which ends in a 413 beyond a limit; raise it now if Content-Length exceeds that."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise ApiError(413, "request_too_large", message)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        received = 0
+        async for piece in request.stream():
+            received += len(piece)
+            if received > max_bytes:
+                raise ApiError(413, "request_too_large", message)
+            yield piece
+
+    return pieces()
 
 
 class BodyReader:
