@@ -40,12 +40,9 @@ from engine.runtime.cuda.budget import (
 )
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
-from engine.runtime.cuda.swap import STAGING_BYTES
 from engine.runtime.cuda.toolchain import check_toolchain
-from engine.runtime.disk_store import has_blocks
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.host_tiers import open_tiers
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -63,6 +60,9 @@ from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.transports.disk import has_blocks
+from engine.runtime.transports.pinned import STAGING_BYTES
+from engine.runtime.transports.table import open_tiers
 from engine.speculation import load_speculation
 
 Report = Callable[[Progress], None]

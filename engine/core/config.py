@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
-from engine.core.kv.swap_costs import FREE_SWAPS, SwapCosts
 from engine.core.queues import POLICIES
 from engine.core.speculative_config import SpeculativeConfig
 
@@ -216,7 +215,6 @@ class SchedulerConfig:
     target_itl_s: float | None = None  # between two tokens of a sequence
     target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
-    swap_costs: SwapCosts = FREE_SWAPS  # as they were measured at the start
     host_caching: bool = False  # cached blocks that the pool gives up go there too
     num_disk_blocks: int = 0  # behind the host's, for cached blocks
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step

@@ -12,7 +12,7 @@ from math import inf
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
 from engine.core.queues.lengths import LengthPredictor
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Sequence
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.step import StepPlan
 from engine.core.targets import Targets
@@ -68,8 +68,8 @@ class Recorder:
         hits[CacheTier.DISK] += seq.kv.num_from_disk
 
     def preempted(self, seq: Sequence) -> None:
-        """A sequence gave its blocks away, and has been copied or not."""
-        kind = PreemptionKind.SWAP if seq.status is Status.SWAPPED else PreemptionKind.RECOMPUTE
+        """A sequence was preempted; it has a ticket, or is to be recomputed."""
+        kind = PreemptionKind.SWAP if seq.kv.ticket is not None else PreemptionKind.RECOMPUTE
         self._stats.preempted[kind] += 1
 
     def first_token(self, seq: Sequence, now: float) -> None:

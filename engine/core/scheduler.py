@@ -24,7 +24,6 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.swap import never_saved
 from engine.core.kv.tiers import Transfer
 from engine.core.outcomes import Outcomes
 from engine.core.prompts import PromptPlanner
@@ -34,7 +33,7 @@ from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
-from engine.core.step import Moves, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.core.step_time import decode_load
 from engine.core.targets import Targets
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
@@ -205,15 +204,10 @@ class Scheduler:
         return True
 
     def _admit_first(self, now: float, step: InFlightStep) -> None:
-        """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
+        """Let the policy preempt sequences for the next waiting one before the step is planned, so that none has a part in it."""
         seq = self._queue.first_waiting
-        if (
-            seq is not None
-            and seq.status is not Status.SWAPPED
-            and not seq.is_background
-            and self._claim(seq, now, step)
-        ):
-            self._start(seq, now, step)
+        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, now, step):
+            self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
         """Start waiting sequences, strictly in order, as long as another is asked for, while slots and blocks last.
@@ -223,15 +217,13 @@ class Scheduler:
         while (seq := self._queue.first_waiting) is not None:
             if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, now, step):
                 return
-            self._start(seq, now, step)
+            self._start(seq, now)
             yield seq
 
-    def _start(self, seq: Sequence, now: float, step: InFlightStep) -> None:
-        """A waiting sequence has got its blocks: it runs."""
+    def _start(self, seq: Sequence, now: float) -> None:
+        """Have a waiting sequence run, whose blocks are allocated."""
         self._recorder.admitted(seq, now)
         self._queue.dequeue(seq)
-        if seq.status is Status.SWAPPED:
-            step.take(self._kv.resume(seq), seq)
         seq.move(Status.PREFILL)
         seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._queue.start(seq)
@@ -268,7 +260,7 @@ class Scheduler:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
-        self._learn(step, now, result.moves)
+        self._learn(step, now)
         self._kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
@@ -280,15 +272,14 @@ class Scheduler:
         self._queue.update_gauges()
         return events
 
-    def _learn(self, step: InFlightStep, now: float, moves: Moves) -> None:
+    def _learn(self, step: InFlightStep, now: float) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
         has_prompts = step.load.num_prompt_tokens > 0
         if step.slices and self._budget.is_due(has_prompts=has_prompts):
             load = step.load if has_prompts else decode_load(step.slices)
             if step.num_drafts:
                 load = load._replace(num_decodes=load.num_decodes + sum(step.num_drafts.values()))
-            self._budget.times.learn(load, now - max(step.planned_s, self._committed_s) - moves.held_up_s)
-        self._kv.learn(moves)
+            self._budget.times.learn(load, now - max(step.planned_s, self._committed_s))
         self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
@@ -298,8 +289,6 @@ class Scheduler:
         their blocks, which are the pool's: giving them up would bring the device nothing.
         """
         oldest = self._in_flight[0]
-        for seq in never_saved(self._in_flight, self._queue.waiting):
-            self._departures.unsave(seq)
         for step in self._in_flight:
             self._kv.rolled_back(step)
         for seq, is_whole in take_back(self._in_flight).items():
@@ -322,9 +311,7 @@ class Scheduler:
         return events
 
     def give_up_copies(self) -> None:
-        """Blocks cannot be copied to the host and back: whoever was is computed anew, and so are all to come."""
-        for seq in [seq for seq in self._queue.waiting if seq.status is Status.SWAPPED]:
-            self._departures.unsave(seq)
+        """Stop copying blocks to host memory and back, since it fails: preempted sequences are recomputed from now on."""
         self._kv.give_up_copies()
         self.stats.failed_copies += 1
         self._queue.update_gauges()

@@ -6,10 +6,6 @@
                  admit | | pool exhausted        | pool exhausted
                        | v                       |
                     PREEMPTED <------------------+            (every state may go to DONE: abort)
-                       ^ |
-             copy lost | | copied to host memory
-                       | v
-                     SWAPPED ----> PREFILL (admit)
 
 A step that is taken back leads from RUNNING to PREFILL: all of the sequence's tokens are known again.
 
@@ -42,8 +38,7 @@ class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # to be computed anew
-    SWAPPED = "swapped"  # preempted; what was computed is in host memory
+    PREEMPTED = "preempted"  # to be recomputed, but for what host memory has of it
     DONE = "done"
 
 
@@ -51,8 +46,7 @@ _MOVES = {
     Status.WAITING: {Status.PREFILL, Status.DONE},
     Status.PREFILL: {Status.RUNNING, Status.PREEMPTED, Status.DONE},
     Status.RUNNING: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
-    Status.PREEMPTED: {Status.PREFILL, Status.SWAPPED, Status.DONE},
-    Status.SWAPPED: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
+    Status.PREEMPTED: {Status.PREFILL, Status.DONE},
     Status.DONE: set(),
 }
 
@@ -213,7 +207,7 @@ class Sequence:
     @property
     def is_resuming(self) -> bool:
         """Waiting, but not for the first time."""
-        return self.status is Status.PREEMPTED or self.status is Status.SWAPPED
+        return self.status is Status.PREEMPTED
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -28,12 +28,12 @@ from engine.runtime.attention.base import (
     Rotation,
 )
 from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
-from engine.runtime.cuda import swap
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
-from engine.runtime.swap import split_rows
 from engine.runtime.transfer import to_device
+from engine.runtime.transports import pinned
+from engine.runtime.transports.host import split_rows
 
 _MIB = 1 << 20
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -126,7 +126,7 @@ class KVCache:
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
         if self._device.type == "cuda":
-            swap.read_blocks(self.blocks, blocks, self._as_numbers(rows))
+            pinned.read_blocks(self.blocks, blocks, self._as_numbers(rows))
             return
         for view, part in self._parts(rows):
             for block, row in zip(blocks, part, strict=True):
@@ -135,7 +135,7 @@ class KVCache:
     def write_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks in."""
         if self._device.type == "cuda":
-            swap.write_blocks(self.blocks, blocks, self._as_numbers(rows))
+            pinned.write_blocks(self.blocks, blocks, self._as_numbers(rows))
             return
         for view, part in self._parts(rows):
             for block, row in zip(blocks, part, strict=True):

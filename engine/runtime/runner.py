@@ -32,8 +32,8 @@ from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
-from engine.runtime.swap import HostPool, MainMemoryPool
 from engine.runtime.transfer import to_device
+from engine.runtime.transports.host import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
@@ -66,7 +66,6 @@ class ModelStep:
         scores: list[_Scores],
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
-        host_pool: HostPool | None,
     ) -> None:
         self._shapes = [Shape.of(piece) for piece in plan.slices] if plan.num_drafts else ()
         self._owners = [
@@ -78,7 +77,6 @@ class ModelStep:
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
-        self._host_pool = host_pool
         if sampled is not None and sampled.constrained is not None:
             sampled.constrained.read = self._ids
 
@@ -119,10 +117,7 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        result = fold(result, faults, self._shapes) if self._shapes else result
-        if self._host_pool is not None:
-            result.moves = self._host_pool.take_moves()
-        return result
+        return fold(result, faults, self._shapes) if self._shapes else result
 
     def _void_fault(self, row: int) -> Fault:
         """Return why nothing could be drawn from a row."""
@@ -199,7 +194,7 @@ class ModelRunner:
         Raises MemoryBudgetError or ConfigError.
         """
         if self._device.type == "cuda":
-            from engine.runtime.cuda.swap import PinnedPool
+            from engine.runtime.transports.pinned import PinnedPool
 
             self._host_pool = PinnedPool(self._kv_cache.blocks, num_blocks, self._device)
         else:
@@ -305,7 +300,7 @@ class ModelRunner:
 
     def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
         if self._device.type != "cuda":
-            return ModelStep(plan, sampled, scores, pooled, None, self._host_pool)
+            return ModelStep(plan, sampled, scores, pooled, None)
         if sampled is not None:
             logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
             sampled = sampled._replace(
@@ -316,7 +311,7 @@ class ModelRunner:
             pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
         event = torch.cuda.Event()
         event.record()
-        return ModelStep(plan, sampled, scores, pooled, event, self._host_pool)
+        return ModelStep(plan, sampled, scores, pooled, event)
 
 
 def _grammar_fault(error: str) -> Fault:

@@ -24,7 +24,7 @@ from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
-_ORDER = ("running", "prefill", "swapped", "preempted")  # the state of a request is that of its foremost sequence
+_ORDER = ("running", "prefill", "preempted")  # the state of a request is that of its foremost sequence
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

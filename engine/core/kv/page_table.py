@@ -17,6 +17,15 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+class Ticket:
+    """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks; see host_tier.py."""
+
+    __slots__ = ("blocks", "num_tokens")
+
+    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+        self.blocks, self.num_tokens = blocks, num_tokens
+
+
 class SequenceKV:
     """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1."""
 
@@ -25,7 +34,6 @@ class SequenceKV:
         "block_size",
         "blocks",
         "chain",
-        "host_blocks",
         "is_cacheable",
         "next_publish",
         "num_awaited",
@@ -36,6 +44,7 @@ class SequenceKV:
         "num_saved",
         "shares_tail",
         "slots",
+        "ticket",
         "writable_until",
     )
 
@@ -50,8 +59,8 @@ class SequenceKV:
         self.num_from_host = self.num_from_disk = 0
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
         self.awaits_until_s = 0.0  # ... and when it is admitted without them
-        self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
-        self.num_saved = 0  # ... and the positions that they hold
+        self.ticket: Ticket | None = None  # from being preempted until it resumes
+        self.num_saved = 0  # positions that its ticket had when it was preempted last
         self.clear()
 
     def clear(self) -> None:

@@ -9,23 +9,21 @@ in order, so a host block is never read before it is written. Nothing waits for 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError
-from engine.core.step import Moves, StepPlan
-from engine.runtime.swap import host_rows, rows_as_bytes, split_rows
+from engine.core.step import StepPlan
 from engine.runtime.transfer import to_device
+from engine.runtime.transports.host import host_rows, rows_as_bytes, split_rows
 
 STAGING_BYTES = 64 << 20  # of device memory, for each direction
 
 
 class PinnedPool:
-    """See engine/runtime/swap.py."""
+    """See engine/runtime/transports/host.py."""
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int, device: torch.device) -> None:
         self._pool, self._device = list(pool), device
@@ -40,7 +38,6 @@ class PinnedPool:
         self._arriving = torch.empty(shape, dtype=self._rows.dtype, device=device)
         self._left = torch.cuda.Event()  # what was in `_leaving` is on the host
         self._arrived: torch.cuda.Event | None = None  # until a step has waited for it
-        self._moves: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()  # blocks, and their first and last
 
     def begin(self, plan: StepPlan) -> None:
         """Gather and send off; and wait for what earlier plans brought in, whoever owns those blocks now."""
@@ -50,7 +47,7 @@ class PinnedPool:
             step.wait_event(self._left)
             gather(self._pool, self._to_device([block for block, _ in pairs]), self._leaving[: len(pairs)])
             self._stream.wait_event(step.record_event())
-            with torch.cuda.stream(self._stream), self._timed(len(pairs)):
+            with torch.cuda.stream(self._stream):
                 for first, at, count in runs([host for _, host in pairs]):
                     self._rows[first : first + count].copy_(self._leaving[at : at + count], non_blocking=True)
                 self._left.record(self._stream)
@@ -69,9 +66,8 @@ class PinnedPool:
         is_free = step.record_event()
         with torch.cuda.stream(self._stream):
             for pairs in _batches(plan.swap_in, self._num_staged):
-                with self._timed(len(pairs)):
-                    for first, at, count in runs([host for host, _ in pairs]):
-                        self._arriving[at : at + count].copy_(self._rows[first : first + count], non_blocking=True)
+                for first, at, count in runs([host for host, _ in pairs]):
+                    self._arriving[at : at + count].copy_(self._rows[first : first + count], non_blocking=True)
                 self._stream.wait_event(is_free)
                 scatter(self._pool, self._to_device([block for _, block in pairs]), self._arriving[: len(pairs)])
             self._arrived = self._stream.record_event()
@@ -83,15 +79,6 @@ class PinnedPool:
         """As it lies there."""
         return self._bytes[host_block]
 
-    def take_moves(self) -> Moves:
-        """Those that are done; the host waits for none, nor do steps."""
-        num_blocks, milliseconds = 0, 0.0
-        while self._moves and self._moves[0][2].query():
-            count, begun, ended = self._moves.popleft()
-            num_blocks += count
-            milliseconds += begun.elapsed_time(ended)
-        return Moves(num_blocks, milliseconds / 1e3)
-
     def finish_copies(self) -> None:
         """Wait for the side stream."""
         self._stream.synchronize()
@@ -101,15 +88,6 @@ class PinnedPool:
         self._stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._rows.data_ptr())
         del self._pool, self._rows, self._bytes, self._leaving, self._arriving
-
-    @contextmanager
-    def _timed(self, num_blocks: int) -> Iterator[None]:
-        """Have the device note when the side stream begins and ends what is asked of it within."""
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begun.record(self._stream)
-        yield
-        ended.record(self._stream)
-        self._moves.append((num_blocks, begun, ended))
 
     def _to_device(self, blocks: list[int]) -> Tensor:
         return to_device(blocks, torch.int64, self._device)

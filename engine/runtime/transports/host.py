@@ -1,27 +1,23 @@
-"""The content of host blocks: K/V of preempted sequences, copied out of the pool by one plan and back by a later one.
+"""Host memory behind the pool: copies the blocks that a plan names out of the pool, and back.
 
-On a CPU a block is copied when its plan runs; on CUDA beside the steps (cuda/swap.py). Which block is whose is the
-scheduler's. Engine thread.
+On a CPU a block is copied when its plan runs; on CUDA beside the steps (pinned.py). engine/core/kv/host_tier.py decides
+which blocks. Engine thread.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError, CopyError, MemoryBudgetError
-from engine.core.kv.swap_costs import SwapCosts
-from engine.core.step import NO_MOVES, Moves, StepPlan
+from engine.core.step import StepPlan
 from engine.runtime import huge_pages, mapped_file
 
 _GIB = 1 << 30
-_NUM_MEASURED = 64  # blocks; what a sequence of a thousand tokens takes by default
 
 
 class HostPool(Protocol):
@@ -41,10 +37,6 @@ class HostPool(Protocol):
 
     def row(self, host_block: int) -> memoryview:
         """The bytes of a host block, for another thread; which is to call `finish_copies` before."""
-        ...
-
-    def take_moves(self) -> Moves:
-        """What was copied since this was asked last, as far as it is done."""
         ...
 
     def finish_copies(self) -> None:
@@ -88,7 +80,6 @@ class MainMemoryPool:
         rows = mapped_file.zeros((num_blocks, size), pool[0].dtype, folder)
         self._bytes = rows_as_bytes(rows)
         self._rows = split_rows(rows, pool)
-        self._moves = NO_MOVES
 
     def begin(self, plan: StepPlan) -> None:
         """Copy out."""
@@ -105,11 +96,6 @@ class MainMemoryPool:
         """As it lies there."""
         return self._bytes[host_block]
 
-    def take_moves(self) -> Moves:
-        """All of them held up their step."""
-        moves, self._moves = self._moves, NO_MOVES
-        return moves
-
     def finish_copies(self) -> None:
         """They are done when a plan was launched."""
 
@@ -120,7 +106,6 @@ class MainMemoryPool:
     def _copy(self, sources: list[Tensor], destinations: list[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
             return
-        begun_s = time.perf_counter()
         try:
             # One by one is 20 times as fast as by index, which torch does number by number (15 GB/s against 0.7, one core).
             for view, other in zip(sources, destinations, strict=True):
@@ -128,9 +113,6 @@ class MainMemoryPool:
                     other[destination].copy_(view[source])
         except Exception as error:  # whatever it is, the step can do without
             raise CopyError(f"{type(error).__name__}: {error}") from error
-        seconds = time.perf_counter() - begun_s
-        before = self._moves
-        self._moves = Moves(before.num_blocks + len(pairs), before.seconds + seconds, before.held_up_s + seconds)
 
 
 def count_host_blocks(num_gib: float, bytes_per_block: int, room: int | None, flag: str = "--swap-space") -> int:
@@ -150,35 +132,3 @@ def count_host_blocks(num_gib: float, bytes_per_block: int, room: int | None, fl
             "raise it, or set it to 0."
         )
     return num_blocks
-
-
-def measure_costs(
-    host_pool: HostPool, compute: Callable[[], int], num_blocks: int, wait: Callable[[], None]
-) -> SwapCosts:
-    """What copying and computing take here. `compute` a prompt, and return its tokens; `wait` for the device.
-
-    Overwrites the first of `num_blocks` blocks, in the pool and on the host.
-    """
-    compute()  # for the first time, which takes longer
-    wait()
-    begun_s = time.perf_counter()
-    num_tokens = compute()
-    token_s = (time.perf_counter() - begun_s) / num_tokens
-
-    def trip_s(count: int) -> float:
-        pairs = [(block, block) for block in range(count)]
-        seconds = []
-        for _ in range(4):
-            begun_s = time.perf_counter()
-            plan = StepPlan(0, [], [], 0, 0, swap_out=pairs, swap_in=pairs)
-            host_pool.begin(plan)
-            host_pool.bring_in(plan)
-            wait()
-            seconds.append(time.perf_counter() - begun_s)
-        return median(seconds[1:])  # the first finds new memory
-
-    many = min(_NUM_MEASURED, num_blocks)
-    one_s, many_s = trip_s(1), trip_s(many)
-    host_pool.take_moves()  # they are no step's
-    block_s = max(many_s - one_s, 0.0) / (many - 1) if many > 1 else one_s
-    return SwapCosts(max(one_s - block_s, 0.0), block_s, token_s)
