@@ -104,7 +104,7 @@ class MessageFormatter:
         return self._message(self._blocks, usage).json_bytes()
 
     def opening(self) -> bytes:
-        begun = Usage.of(sum(map(len, self._meta.prompts)), 0, 0)  # what was cached is told at the end
+        begun = Usage.of(sum(map(len, self._meta.prompts)), 0)  # the cached tokens are reported at the end
         start = MessageEvent(type="message_start", message=self._message([], begun))
         return _frames([start, MessageEvent(type="ping")])
 
