@@ -25,6 +25,7 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 CPU_KERNELS = ("auto", "off", "portable", "avx2", "avx512", "avx512bf16")
 MODEL_IMPLS = ("auto", "quire", "transformers")
+RECORD_CONTENTS = ("lengths", "ids")
 DEFAULT_MAX_LORAS = 8  # where they may be loaded while the daemon runs
 MAX_NUM_THREADS = 1024  # thread libraries end the process where the system gives no more
 
@@ -82,6 +83,8 @@ class EngineConfig:
     max_loras: int | None = None
     max_lora_rank: int = 64
     allow_runtime_lora_updating: bool = False
+    record: str | None = None  # a file; see engine/recording.py
+    record_contents: str = "lengths"
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -95,6 +98,7 @@ class EngineConfig:
             ("attention_backend", ATTENTION_BACKENDS),
             ("scheduling_policy", tuple(POLICIES)),
             ("prefix_cache_eviction", tuple(EVICTION_POLICIES)),
+            ("record_contents", RECORD_CONTENTS),
         ):
             value = getattr(self, name)
             _require(value in allowed, f"{_flag(name)} is {value!r}; choose one of {', '.join(allowed)}.")
@@ -154,6 +158,10 @@ class EngineConfig:
         _require(
             self.enable_prefix_caching or not self.kv_offload_gib,
             "--kv-offload-gib keeps blocks of the prefix cache, which is switched off; leave out one of the two.",
+        )
+        _require(
+            self.record is None or self.kv_offload_dir is None,
+            "--record does not cover the disk of --kv-offload-dir; leave one of them out.",
         )
         names = [module.name for module in self.lora_modules]
         twice = next((name for name in names if names.count(name) > 1), None)

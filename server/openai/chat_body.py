@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.core.errors import InvalidRequestError, shorten
 from engine.core.types import SamplingParams
 from engine.text.choice import TextRules
-from engine.text.grammars.spec import GrammarSpec, Kind
+from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.thinking import EFFORT_BUDGETS, ThinkingGrammar
 from engine.text.tools.forced import forced_dialect, forced_grammar
 from engine.text.tools.parser import Dialect
@@ -222,7 +222,7 @@ class ChatBody(SamplingBody, Conversation):
         asked, choice = self.grammar_spec(), self.wanted_calls
         if not self._constrains_calls(limits):
             return asked or self._strict_calls(limits)
-        if asked is not None and (asked[0].kind is not Kind.JSON_SCHEMA or asked[0].text == "false"):
+        if asked is not None and (asked[0].kind is not GrammarKind.JSON_SCHEMA or asked[0].text == "false"):
             raise InvalidRequestError(
                 f'{asked[1]} leaves no room for calls of tools; send tool_choice: "none", or leave one of them out.',
                 param=asked[1],

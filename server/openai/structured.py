@@ -11,8 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from engine.text.grammars.closing import close
-from engine.text.grammars.spec import ANY_OBJECT, GrammarSpec, Kind
+from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec, close_schema
 from server.errors import refused_field
 from server.http.schema import RequestBody
 
@@ -56,7 +55,7 @@ WhitespacePattern = Annotated[str, Field(max_length=200)]
 class JsonSchemaFormat(RequestBody):
     """`strict` refuses keywords that cannot be enforced, else left out as OpenAI does, and takes objects to be closed.
 
-    See engine/text/grammars/closing.py for the latter.
+    See engine/text/grammars/spec.py for the latter.
     """
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})
@@ -102,7 +101,7 @@ class ResponseFormat(RequestBody):
             return ANY_OBJECT._replace(whitespace=_WHITESPACE)
         if self.json_schema is not None:
             asked = self.json_schema
-            schema = close(asked.schema_) if asked.strict else asked.schema_
+            schema = close_schema(asked.schema_) if asked.strict else asked.schema_
             return GrammarSpec.of_json_schema(schema, whitespace=_WHITESPACE, is_lenient=not asked.strict)
         return self._tags() if self.structures else None
 
@@ -116,7 +115,7 @@ class ResponseFormat(RequestBody):
             if isinstance(schema, dict):
                 schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
             tags.append({"trigger": trigger, "begin": structure.begin, "grammar": schema, "end": structure.end})
-        return GrammarSpec(Kind.STRUCTURAL_TAG, json.dumps(tags))
+        return GrammarSpec(GrammarKind.STRUCTURAL_TAG, json.dumps(tags))
 
 
 class StructuredOutputs(RequestBody):
@@ -169,9 +168,9 @@ class StructuredOutputs(RequestBody):
         if self.json_object:
             return ANY_OBJECT._replace(whitespace=whitespace)
         if self.regex is not None:
-            return GrammarSpec(Kind.REGEX, self.regex)
+            return GrammarSpec(GrammarKind.REGEX, self.regex)
         if self.choice is not None:
             return GrammarSpec.of_choice(self.choice)
         if self.grammar is not None:
-            return GrammarSpec(Kind.GRAMMAR, self.grammar)
+            return GrammarSpec(GrammarKind.LARK, self.grammar)
         return None if self.structural_tag is None else self.structural_tag.spec()

@@ -23,6 +23,7 @@ from engine.core.config import (
     LOAD_FORMATS,
     MODEL_IMPLS,
     QUANTIZATIONS,
+    RECORD_CONTENTS,
     EngineConfig,
     LoraModule,
 )
@@ -387,4 +388,15 @@ class LoggingSettings(BaseModel):
 
     log_level: LogLevel = _setting(LogLevel.INFO, _choices(*LogLevel), "least severe line to write")
     log_format: LogFormat = _setting(LogFormat.TEXT, _choices(*LogFormat), "how a line is written")
+    record: str | None = _setting(
+        _ENGINE.record,
+        "FILE",
+        "write what the scheduler sees, without texts and keys, for `quire simulate replay FILE`; ends at 256 MiB",
+        unset="none",
+    )
+    record_contents: str = _setting(
+        _ENGINE.record_contents,
+        _choices(*RECORD_CONTENTS),
+        "of prompts and answers: their lengths and which begin alike, or their token ids",
+    )
     config: Path | None = _setting(None, "FILE", "YAML file of these settings, keys spelled as the flags", unset="none")

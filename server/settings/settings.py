@@ -82,7 +82,7 @@ class Settings(
             )
         if self.prefill_url and not _is_url(self.prefill_url):
             raise ConfigError(f"--prefill-url is {self.prefill_url!r}; it must be like http://127.0.0.1:8001.")
-        for name in ("swap_space", "kv_offload_gib", "kv_offload_dir"):
+        for name in ("swap_space", "kv_offload_gib", "kv_offload_dir", "record"):
             if self.role == "decode" and getattr(self, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"--role decode does not go with {flag}; leave one of them out.")

@@ -42,7 +42,7 @@ ON_THE_DEVICE = tuple(
     for name in ("attention", "compile", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
 # The engine for scripts: the daemon's own text side around it, nothing of HTTP.
-OFFLINE = tuple(f"engine.llm.{name}" for name in ("grammars", "job", "offline", "params"))
+OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
     ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ()),
@@ -133,10 +133,10 @@ OPENERS = {
     "engine.runtime.native.build",
     "server.batches.folder",
     "server.batches.lines",
-    "server.http.children",  # pipes and /dev/null
+    "engine.child_process",  # pipes and /dev/null
     "engine.model_source",  # the installed model, by its digest
     "server.operations.page",
-    "engine.text.grammars.trial",  # /proc
+    "engine.text.grammars.trial_process",  # /proc
 }
 
 

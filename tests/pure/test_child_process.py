@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from server.http import children
-from server.http.children import Child, ChildCrashError, ChildLostError, ChildTimeoutError
+from engine import child_process
+from engine.child_process import ChildCrashError, ChildLostError, ChildProcess, ChildTimeoutError
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
-    monkeypatch.setattr(children, "_ROOT", ROOT / "tests" / "pure")
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildProcess]:
+    monkeypatch.setattr(child_process, "_ROOT", ROOT / "tests" / "pure")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    made = Child("child_module", limit_s=WAIT_S)
+    made = ChildProcess("child_module", limit_s=WAIT_S)
     yield made
     made.close()
 
 
-def ask(child: Child, *parts: bytes) -> list[bytes]:
+def ask(child: ChildProcess, *parts: bytes) -> list[bytes]:
     return [bytes(part) for part in child.ask([bytearray(part) for part in parts])]
 
 
@@ -36,7 +36,7 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_parts_come_and_go_whole(child: Child) -> None:
+def test_parts_come_and_go_whole(child: ChildProcess) -> None:
     large = bytes(range(256)) * 40_000
     assert ask(child, b"abc", b"", large) == [b"cba", b"", large[::-1]]
     pid = child.pid
@@ -44,13 +44,13 @@ def test_parts_come_and_go_whole(child: Child) -> None:
     assert child.pid == pid
 
 
-def test_what_was_sent_is_let_go_of(child: Child) -> None:
+def test_what_was_sent_is_let_go_of(child: ChildProcess) -> None:
     part = bytearray(b"x" * (1 << 20))
     child.ask([part])
     assert not part
 
 
-def test_a_child_that_takes_too_long_is_killed(child: Child) -> None:
+def test_a_child_that_takes_too_long_is_killed(child: ChildProcess) -> None:
     ask(child, b"x")
     pid, child._limit_s = child.pid, 0.2
     assert pid is not None
@@ -61,13 +61,13 @@ def test_a_child_that_takes_too_long_is_killed(child: Child) -> None:
     assert ask(child, b"abc") == [b"cba"]
 
 
-def test_a_child_that_takes_too_much_memory_ends(child: Child) -> None:
+def test_a_child_that_takes_too_much_memory_ends(child: ChildProcess) -> None:
     with pytest.raises(ChildCrashError):
         ask(child, b"eat")
     assert ask(child, b"abc") == [b"cba"]
 
 
-def test_a_child_that_ends_or_is_killed_is_replaced(child: Child) -> None:
+def test_a_child_that_ends_or_is_killed_is_replaced(child: ChildProcess) -> None:
     with pytest.raises(ChildCrashError):
         ask(child, b"exit")
     ask(child, b"x")
@@ -79,7 +79,7 @@ def test_a_child_that_ends_or_is_killed_is_replaced(child: Child) -> None:
     assert ask(child, b"abc") == [b"cba"]
 
 
-def test_an_idle_child_ends(child: Child) -> None:
+def test_an_idle_child_ends(child: ChildProcess) -> None:
     child._idle_s = 0.1
     ask(child, b"x")
     give_up_s = time.monotonic() + WAIT_S
@@ -89,13 +89,13 @@ def test_an_idle_child_ends(child: Child) -> None:
     assert ask(child, b"abc") == [b"cba"]
 
 
-def test_a_child_gets_no_secret(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_gets_no_secret(child: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "hunter2")
     [environment] = ask(child, b"environment")
     assert "QUIRE_API_KEY" not in json.loads(environment)
 
 
-def test_closing_ends_a_question_that_waits(child: Child) -> None:
+def test_closing_ends_a_question_that_waits(child: ChildProcess) -> None:
     ask(child, b"x")
     pid = child.pid
     assert pid is not None
