@@ -201,7 +201,6 @@ _MAX_DRAFTED_ROWS = 256
 _LEAST = {
     "min_copied_tokens": 1,
     "num_host_blocks": 0,
-    "num_disk_blocks": 0,
     "num_speculative_tokens": 0,
 }
 
@@ -224,7 +223,7 @@ class SchedulerConfig:
     target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for what preempted sequences have computed
     host_caching: bool = False  # cached blocks that the pool gives up go there too
-    num_disk_blocks: int = 0  # behind the host's, for cached blocks
+    stores: tuple[tuple[str, int], ...] = ()  # keepers of cached blocks behind host memory: name, blocks
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
 
@@ -245,7 +244,7 @@ class SchedulerConfig:
             _require(value is None or 0.0 < value < inf, f"{name} is {value}; it must be a number of seconds above 0.")
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
-        assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
+        assert self.host_caching or not self.stores, "stores are behind host blocks"
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             _few_tokens(self.max_num_batched_tokens, self.max_num_seqs),
