@@ -33,7 +33,20 @@ def in_percent(ratio: float) -> str:
 
 
 _LATENCY = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "e2e p50", "p99", "good", "fair")
-_WORK = "served,refused,429,s,out tok/s,busy,preempted,swapped,hits,blocks,most,waiting".split(",")
+_WORK = [
+    "served",
+    "refused",
+    "429",
+    "s",
+    "out tok/s",
+    "busy",
+    "preempted",
+    "swapped",
+    "hits",
+    "blocks",
+    "most",
+    "waiting",
+]
 
 
 def show(rows: Sequence[Row], targets: Targets, console: Console) -> None:
