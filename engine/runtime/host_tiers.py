@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.swap_costs import min_swap_tokens
 from engine.core.types import Progress

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.swap_costs import SwapCosts
 from engine.core.kv.tiers import Transfer

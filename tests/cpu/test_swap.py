@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.swap_costs import SwapCosts
 from engine.core.plan import NO_MOVES, Moves, StepPlan
