@@ -20,9 +20,9 @@ from engine.connector.base import Layout
 from engine.core.block_size import CANDIDATES, choose, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.plan import StepResult
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.lengths import LengthsFile
 from engine.loop import Engine
@@ -41,12 +41,9 @@ from engine.runtime.cuda.budget import (
 )
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
-from engine.runtime.cuda.swap import STAGING_BYTES
 from engine.runtime.cuda.toolchain import check_toolchain
-from engine.runtime.disk_store import has_blocks
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.host_tiers import open_tiers
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -64,6 +61,9 @@ from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.transports.disk import has_blocks
+from engine.runtime.transports.pinned import STAGING_BYTES
+from engine.runtime.transports.table import open_tiers
 from engine.speculation import load_speculation
 
 Report = Callable[[Progress], None]
@@ -328,7 +328,7 @@ def _choose_block_size(
 def _kept_block_size(
     runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, dtype: torch.dtype, sizes: Iterable[int]
 ) -> int | None:
-    """The size of the blocks that --kv-offload-dir holds of this model, if it holds any."""
+    """Return the size of this model's blocks in the folder of --kv-offload-config, if it has any."""
     if config.kv_offload_dir is None:
         return None
     folder = Path(config.kv_offload_dir).expanduser()

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
+from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
 
 
@@ -32,13 +32,13 @@ class Stop(NamedTuple):
     deadline_s: float
 
 
-class Look(NamedTuple):
+class SnapshotRequest(NamedTuple):
     """Tell how things stand; `reply` is called on the engine thread, must be quick and must not raise."""
 
     reply: Callable[[Snapshot], None]
 
 
-class Errand(NamedTuple):
+class EngineCall(NamedTuple):
     """Do something with the engine's parts between two steps, and say what came of it."""
 
     task: Callable[[Scheduler, Runner], Any]
@@ -53,7 +53,7 @@ class Errand(NamedTuple):
                 self.outcome.set_exception(error)
 
 
-Message = Request | Abort | Look | Errand | Stop
+Message = Request | Abort | SnapshotRequest | EngineCall | Stop
 
 
 class Inbox:
@@ -77,8 +77,8 @@ class Inbox:
             self._messages.extend(requests)
             self._changed.notify()
 
-    def put(self, message: Abort | Look | Errand | Stop) -> None:
-        """Queue an order; never refused, but an errand that nobody will run is cancelled."""
+    def put(self, message: Abort | SnapshotRequest | EngineCall | Stop) -> None:
+        """Queue an order; never refused, but a call that nobody will run is cancelled."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
@@ -86,11 +86,11 @@ class Inbox:
             self.close()
 
     def close(self) -> list[Message]:
-        """The engine runs nothing any more; what it has not taken, errands among it cancelled."""
+        """The engine runs nothing any more; what it has not taken, calls among it cancelled."""
         self._is_closed = True
         messages = self.take(wait_s=0)
         for message in messages:
-            if isinstance(message, Errand):
+            if isinstance(message, EngineCall):
                 message.outcome.cancel()
         return messages
 

@@ -32,13 +32,13 @@ from engine.core.errors import (
 )
 from engine.core.kv.tiers import BlockStore
 from engine.core.places import Door
-from engine.core.plan import PendingStep, Runner, StepPlan
 from engine.core.queue_limits import NO_LIMITS, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
+from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-from engine.inbox import Abort, Errand, Inbox, Look, Message, Stop
+from engine.inbox import Abort, EngineCall, Inbox, Message, SnapshotRequest, Stop
 from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
@@ -133,7 +133,7 @@ class Engine:
 
         Nothing is made unless somebody asks. An engine that dies or stops first never replies.
         """
-        self._inbox.put(Look(reply))
+        self._inbox.put(SnapshotRequest(reply))
 
     def first_names(self, request: Request) -> list[bytes]:
         """How the names of a request's K/V blocks begin; see Memory."""
@@ -149,7 +149,7 @@ class Engine:
         The outcome is cancelled where the engine ends first.
         """
         outcome: Future[T] = Future()
-        self._inbox.put(Errand(task, outcome))
+        self._inbox.put(EngineCall(task, outcome))
         return outcome
 
     def health(self) -> EngineHealth:
@@ -281,9 +281,9 @@ class Engine:
                 self._scheduler.add(message)
             elif isinstance(message, Abort):
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
-            elif isinstance(message, Errand):
+            elif isinstance(message, EngineCall):
                 message.run(self._scheduler, self._runner)
-            elif isinstance(message, Look):
+            elif isinstance(message, SnapshotRequest):
                 message.reply(self._scheduler.snapshot(self.clock()))
             else:
                 self._stop_at_s = message.deadline_s

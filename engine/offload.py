@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from engine.core.errors import CopyError, DeviceMemoryError
 from engine.core.kv.tiers import BlockStore
-from engine.core.plan import Runner, StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import Runner, StepPlan
 
 _POLL_S = 0.002  # how long to wait for the disk before messages are looked at again
 _MAX_FLUSH_S = 10.0

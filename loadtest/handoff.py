@@ -58,6 +58,7 @@ def _one() -> Iterator[int]:
 @contextlib.contextmanager
 def _two() -> Iterator[int]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+
         def transfer(**keys: str) -> list[str]:
             return ["--threads", "1", "--kv-transfer-config", json.dumps({"folder": folder, **keys})]
 

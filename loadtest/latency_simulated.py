@@ -17,8 +17,8 @@ from unittest import mock
 from engine.core.budget import StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
-from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams
 
 _NOISE = 0.05

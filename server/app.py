@@ -19,43 +19,31 @@ from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.version import VERSION
 from server import errors
-from server.anthropic.errors import AnthropicManner
+from server.anthropic import messages
+from server.anthropic.errors import AnthropicErrorMiddleware
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
+from server.batches import routes as batches
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
 from server.client import EngineClient
+from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.middleware import BodyLimit, OneSpelling, RequestScope
-from server.openai.response_store import ResponseStore
+from server.openai import chat, completions, embeddings, models, score
+from server.openai.limits import Limits
+from server.openai.responses import routes as responses
+from server.openai.responses.store import ResponseStore
+from server.operations import adapters, health, live, prefill, requests, tokens, unserved
 from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.openapi import openapi_router
+from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
-from server.protocol.limits import Limits
-from server.routes import (
-    adapters,
-    batches,
-    chat,
-    completions,
-    files,
-    handoff,
-    live,
-    messages,
-    models,
-    operations,
-    reading,
-    requests,
-    responses,
-    tokens,
-    unserved,
-)
-from server.routes.context import Context
-from server.routes.openapi import openapi_router
-from server.routes.page import load_files, page_router
 from server.settings.app_config import AppConfig
 from server.telemetry.ledger import Ledger
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.standing import Standing
+from server.telemetry.queue_status import QueueStatus
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
 
@@ -65,15 +53,15 @@ API = (
     chat,
     responses,
     messages,
-    reading,
-    files,
+    embeddings,
+    score,
     batches,
     models,
     adapters,
     tokens,
     requests,
-    handoff,
-    operations,
+    prefill,
+    health,
 )
 # What scripts of other origins may read.
 EXPOSED_HEADERS = (
@@ -86,7 +74,7 @@ BATCH_ENDPOINTS = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
-    "/v1/embeddings": reading,
+    "/v1/embeddings": embeddings,
 }
 
 
@@ -105,7 +93,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         metrics=metrics,
         tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
         live=live_view,
-        standing=Standing(live_view),
+        queue_status=QueueStatus(live_view),
         ledger=Ledger(),
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
@@ -176,7 +164,7 @@ def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
 
 
 def _batches(engine: Engine, config: AppConfig, bodies: BodyReader) -> BatchService | None:
-    """Of lines as many run as the engine has seats, so that they can fill it while nothing else does."""
+    """Of lines as many run as the engine has slots, so that they can fill it while nothing else does."""
     if config.data_dir is None:
         return None
     max_running = engine.config.max_num_seqs
@@ -196,7 +184,11 @@ def _line_app(context: Context) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """From the outside in. A web page that is not allowed in ends at the first guard, a client without a key at the next."""
     config = context.config
-    stack = [Middleware(OneSpelling), Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
+    stack = [
+        Middleware(OneSpelling),
+        Middleware(AnthropicErrorMiddleware),
+        Middleware(RequestScope, metrics=context.metrics),
+    ]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:

@@ -33,15 +33,15 @@ class EventStream(EventSourceResponse):
         answer: Answer,
         *,
         keep_alive_s: float,
-        standing: Callable[[], Awaitable[str]],
+        queue_status: Callable[[], Awaitable[str]],
     ) -> None:
-        """After `keep_alive_s` of silence comes a comment, never if 0; `standing` tells one who waits how things are."""
+        """After `keep_alive_s` of silence comes a comment, never if 0; `queue_status` returns its text."""
         super().__init__(frames, sep="\n")
         del self.headers["connection"]  # it is the server's to say, and where a client asks for an end it says "close"
         self._frames = frames
         self._answer = answer
         self._keep_alive_s = keep_alive_s
-        self._standing = standing
+        self._queue_status = queue_status
         self._sent_s = 0.0
         self._is_over = False
 
@@ -87,5 +87,5 @@ class EventStream(EventSourceResponse):
     async def _news(self) -> str:
         """Where it stands; nothing if the engine does not say so soon, being in a long step: the stream has to live on."""
         with contextlib.suppress(ApiError, asyncio.TimeoutError):  # not the builtin's before Python 3.11
-            return await asyncio.wait_for(self._standing(), min(NEWS_S, self._keep_alive_s))
+            return await asyncio.wait_for(self._queue_status(), min(NEWS_S, self._keep_alive_s))
         return ""

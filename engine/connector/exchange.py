@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from engine.connector.base import KVConnector, Layout, ParcelError, Rows
-from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
+from engine.core.step import Runner
 from engine.loop import Engine
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from engine.core.beam_search import Continuation
 from engine.core.departures import Departures
 from engine.core.kv.manager import KVCacheManager
 from engine.core.recorder import Recorder
-from engine.core.roster import Roster
+from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.types import FinishReason, TokenEvent, TokenLogprob
 
@@ -19,10 +19,10 @@ from engine.core.types import FinishReason, TokenEvent, TokenLogprob
 class Beams:
     """Takes in what a step has brought for a beam."""
 
-    __slots__ = ("_departures", "_kv", "_recorder", "_roster")
+    __slots__ = ("_departures", "_kv", "_queue", "_recorder")
 
-    def __init__(self, kv: KVCacheManager, departures: Departures, roster: Roster, recorder: Recorder) -> None:
-        self._kv, self._departures, self._roster, self._recorder = kv, departures, roster, recorder
+    def __init__(self, kv: KVCacheManager, departures: Departures, queue: RunningQueue, recorder: Recorder) -> None:
+        self._kv, self._departures, self._queue, self._recorder = kv, departures, queue, recorder
 
     def accept(self, seq: Sequence, entry: TokenLogprob, now: float) -> list[TokenEvent]:
         """A beam's likeliest next tokens. With those of the last one the search goes on by a token, or is over.
@@ -34,7 +34,7 @@ class Beams:
         if seq.status is not Status.RUNNING:
             self._departures.settle(seq)
             return []
-        if seq.num_computed >= seq.next_register:
+        if seq.num_computed >= seq.kv.next_publish:
             self._kv.publish(seq)
         if not search.put(beams.index(seq), entry.top):
             return []
@@ -49,14 +49,14 @@ class Beams:
     def _go_on(self, beams: list[Sequence], continuations: list[Continuation]) -> None:
         first = beams[0]
         if len(beams) < len(continuations):
-            seats = first.seats
-            first.take_seats(seats[:1])
-            for seat in seats[1:]:
-                self._roster.start(first.add_beam(seat, self._roster.take_seq_id()))
+            slots = first.kv.slots
+            first.take_slots(slots[:1])
+            for slot in slots[1:]:
+                self._queue.start(first.add_beam(slot, self._queue.take_seq_id()))
         # Whoever is followed stays in its own place, and all follow before anybody gets a token.
         for place, continuation in enumerate(continuations):
             if continuation.parent != place:
-                self._kv.reassign(beams[place], beams[continuation.parent], self._roster.take_seq_id())
+                self._kv.reassign(beams[place], beams[continuation.parent], self._queue.take_seq_id())
         for beam, continuation in zip(beams, continuations, strict=True):
             beam.tokens.append(continuation.token)
             beam.max_total = len(beam.tokens) + 1

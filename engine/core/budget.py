@@ -23,8 +23,8 @@ from collections.abc import Sequence as Seq
 from math import inf
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import SequenceSlice
 from engine.core.sequence import Sequence
+from engine.core.step import SequenceSlice
 from engine.core.step_time import Load, StepTime, decode_load
 from engine.core.targets import Targets
 

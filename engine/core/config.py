@@ -11,7 +11,6 @@ from math import inf
 from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
-from engine.core.kv.swap_costs import FREE_SWAPS, SwapCosts
 from engine.core.queues import POLICIES
 
 FEW_TOKENS = (
@@ -50,7 +49,6 @@ class SchedulerConfig:
     target_itl_s: float | None = None  # between two tokens of a sequence
     target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for the K/V of preempted sequences
-    swap_costs: SwapCosts = FREE_SWAPS  # as measured at the start
     host_caching: bool = False  # blocks evicted from the pool stay cached in main memory
     num_disk_blocks: int = 0  # behind main memory, for cached blocks
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step

@@ -1,6 +1,6 @@
 """How sequences leave: for good, or to make way; and what a plan in flight still names stays until it is committed.
 
-Every end and every preemption passes here. Blocks and seats are given back at once, or at the commit of the last plan
+Every end and every preemption passes here. Blocks and slots are given back at once, or at the commit of the last plan
 that names them. Owned by the scheduler, engine thread.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.errors import QuireError
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import blocks_for
 from engine.core.recorder import Recorder
-from engine.core.roster import Roster
+from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 
@@ -21,11 +21,13 @@ from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 class Departures:
     """end, preempt, and settle what either has left behind."""
 
-    __slots__ = ("_flights", "_kv", "_recorder", "_roster", "num_leaving")
+    __slots__ = ("_in_flight", "_kv", "_queue", "_recorder", "num_leaving")
 
-    def __init__(self, kv: KVCacheManager, roster: Roster, recorder: Recorder, flights: deque[Flight]) -> None:
-        self._kv, self._roster, self._recorder = kv, roster, recorder
-        self._flights = flights
+    def __init__(
+        self, kv: KVCacheManager, queue: RunningQueue, recorder: Recorder, in_flight: deque[InFlightStep]
+    ) -> None:
+        self._kv, self._queue, self._recorder = kv, queue, recorder
+        self._in_flight = in_flight
         self.num_leaving = 0  # sequences that hold blocks only because a plan in flight names them
 
     def end(
@@ -51,26 +53,26 @@ class Departures:
         ]
 
     def retire(self, seq: Sequence) -> None:
-        """Leave the queues and the request, and free what no flight names."""
+        """Leave the queues and the request, and free what no step names."""
         self._drop_beams(seq)
         if seq.status in (Status.PREFILL, Status.RUNNING):
-            self._roster.stop(seq)
+            self._queue.stop(seq)
             if self._leave(seq):
-                # Now, for whoever was told may be back before the flight is; what that computes is nobody's.
+                # Now, for whoever was told may be back before the step is; what that computes is nobody's.
                 self._kv.leave(seq)
-                seq.hide()
+                self._kv.hide(seq)
             else:
                 self._kv.free(seq)
         elif not seq.is_leaving:
-            self._roster.dequeue(seq)
-            self._kv.discard(seq, self._flights)
+            self._queue.dequeue(seq)
+            self._kv.discard(seq)
         seq.move(Status.DONE)
-        self._roster.strike(seq)
+        self._queue.strike(seq)
 
     def _drop_beams(self, first: Sequence) -> None:
         """Of a search, let go of all beams but the first."""
         for beam in first.beams[1:]:
-            self._roster.stop(beam)
+            self._queue.stop(beam)
             beam.move(Status.DONE)
             if not self._leave(beam):
                 self._kv.free(beam)
@@ -84,34 +86,27 @@ class Departures:
         """
         if seq.beams:
             seq = seq.beams[0]
-            held = {block for beam in seq.beams for block in beam.page_table.blocks}
-            seq.headroom = max(len(held) - blocks_for(seq.num_prompt, seq.page_table.block_size), 0)
+            held = {block for beam in seq.beams for block in beam.kv.blocks}
+            seq.headroom = max(len(held) - blocks_for(seq.num_prompt, seq.kv.block_size), 0)
             self._drop_beams(seq)
-        self._roster.stop(seq)
+        self._queue.stop(seq)
         seq.move(Status.PREEMPTED)
         seq.num_preemptions += 1
         if not self._leave(seq):
             self._set_aside(seq)
 
-    def unsave(self, seq: Sequence) -> None:
-        """A swapped sequence's copy is worth nothing: it is to be computed anew."""
-        self._roster.dequeue(seq)
-        self._kv.discard(seq, self._flights)
-        seq.move(Status.PREEMPTED)
-        self._roster.enqueue(seq)
-
     def _set_aside(self, seq: Sequence) -> None:
-        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place.
+        """Free a preempted sequence, saved to host memory where that is possible; it keeps its tokens and its place.
 
-        A search forgets its tokens. Its choices are made of numbers that come out the same again.
+        A beam search forgets its tokens: its choices are made of numbers that come out the same again.
         """
         if seq.search is None:
             self._kv.suspend(seq)
         else:
-            seq.begin_search(self._roster.take_seq_id())
+            seq.begin_search(self._queue.take_seq_id())
         self._recorder.preempted(seq)
         self._kv.free(seq)
-        self._roster.enqueue(seq)
+        self._queue.enqueue(seq)
 
     def _leave(self, seq: Sequence) -> bool:
         """True if a plan in flight names the sequence, so that its blocks have to stay until that is committed."""
@@ -120,8 +115,8 @@ class Departures:
         return seq.is_leaving
 
     def settle(self, seq: Sequence) -> None:
-        """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last flight."""
-        if seq.num_computed >= seq.next_register and seq.page_table.blocks:
+        """After a commit: show full blocks to the prefix cache, and let go of a sequence that left its last step."""
+        if seq.num_computed >= seq.kv.next_publish and seq.kv.blocks:
             self._kv.publish(seq)
         if seq.is_leaving and not seq.num_in_flight:
             seq.is_leaving = False

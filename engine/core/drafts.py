@@ -11,11 +11,11 @@ from __future__ import annotations
 from engine.core.budget import Allowance
 from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import choose_lengths
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.plan import Drafted
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
+from engine.core.step import Drafted
 
 HOPE = 0.8  # the chance of a draft where nothing is known against it
 _MEMORY = 0.8  # weight of a sequence's past at each draft that was checked ...
@@ -35,31 +35,31 @@ class DraftPlanner:
         self._usual = HOPE
         stats.spec_accepted_at = [0] * self._max_drafts
 
-    def plan(self, flight: Flight, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
+    def plan(self, step: InFlightStep, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
         """Room for drafts in the decodes of a step of `num_tokens`, within what the allowance has left.
 
         `num_reserved` blocks stay available for sequences that are about to grow.
         """
-        owners = flight.owners[: flight.num_decodes]
-        budget = min(allowance.num_tokens, self._max_rows - flight.num_samples)
+        sequences = step.sequences[: step.num_decodes]
+        budget = min(allowance.num_tokens, self._max_rows - step.num_samples)
         most = min(self._max_drafts, budget)
-        rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in owners]
-        chances = [seq.draft_chance if seq.draft_chance >= 0 else self._usual for seq in owners]
+        rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in sequences]
+        chances = [seq.draft_chance if seq.draft_chance >= 0 else self._usual for seq in sequences]
         lengths = choose_lengths(chances, rooms, num_tokens, self._costs, allowance.drafts_s())
-        for index, (seq, chance, length) in enumerate(zip(owners, chances, lengths, strict=True)):
-            num_drafts = self._make_room(seq, min(length, budget), flight, num_reserved) if length else 0
+        for index, (seq, chance, length) in enumerate(zip(sequences, chances, lengths, strict=True)):
+            num_drafts = self._make_room(seq, min(length, budget), step, num_reserved) if length else 0
             if num_drafts:
-                flight.num_drafts[index] = num_drafts
+                step.num_drafts[index] = num_drafts
                 budget -= num_drafts
             else:
                 seq.draft_chance = HOPE + (chance - HOPE) * _FADING
 
-    def _make_room(self, seq: Sequence, num_drafts: int, flight: Flight, num_reserved: int) -> int:
+    def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
         """See to blocks for a sequence's drafts; returns for how many there are."""
-        while seq.writable_until < seq.num_planned + num_drafts:
+        while seq.kv.writable_until < seq.num_planned + num_drafts:
             if self._kv.pool.num_available <= num_reserved:
-                return seq.writable_until - seq.num_planned
-            self._kv.extend(seq, flight.copies)
+                return seq.kv.writable_until - seq.num_planned
+            self._kv.extend(seq, step.copies)
         return num_drafts
 
     def learn(self, seq: Sequence, drafted: Drafted) -> None:

@@ -67,7 +67,7 @@ class ContextLengthError(ClientError):
 
 
 class NeverFitsError(ClientError):
-    """The request needs more blocks or seats than the whole engine has, so waiting cannot help."""
+    """The request needs more blocks or slots than the whole engine has, so waiting cannot help."""
 
 
 class AdapterLoadError(InvalidRequestError):

@@ -16,8 +16,8 @@ from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.tiers import Transfer
-from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.stats import TransferKind
+from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -138,7 +138,7 @@ class FakeRunner:
                 drafted[index] = self._draw_drafted(piece, history, plan.num_drafts[index])
             drawn = [self._draw(piece, history, sample.seed) for sample in piece.samples]
             for sample, token in zip(piece.samples, drawn, strict=True):
-                self._last_ids[sample.seat] = token
+                self._last_ids[sample.slot] = token
                 if piece.params.beam is not None:
                     top = likeliest(token, history, piece.params.logprobs or 0, self.vocab_size)
                     logprobs[len(result.token_ids)] = TokenLogprob(*top[0], 1, top)
@@ -214,7 +214,7 @@ class FakeRunner:
         size, stop = self._block_size, piece.start + piece.num_tokens
         for position in range(piece.start, stop):
             known = position < len(piece.tokens)
-            token = piece.tokens[position] if known else self._last_ids[piece.seat]
+            token = piece.tokens[position] if known else self._last_ids[piece.slot]
             self._pages[piece.block_table[position // size]][position % size] = token
         blocks = piece.block_table[: -(-stop // size)]
         return [token for block in blocks for token in self._pages[block]][:stop]

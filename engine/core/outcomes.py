@@ -11,12 +11,12 @@ from engine.core.beams import Beams
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError, InvalidRequestError
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.plan import Drafted, Fault, StepResult
 from engine.core.recorder import Recorder
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import FailureCause, Stats
+from engine.core.step import Drafted, Fault, StepResult
 from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
 Entries = list[TokenEvent | PlainToken]
@@ -40,26 +40,26 @@ class Outcomes:
         self._beams, self._drafts = beams, drafts
         self._taken_in_s = 0.0  # when the last step was
 
-    def take_in(self, flight: Flight, result: StepResult, now: float) -> StepEvents:
+    def take_in(self, step: InFlightStep, result: StepResult, now: float) -> StepEvents:
         """Every slice's outcome, in plan order."""
         told = StepEvents()
         events = told.entries
-        special = {*flight.children, *result.errors, *result.prompt_logprobs, *result.pooled, *result.drafted}
-        num_plain = 0 if special or result.ended or result.logprobs else flight.num_decodes
-        self._take_in_decodes(flight.owners[:num_plain], result.token_ids, now, events)
+        special = {*step.children, *result.errors, *result.prompt_logprobs, *result.pooled, *result.drafted}
+        num_plain = 0 if special or result.ended or result.logprobs else step.num_decodes
+        self._take_in_decodes(step.sequences[:num_plain], result.token_ids, now, events)
         cursor = num_plain
-        for index in range(num_plain, len(flight.slices)):
-            self._commit(index, flight, result, cursor, now, events, is_special=index in special)
-            cursor += len(flight.slices[index].samples)
+        for index in range(num_plain, len(step.slices)):
+            self._commit(index, step, result, cursor, now, events, is_special=index in special)
+            cursor += len(step.slices[index].samples)
         return told
 
-    def _take_in_decodes(self, owners: Seq[Sequence], token_ids: Seq[int], now: float, events: Entries) -> None:
+    def _take_in_decodes(self, sequences: Seq[Sequence], token_ids: Seq[int], now: float, events: Entries) -> None:
         """Of slices of one token: the one that each has drawn, about which there is nothing else to be told."""
         gaps, last_s, num_last = self._recorder.gaps, self._taken_in_s, 0
-        for seq, token in zip(owners, token_ids, strict=False):
+        for seq, token in zip(sequences, token_ids, strict=False):
             seq.num_in_flight -= 1
             seq.num_computed = num_computed = seq.num_computed + 1
-            if num_computed < seq.quietly_taken_until and token not in seq.ending_ids:
+            if num_computed < seq.fast_commit_until and token not in seq.ending_ids:
                 # What `_accept` does for most tokens, without the calls.
                 seq.tokens.append(token)
                 previous_s = seq.last_token_s
@@ -78,7 +78,7 @@ class Outcomes:
     def _commit(
         self,
         index: int,
-        flight: Flight,
+        step: InFlightStep,
         result: StepResult,
         cursor: int,
         now: float,
@@ -87,11 +87,11 @@ class Outcomes:
         is_special: bool,
     ) -> None:
         """A slice's outcome, whatever it is; the first of its draws is number `cursor` of all."""
-        piece, seq = flight.slices[index], flight.owners[index]
+        piece, seq = step.slices[index], step.sequences[index]
         seq.num_in_flight -= 1
         seq.num_computed = piece.start + piece.num_tokens
         if is_special:
-            self._commit_special(index, flight, result, cursor, now, events)
+            self._commit_special(index, step, result, cursor, now, events)
         elif not piece.samples:
             self._accept_chunk(seq, now, events)
         elif (logprob := result.logprobs.get(cursor)) is not None and seq.search is not None:
@@ -100,14 +100,14 @@ class Outcomes:
             self._accept(seq, result.token_ids[cursor], logprob, cursor in result.ended, now, events)
 
     def _commit_special(
-        self, index: int, flight: Flight, result: StepResult, cursor: int, now: float, events: Entries
+        self, index: int, step: InFlightStep, result: StepResult, cursor: int, now: float, events: Entries
     ) -> None:
         """A slice that failed, forked or had drafts, or that brings log probabilities or hidden states of its prompt."""
-        seq = flight.owners[index]
+        seq = step.sequences[index]
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
         if index in result.pooled:
             seq.pool(result.pooled[index])
-        drawing = (seq, *flight.children.get(index, ()))
+        drawing = (seq, *step.children.get(index, ()))
         for child in drawing[1:]:
             child.num_in_flight -= 1
             child.num_computed = seq.num_computed
@@ -115,10 +115,10 @@ class Outcomes:
             for failed in drawing:
                 self._fail(failed, result.errors[index], now, events)
         elif index in result.drafted:
-            self._accept_drafted(seq, flight.slices[index].start, result.drafted[index], now, events)
-        elif seq.search is not None and flight.slices[index].samples:
+            self._accept_drafted(seq, step.slices[index].start, result.drafted[index], now, events)
+        elif seq.search is not None and step.slices[index].samples:
             events += self._beams.accept(seq, result.logprobs[cursor], now)
-        elif flight.slices[index].samples:
+        elif step.slices[index].samples:
             for place, drawer in enumerate(drawing, start=cursor):
                 is_end = place in result.ended
                 self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
@@ -146,7 +146,7 @@ class Outcomes:
             gaps[previous_s] = gaps.get(previous_s, 0) + 1
         else:
             self._recorder.first_token(seq, now)
-            if seq.request.pins and seq.num_computed >= seq.next_register:
+            if seq.request.pins and seq.num_computed >= seq.kv.next_publish:
                 self._kv.publish(seq)  # so that it can be told
             prompt = seq.prompt_info()
         seq.last_token_s = now
@@ -156,7 +156,7 @@ class Outcomes:
                 events.append((seq.request_id, seq.choice, token))
             else:
                 events.append(TokenEvent(seq.request_id, seq.choice, (token,), logprobs, prompt=prompt))
-            if seq.num_computed >= seq.next_register or seq.is_leaving:
+            if seq.num_computed >= seq.kv.next_publish or seq.is_leaving:
                 self._departures.settle(seq)
             seq.rest()
             return
@@ -207,7 +207,7 @@ class Outcomes:
         if last in seq.ending_ids or is_end:
             reason = FinishReason.STOP
             stop_reason = last if last in seq.params.stop_token_ids - seq.params.eos_token_ids else None
-        if seq.num_computed >= seq.next_register:
+        if seq.num_computed >= seq.kv.next_publish:
             self._kv.publish(seq)
         events += self._departures.end(seq, reason, now, token_ids, logprobs, stop_reason, prompt)
         self._departures.settle(seq)
@@ -216,14 +216,14 @@ class Outcomes:
         """Part of a prompt was computed; with max_tokens 0 its end is the end of the sequence."""
         is_scored = not seq.params.max_tokens and seq.num_computed == seq.num_prompt
         if is_scored and seq.status is not Status.DONE:
-            if seq.num_computed >= seq.next_register:
+            if seq.num_computed >= seq.kv.next_publish:
                 self._kv.publish(seq)
             events += self._departures.end(seq, FinishReason.LENGTH, now, prompt=seq.prompt_info())
         self._departures.settle(seq)
 
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """This sequence could not be computed; it ends alone."""
-        seq.hide()  # what came of it may be wrong, and is not for others to find
+        self._kv.hide(seq)  # what came of it may be wrong, and is not for others to find
         if seq.status is not Status.DONE:
             is_clients = fault.cause in (FailureCause.GRAMMAR, FailureCause.RULED_OUT)
             error = InvalidRequestError(fault.message) if is_clients else ComputeError(fault.message)

@@ -16,7 +16,7 @@ class QueueLimits(NamedTuple):
     def find_full(self, num_ahead: int, num_tokens: int, num_new_tokens: int) -> str:
         """What is full, behind so many requests and prompt tokens that wait, for one with so many more; empty if nothing is.
 
-        Only others are ahead: an engine with a free seat takes any submission, else a large one would never be taken.
+        Only others are ahead: an engine with a free slot takes any submission, else a large one would never be taken.
         """
         if num_ahead < 0:
             return ""
@@ -31,6 +31,6 @@ NO_LIMITS = QueueLimits()
 
 
 def count_ahead(stats: Stats, max_num_seqs: int) -> int:
-    """Requests that wait and will still do so when all free seats are taken; negative while a seat is free."""
+    """Requests that wait and will still do so when all free slots are taken; negative while a slot is free."""
     num_running = stats.num_running - stats.num_background_running  # those of the background give way
     return stats.num_waiting + stats.num_preempted - max(max_num_seqs - num_running, 0)

@@ -11,10 +11,10 @@ from math import inf
 
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
-from engine.core.plan import StepPlan
 from engine.core.queues.lengths import LengthPredictor
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Sequence
 from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
+from engine.core.step import StepPlan
 from engine.core.targets import Targets
 from engine.core.types import FinishReason, RequestTimings
 
@@ -46,7 +46,7 @@ class Recorder:
         if seq.is_background:
             stats.num_background_waiting += change
             return
-        stats.num_waiting_tokens += change * (len(seq.tokens) - seq.num_saved)
+        stats.num_waiting_tokens += change * (len(seq.tokens) - seq.kv.num_saved)
         if seq.is_resuming:
             stats.num_preempted += change
         else:
@@ -63,13 +63,13 @@ class Recorder:
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
         hits = self._stats.prefix_hits
-        hits[CacheTier.POOL] += seq.num_cached - seq.num_from_host - seq.num_from_disk
-        hits[CacheTier.HOST] += seq.num_from_host
-        hits[CacheTier.DISK] += seq.num_from_disk
+        hits[CacheTier.POOL] += seq.num_cached - seq.kv.num_from_host - seq.kv.num_from_disk
+        hits[CacheTier.HOST] += seq.kv.num_from_host
+        hits[CacheTier.DISK] += seq.kv.num_from_disk
 
     def preempted(self, seq: Sequence) -> None:
-        """A sequence gave its blocks away, and has been copied or not."""
-        kind = PreemptionKind.SWAP if seq.status is Status.SWAPPED else PreemptionKind.RECOMPUTE
+        """A sequence was preempted; it has a ticket, or is to be recomputed."""
+        kind = PreemptionKind.SWAP if seq.kv.ticket is not None else PreemptionKind.RECOMPUTE
         self._stats.preempted[kind] += 1
 
     def first_token(self, seq: Sequence, now: float) -> None:

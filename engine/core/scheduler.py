@@ -22,19 +22,18 @@ from engine.core.deadlines import Deadlines
 from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
-from engine.core.flight import Flight, take_back
+from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.swap import never_saved
 from engine.core.kv.tiers import Transfer
 from engine.core.outcomes import Outcomes
-from engine.core.plan import Moves, StepPlan, StepResult
 from engine.core.prompts import PromptPlanner
 from engine.core.queues.lengths import LengthPredictor
 from engine.core.recorder import Recorder
-from engine.core.roster import Roster
+from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
+from engine.core.step import StepPlan, StepResult
 from engine.core.step_time import decode_load
 from engine.core.targets import Targets
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
@@ -52,12 +51,12 @@ class Scheduler:
         self.tiers = self._kv.tiers
         self._predictor = LengthPredictor() if config.policy == "sjf" else None
         self._recorder = Recorder(self.stats, self._kv.pool, self.tiers, targets, self._predictor)
-        self._roster = Roster(self._recorder, config)
+        self._queue = RunningQueue(self._recorder, config)
         self._deadlines = Deadlines(self._kv, self._budget.times, config)
-        self._prompts = PromptPlanner(self._kv, self._roster)
-        self._flights: deque[Flight] = deque()
-        self._departures = Departures(self._kv, self._roster, self._recorder, self._flights)
-        beams = Beams(self._kv, self._departures, self._roster, self._recorder)
+        self._prompts = PromptPlanner(self._kv, self._queue)
+        self._in_flight: deque[InFlightStep] = deque()
+        self._departures = Departures(self._kv, self._queue, self._recorder, self._in_flight)
+        beams = Beams(self._kv, self._departures, self._queue, self._recorder)
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self._kv, self.stats) if has_drafts else None
         self._outcomes = Outcomes(self._kv, self._departures, beams, self._recorder, self.stats, self._drafts)
@@ -67,12 +66,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while any sequence lives or any plan is in flight."""
-        return bool(self._roster.requests or self._flights)
+        return bool(self._queue.requests or self._in_flight)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of running sequences, and of waiting ones. Any thread: it reads copies."""
         running, waiting = set[str](), set[str]()
-        for siblings in list(self._roster.requests.values()):
+        for siblings in list(self._queue.requests.values()):
             for seq in list(siblings):
                 if seq.params.adapter is not None:
                     is_running = seq.status in (Status.PREFILL, Status.RUNNING)
@@ -84,19 +83,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises a ClientError if it can never run."""
         check_request(request, self.config)
-        assert request.request_id not in self._roster.requests, f"request id {request.request_id} is taken"
+        assert request.request_id not in self._queue.requests, f"request id {request.request_id} is taken"
         names = self._kv.first_names(request)
         num_expected = None if self._predictor is None else self._predictor.predict(request)
-        queue = self._roster.queue_of(is_background=request.is_background)
-        seq_id = self._roster.take_seq_id()
+        queue = self._queue.queue_of(is_background=request.is_background)
+        seq_id = self._queue.take_seq_id()
         key, account = queue.key(request, num_expected), queue.account(request)
         seq = Sequence(request, 0, seq_id, key, self.config.block_size, names, account)
         seq.num_expected = num_expected
         if request.params.beam is not None:
             seq.begin_search(seq_id)
-        self._roster.requests[request.request_id] = [seq]
+        self._queue.requests[request.request_id] = [seq]
         self._kv.prefetch(seq, request.arrival_s)
-        self._roster.enqueue(seq)
+        self._queue.enqueue(seq)
         self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
@@ -111,63 +110,63 @@ class Scheduler:
         """End a request, or one of its choices once its prompt is computed. Unknown or ended ones are ignored."""
         reason = FinishReason.STOP if cause is AbortCause.STOP_STRING else FinishReason.ABORT
         events: list[TokenEvent] = []
-        for seq in list(self._roster.requests.get(request_id, ())):
+        for seq in list(self._queue.requests.get(request_id, ())):
             if choice is None or (seq.is_forked and seq.choice == choice):
                 events += self._departures.end(seq, reason, now)
         self.stats.aborted[cause] += len(events)
-        self._roster.tell()
+        self._queue.update_gauges()
         return events
 
     def abort_all(self, cause: AbortCause, now: float) -> list[TokenEvent]:
         """End everything that lives."""
-        return [event for request_id in list(self._roster.requests) for event in self.abort(request_id, cause, now)]
+        return [event for request_id in list(self._queue.requests) for event in self.abort(request_id, cause, now)]
 
     # -- plan --------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before the plans in flight are committed."""
-        assert len(self._flights) < 2, "two plans may be out: a decoding sequence has slices for no more"
+        assert len(self._in_flight) < 2, "two plans may be out: a decoding sequence has slices for no more"
         self._kv.expire(now)
-        flight = Flight(planned_s=now)
-        if self._kv.pool.num_available < len(self._roster.running):
-            self._roster.arrange()  # some may be preempted
-        limit = self._budget.limit(has_foreground=self._roster.has_foreground)
-        if self._roster.may_yield:
-            self._admit_first(now, flight)
-        due = self._roster.due(limit)
-        catching_up = self._plan_decodes(flight, due)
-        allowance = self._budget.allowance(flight.slices, limit - flight.num_decodes)
-        admits = self._kv.has_seat or self._roster.has_takeable
-        if allowance.num_tokens and (catching_up or (admits and self._roster.first_waiting is not None)):
-            admitted = self._admit(now, flight) if admits else ()
+        step = InFlightStep(planned_s=now)
+        if self._kv.pool.num_available < len(self._queue.running):
+            self._queue.arrange()  # some may be preempted
+        limit = self._budget.limit(has_foreground=self._queue.has_foreground)
+        if self._queue.may_yield:
+            self._admit_first(now, step)
+        due = self._queue.due(limit)
+        catching_up = self._plan_decodes(step, due)
+        allowance = self._budget.allowance(step.slices, limit - step.num_decodes)
+        admits = self._kv.has_slot or self._queue.has_takeable
+        if allowance.num_tokens and (catching_up or (admits and self._queue.first_waiting is not None)):
+            admitted = self._admit(now, step) if admits else ()
             # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
-            self._prompts.plan(catching_up, admitted, allowance, now, flight, shares=not self._budget.is_reduced)
-            flight.load = allowance.load
+            self._prompts.plan(catching_up, admitted, allowance, now, step, shares=not self._budget.is_reduced)
+            step.load = allowance.load
         num_tokens = limit - allowance.num_tokens
-        if not (flight.slices or flight.arrivals):
-            self._kv.dropped(flight)  # of those that were started and preempted again
+        if not (step.slices or step.arrivals):
+            self._kv.dropped(step)  # of those that were started and preempted again
             return None
         if self._drafts is not None:
-            self._drafts.plan(flight, num_tokens, allowance, len(self._roster.running))
-        flight.swap_out = self._kv.begin()
-        flight.step_id = self._next_step_id
+            self._drafts.plan(step, num_tokens, allowance, len(self._queue.running))
+        step.swap_out = self._kv.begin()
+        step.step_id = self._next_step_id
         self._next_step_id += 1
-        self._flights.append(flight)
-        self._roster.tell()
-        moves = flight.copies, num_tokens, flight.num_samples, flight.swap_out, flight.swap_in
-        return StepPlan(flight.step_id, flight.slices, *moves, flight.num_drafts)
+        self._in_flight.append(step)
+        self._queue.update_gauges()
+        moves = step.copies, num_tokens, step.num_samples, step.swap_out, step.swap_in
+        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts)
 
-    def _plan_decodes(self, flight: Flight, due: list[Sequence]) -> list[Sequence]:
+    def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence that is `due` its next position; returns the prompts that still have to catch up.
 
         The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted, but for
         beams of a search that gives way.
         """
         catching_up: list[Sequence] = []
-        slices, copies, turn, skipped = flight.slices, flight.copies, self._next_step_id % 2, set[Sequence]()
+        slices, copies, turn, skipped = step.slices, step.copies, self._next_step_id % 2, set[Sequence]()
         for seq in due:
             start = seq.num_planned
-            if start >= seq.quiet_until and not self._is_ready(seq, catching_up, copies):
+            if start >= seq.fast_path_until and not self._is_ready(seq, catching_up, copies):
                 skipped.add(seq)
                 continue
             piece = seq.slices[turn]
@@ -175,8 +174,8 @@ class Scheduler:
             slices.append(piece)
             seq.num_planned = start + 1
             seq.num_in_flight += 1
-        flight.owners += [seq for seq in due if seq not in skipped] if skipped else due
-        flight.num_decodes = flight.num_samples = len(slices)
+        step.sequences += [seq for seq in due if seq not in skipped] if skipped else due
+        step.num_decodes = step.num_samples = len(slices)
         # Of those that are not running some have given way meanwhile: a search as a whole, wherever its beams stand.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
@@ -187,9 +186,9 @@ class Scheduler:
             return False
         if seq.num_planned >= seq.max_total - 1:
             return False  # its last token is in flight, or it waits for other beams
-        if seq.num_planned >= seq.writable_until and not self._make_writable(seq, copies):
+        if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, copies):
             return False
-        if seq.quiet_until:
+        if seq.fast_path_until:
             seq.rest()
         return True
 
@@ -198,57 +197,50 @@ class Scheduler:
         while not self._kv.extend(seq, copies):
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
-            victim = self._roster.running[-1]
+            victim = self._queue.running[-1]
             self._departures.preempt(victim)
             if seq.status is not Status.RUNNING:
                 return False  # it was its own victim
         return True
 
-    def _admit_first(self, now: float, flight: Flight) -> None:
-        """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
-        seq = self._roster.first_waiting
-        if (
-            seq is not None
-            and seq.status is not Status.SWAPPED
-            and not seq.is_background
-            and self._claim(seq, now, flight)
-        ):
-            self._start(seq, now, flight)
+    def _admit_first(self, now: float, step: InFlightStep) -> None:
+        """Let the policy preempt sequences for the next waiting one before the step is planned, so that none has a part in it."""
+        seq = self._queue.first_waiting
+        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, now, step):
+            self._start(seq, now)
 
-    def _admit(self, now: float, flight: Flight) -> Iterator[Sequence]:
-        """Start waiting sequences, strictly in order, as long as another is asked for, while seats and blocks last.
+    def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
+        """Start waiting sequences, strictly in order, as long as another is asked for, while slots and blocks last.
 
         One block stays back for each running sequence, which may be about to grow.
         """
-        while (seq := self._roster.first_waiting) is not None:
-            if (seq.is_background and self._roster.has_foreground) or not self._claim(seq, now, flight):
+        while (seq := self._queue.first_waiting) is not None:
+            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, now, step):
                 return
-            self._start(seq, now, flight)
+            self._start(seq, now)
             yield seq
 
-    def _start(self, seq: Sequence, now: float, flight: Flight) -> None:
-        """A waiting sequence has got its blocks: it runs."""
+    def _start(self, seq: Sequence, now: float) -> None:
+        """Have a waiting sequence run, whose blocks are allocated."""
         self._recorder.admitted(seq, now)
-        self._roster.dequeue(seq)
-        if seq.status is Status.SWAPPED:
-            flight.take(self._kv.resume(seq), seq)
+        self._queue.dequeue(seq)
         seq.move(Status.PREFILL)
-        seq.is_long = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
-        self._roster.start(seq)
+        seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
+        self._queue.start(seq)
 
-    def _claim(self, seq: Sequence, now: float, flight: Flight) -> bool:
-        """See to seats and blocks for a waiting sequence, taking them from the background if need be.
+    def _claim(self, seq: Sequence, now: float, step: InFlightStep) -> bool:
+        """See to slots and blocks for a waiting sequence, taking them from the background if need be.
 
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
-        if seq.num_awaited and now < seq.awaits_until_s:
+        if seq.kv.num_awaited and now < seq.kv.awaits_until_s:
             return False
-        running = self._roster.running
+        running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._departures.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             # Not who was started in this very plan, whose blocks are on their way: that could go on without an end.
-            victims = [victim for victim in self._roster.takeable(seq) if victim not in flight.arrivals]
+            victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
             if victims and not victims[0].is_background:
                 victims = self._kv.enough(victims, seq, len(running) + seq.headroom)
                 self.stats.yielded += len(victims)
@@ -259,36 +251,35 @@ class Scheduler:
             for victim in victims:
                 if victim.status in (Status.PREFILL, Status.RUNNING):  # not yet gone with another beam of its search
                     self._departures.preempt(victim)
-        flight.take(grant, seq)
+        step.take(grant, seq)
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
-        flight = self._flights.popleft()
-        assert flight.step_id == plan.step_id, "steps are committed in the order they were planned"
-        self._learn(flight, now, result.moves)
-        self._kv.committed(flight)
-        for seq in flight.arrivals:
+        step = self._in_flight.popleft()
+        assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
+        self._learn(step, now)
+        self._kv.committed(step)
+        for seq in step.arrivals:
             seq.num_in_flight -= 1
             self._departures.settle(seq)
-        events = self._outcomes.take_in(flight, result, now)
-        self._roster.charge(flight)
+        events = self._outcomes.take_in(step, result, now)
+        self._queue.charge(step)
         self._budget.committed()
-        self._recorder.stepped(plan, now, is_background=next(flight.sequences).is_background)
-        self._roster.tell()
+        self._recorder.stepped(plan, now, is_background=next(step.all_sequences).is_background)
+        self._queue.update_gauges()
         return events
 
-    def _learn(self, flight: Flight, now: float, moves: Moves) -> None:
+    def _learn(self, step: InFlightStep, now: float) -> None:
         """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
-        has_prompts = flight.load.num_prompt_tokens > 0
-        if flight.slices and self._budget.is_due(has_prompts=has_prompts):
-            load = flight.load if has_prompts else decode_load(flight.slices)
-            if flight.num_drafts:
-                load = load._replace(num_decodes=load.num_decodes + sum(flight.num_drafts.values()))
-            self._budget.times.learn(load, now - max(flight.planned_s, self._committed_s) - moves.held_up_s)
-        self._kv.learn(moves)
+        has_prompts = step.load.num_prompt_tokens > 0
+        if step.slices and self._budget.is_due(has_prompts=has_prompts):
+            load = step.load if has_prompts else decode_load(step.slices)
+            if step.num_drafts:
+                load = load._replace(num_decodes=load.num_decodes + sum(step.num_drafts.values()))
+            self._budget.times.learn(load, now - max(step.planned_s, self._committed_s))
         self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
@@ -297,12 +288,10 @@ class Scheduler:
         With `failure`, a sentence, the request with the largest part in the oldest of them ends on it. All others keep
         their blocks, which are the pool's: giving them up would bring the device nothing.
         """
-        oldest = self._flights[0]
-        for seq in never_saved(self._flights, self._roster.waiting):
-            self._departures.unsave(seq)
-        for flight in self._flights:
-            self._kv.rolled_back(flight)
-        for seq, is_whole in take_back(self._flights).items():
+        oldest = self._in_flight[0]
+        for step in self._in_flight:
+            self._kv.rolled_back(step)
+        for seq, is_whole in take_back(self._in_flight).items():
             if seq.is_leaving:
                 self._departures.settle(seq)
             elif seq.status not in (Status.PREFILL, Status.RUNNING):
@@ -311,28 +300,26 @@ class Scheduler:
                 self._departures.preempt(seq)
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
-                seq.is_long = False  # what it has to compute anew is what the step held
+                seq.is_chunked_prefill = False  # what it has to compute anew is what the step held
         self._budget.out_of_memory(oldest.num_tokens)
         events: list[TokenEvent] = []
         if failure is not None:
-            for seq in list(self._roster.requests.get(oldest.largest(self._roster.requests) or "", ())):
+            for seq in list(self._queue.requests.get(oldest.largest(self._queue.requests) or "", ())):
                 events += self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
-        self._roster.tell()
+        self._queue.update_gauges()
         return events
 
     def give_up_copies(self) -> None:
-        """Blocks cannot be copied to the host and back: whoever was is computed anew, and so are all to come."""
-        for seq in [seq for seq in self._roster.waiting if seq.status is Status.SWAPPED]:
-            self._departures.unsave(seq)
+        """Stop copying blocks to host memory and back, since it fails: preempted sequences are recomputed from now on."""
         self._kv.give_up_copies()
         self.stats.failed_copies += 1
-        self._roster.tell()
+        self._queue.update_gauges()
 
     def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
         """Blocks have gone between host memory and the disk, or have failed to."""
         self._kv.transferred(finished)
-        self._roster.tell()
+        self._queue.update_gauges()
 
     def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
         """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
@@ -343,7 +330,7 @@ class Scheduler:
     ) -> int:
         """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
         assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
-        return self._kv.adopt_prefix(names, tokens, num_blocks, len(self._roster.running), fill)
+        return self._kv.adopt_prefix(names, tokens, num_blocks, len(self._queue.running), fill)
 
     def first_names(self, request: Request) -> list[bytes]:
         """How the names of a request's blocks begin; see Memory."""
@@ -362,18 +349,18 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """Those that run, to be read only. Any thread may ask."""
-        return list(self._roster.running)
+        return list(self._queue.running)
 
     def snapshot(self, now: float) -> Snapshot:
         """How things stand, for whoever looks."""
-        holders = self._roster.holders(self._flights)
-        return take_snapshot(self.stats, self._kv.pool, holders, self._roster.waiting, now)
+        holders = self._queue.holders(self._in_flight)
+        return take_snapshot(self.stats, self._kv.pool, holders, self._queue.waiting, now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
-        holders = self._roster.holders(self._flights)
-        self._kv.check_integrity(holders, self._flights)
-        self._roster.check_integrity()
+        holders = self._queue.holders(self._in_flight)
+        self._kv.check_integrity(holders, self._in_flight)
+        self._queue.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
         assert self._departures.num_leaving == num_leaving, "leaving sequences are miscounted"
-        assert self._flights or not num_leaving, "somebody waits for a plan that is not in flight"
+        assert self._in_flight or not num_leaving, "somebody waits for a plan that is not in flight"

@@ -6,10 +6,6 @@
                  admit | | pool exhausted        | pool exhausted
                        | v                       |
                     PREEMPTED <------------------+            (every state may go to DONE: abort)
-                       ^ |
-             copy lost | | copied to host memory
-                       | v
-                     SWAPPED ----> PREFILL (admit)
 
 A step that is taken back leads from RUNNING to PREFILL: all of the sequence's tokens are known again.
 
@@ -28,25 +24,21 @@ all of them are known. Engine thread only.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence as Seq
 from enum import Enum
 
 from engine.core.account import Account
 from engine.core.beam_search import BeamSearch, row_params
-from engine.core.kv.page_table import PageTable
-from engine.core.plan import POOLED_UNIT, Sample, SequenceSlice
+from engine.core.kv.page_table import NEVER, SequenceKV
+from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
-
-NEVER = sys.maxsize
 
 
 class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # to be computed anew
-    SWAPPED = "swapped"  # preempted; what was computed is in host memory
+    PREEMPTED = "preempted"  # to be recomputed, but for what host memory has of it
     DONE = "done"
 
 
@@ -54,8 +46,7 @@ _MOVES = {
     Status.WAITING: {Status.PREFILL, Status.DONE},
     Status.PREFILL: {Status.RUNNING, Status.PREEMPTED, Status.DONE},
     Status.RUNNING: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
-    Status.PREEMPTED: {Status.PREFILL, Status.SWAPPED, Status.DONE},
-    Status.SWAPPED: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
+    Status.PREEMPTED: {Status.PREFILL, Status.DONE},
     Status.DONE: set(),
 }
 
@@ -73,60 +64,46 @@ class Sequence:
 
     __slots__ = (
         "account",
-        "awaits_until_s",
         "beams",
-        "chain",
         "choice",
         "draft_chance",
         "ending_ids",
+        "fast_commit_until",
+        "fast_path_until",
         "first_scheduled_s",
         "first_token_s",
         "headroom",
-        "host_blocks",
+        "is_chunked_prefill",
         "is_forked",
         "is_leaving",
-        "is_long",
-        "is_shown",
+        "kv",
         "last_token_s",
         "max_drafts",
         "max_total",
-        "next_register",
         "num_accepted",
-        "num_awaited",
         "num_cached",
         "num_charged",
         "num_computed",
         "num_drafted",
         "num_expected",
-        "num_from_disk",
-        "num_from_host",
         "num_in_flight",
-        "num_pinned",
         "num_planned",
         "num_preemptions",
         "num_prompt",
-        "num_registered",
-        "num_saved",
         "order",
-        "page_table",
         "params",
         "place",
         "pooled",
         "prompt_logprobs",
-        "quiet_until",
-        "quietly_taken_until",
         "request",
         "request_id",
         "samples",
         "search",
-        "seat",
-        "seats",
         "seq_id",
-        "shares_tail",
         "slices",
+        "slot",
         "status",
         "tokens",
-        "writable_until",
     )
 
     def __init__(
@@ -158,34 +135,22 @@ class Sequence:
         self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # launched steps that name this sequence
         # See `rest`: a position below the first needs nothing but a place in the plan; its token, below the second, to be noted.
-        self.quiet_until = self.quietly_taken_until = 0
-        self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a seat
-        self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
-        self.num_saved = 0  # ... and the positions they hold
-        self.page_table = PageTable(block_size)
-        self.writable_until = 0  # positions below have a block that is this sequence's alone
-        self.seat = -1  # the runner row
-        self.seats: list[int] = []  # the same, or one row a choice until the prompt of n > 1 is computed
+        self.fast_path_until = self.fast_commit_until = 0
+        self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a slot
+        self.kv = SequenceKV(block_size, names)  # the KVCacheManager's
+        self.slot = -1  # the runner row
         self.samples: tuple[Sample, ...] = ()
         self.search: BeamSearch | None = None  # that all beams of the request share, as they do ...
         self.beams: list[Sequence] = []  # ... the list of them
         self.headroom = 0  # blocks beyond its own that have to be available for it to start
         self.is_forked = request.params.num_sequences == 1
         self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
-        self.is_long = False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
-        self.shares_tail = False  # the last block may have other holders: copy before the first write
-        self.chain = list(names)
-        self.num_registered = 0  # blocks already shown to the prefix cache
-        # To the prefix cache: a prompt's blocks as they are computed, an answer's when it leaves.
-        self.is_shown = bool(self.chain[0])
-        self.next_register = block_size if self.is_shown else NEVER  # computed positions at which the next one is due
+        self.is_chunked_prefill = (
+            False  # no step holds what was to compute when it was admitted: it catches up at a measured pace
+        )
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
-        # Positions it was admitted with, and those of them that came from lower tiers.
-        self.num_cached = self.num_from_host = self.num_from_disk = 0
-        self.num_pinned = 0  # of the first positions
-        self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
-        self.awaits_until_s = 0.0  # ... and when it goes without
+        self.num_cached = 0  # positions that it was first admitted with
         self.num_preemptions = 0
         self.draft_chance = -1.0  # that one more drafted token is right; negative while nothing is known
         self.max_drafts = NEVER  # no limit of its own
@@ -200,7 +165,7 @@ class Sequence:
         """Change state, along the arrows above only."""
         assert status in _MOVES[self.status], f"sequence {self.seq_id} cannot go from {self.status} to {status}"
         self.status = status
-        self.quiet_until = self.quietly_taken_until = 0
+        self.fast_path_until = self.fast_commit_until = 0
 
     def rest(self) -> None:
         """Find out until where it only draws a token a step: no end, no new block; and nothing for the prefix cache.
@@ -208,20 +173,16 @@ class Sequence:
         Called when a token of it was drawn, so that it has a first one and nothing of its prompt is in flight.
         """
         if self.status is _RUNNING and self.search is None:
-            last = self.max_total - 1
-            self.quiet_until = min(last, self.writable_until)
-            self.quietly_taken_until = min(last, self.next_register)
-
-    def hide(self) -> None:
-        """Nothing more of it is for the prefix cache."""
-        self.is_shown, self.next_register = False, NEVER
+            last, kv = self.max_total - 1, self.kv
+            self.fast_path_until = min(last, kv.writable_until)
+            self.fast_commit_until = min(last, kv.next_publish)
 
     def _make_slices(self) -> None:
         """Two, for decode steps to take turns: a plan may be in flight while the next is made.
 
         Only `start` differs from one step to the next, and writing it takes a tenth of the time of a new slice.
         """
-        fields = (self.seat, self.tokens, self.num_prompt, 0, 1, self.page_table.blocks, self.samples, self.params)
+        fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.kv.blocks, self.samples, self.params)
         self.slices = tuple([SequenceSlice(*fields, prompt_logprobs=-1, seq_id=self.seq_id) for _ in range(2)])
 
     @property
@@ -230,14 +191,14 @@ class Sequence:
         return self.status is Status.RUNNING and self.num_planned >= self.max_total - 1
 
     @property
-    def num_seats(self) -> int:
+    def num_slots(self) -> int:
         """Runner rows that admission must find."""
         return 1 if self.is_forked else self.params.num_sequences
 
     @property
     def first_names(self) -> list[bytes]:
         """What its chain began with; see prefix_cache.py."""
-        return self.chain[: self.request.num_public // self.page_table.block_size + 1]
+        return self.kv.chain[: self.request.num_public // self.kv.block_size + 1]
 
     @property
     def num_generated(self) -> int:
@@ -246,7 +207,7 @@ class Sequence:
     @property
     def is_resuming(self) -> bool:
         """Waiting, but not for the first time."""
-        return self.status is Status.PREEMPTED or self.status is Status.SWAPPED
+        return self.status is Status.PREEMPTED
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -267,37 +228,34 @@ class Sequence:
         unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         return PromptInfo(
             num_cached_tokens=self.num_cached,
-            num_host_tokens=self.num_from_host,
-            num_disk_tokens=self.num_from_disk,
-            num_pinned_tokens=self.num_pinned,
+            num_host_tokens=self.kv.num_from_host,
+            num_disk_tokens=self.kv.num_from_disk,
+            num_pinned_tokens=self.kv.num_pinned,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
             prefill_s=max(self.first_token_s - self.first_scheduled_s, 0.0),  # 0 where no token is drawn
             pooled=None if pooling is None else tuple([unit * total for total in self.pooled]),
         )
 
-    def take_seats(self, seats: list[int]) -> None:
-        """Sit down on runner rows; the first is this sequence's own."""
-        self.seats = seats
-        self.seat = seats[0]
-        self.samples = (Sample(seats[0], choice_seed(self.params.seed, self.choice)),)
+    def take_slots(self, slots: list[int]) -> None:
+        """Use these runner rows; the first is this sequence's own."""
+        self.kv.slots = slots
+        self.slot = slots[0]
+        self.samples = (Sample(slots[0], choice_seed(self.params.seed, self.choice)),)
         self._make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
-        """Stand where another answer to the same prompt stands, sharing every block. The caller keeps their books."""
+        """Copy the state of another answer to the same prompt, sharing its blocks. The caller counts the references."""
         self.seq_id = seq_id  # under another id, for under one id tokens only ever come to those that are there
         self.tokens = list(other.tokens)
         self.num_computed = other.num_computed
         self.num_planned = other.num_planned
-        self.page_table = PageTable(other.page_table.block_size, list(other.page_table.blocks))
-        self.chain = list(other.chain)
-        self.num_registered = other.num_registered
-        self.next_register = other.next_register
+        self.kv.follow(other.kv)
         self._make_slices()
 
     def _sibling(self, choice: int, seq_id: int) -> Sequence:
         """Another answer to the same prompt, with nothing yet."""
-        block_size = self.page_table.block_size
+        block_size = self.kv.block_size
         sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.first_names, self.account)
         sibling.num_charged = self.num_charged
         sibling.num_expected = self.num_expected
@@ -311,7 +269,7 @@ class Sequence:
         child.num_in_flight = 1
         child.prompt_logprobs = self.prompt_logprobs
         child.num_cached = self.num_cached
-        child.num_from_host, child.num_from_disk = self.num_from_host, self.num_from_disk
+        child.kv.num_from_host, child.kv.num_from_disk = self.kv.num_from_host, self.kv.num_from_disk
         child.num_preemptions = self.num_preemptions
         child.first_scheduled_s = self.first_scheduled_s
         child.is_forked = True
@@ -325,9 +283,9 @@ class Sequence:
         self.seq_id = seq_id
         self.tokens = list(self.request.prompt)
         self.max_total = self.num_prompt + 1
-        self.chain = self.first_names
+        self.kv.chain = self.first_names
 
-    def add_beam(self, seat: int, seq_id: int) -> Sequence:
+    def add_beam(self, slot: int, seq_id: int) -> Sequence:
         """One more beam of the first one's search. It has nothing yet, and is to follow another."""
         beam = self._sibling(self.choice, seq_id)
         beam.params, beam.search, beam.beams = self.params, self.search, self.beams
@@ -337,21 +295,15 @@ class Sequence:
         beam.is_forked = True
         beam.num_cached = self.num_cached
         beam.first_token_s = self.first_token_s
-        beam.take_seats([seat])
+        beam.take_slots([slot])
         self.beams.append(beam)
         return beam
 
     def reset(self) -> list[int]:
         """Forget all computed state, for a later start from scratch; returns the blocks to free."""
-        blocks = self.page_table.blocks
-        block_size = self.page_table.block_size
-        self.page_table = PageTable(block_size)
+        blocks = self.kv.blocks
+        self.kv.clear()
         self.num_computed = self.num_planned = 0
-        self.num_registered = 0
-        self.next_register = block_size if self.is_shown else NEVER
-        self.shares_tail = False
-        self.writable_until = 0
-        self.seats = []
         self.samples = ()
         self.slices = ()
         if self.wants_prompt_logprobs:

@@ -65,7 +65,7 @@ def take_snapshot(
     views: list[SequenceView] = []
     num_empty = 0
     for seq in living:
-        if not seq.page_table.blocks:
+        if not seq.kv.blocks:
             num_empty += 1
             if num_empty > MAX_WAITING:
                 continue
@@ -81,7 +81,7 @@ def take_snapshot(
                 num_computed=seq.num_computed,
                 num_cached=seq.num_cached,
                 num_preemptions=seq.num_preemptions,
-                blocks=tuple(seq.page_table.blocks),
+                blocks=tuple(seq.kv.blocks),
             )
         )
     return Snapshot(

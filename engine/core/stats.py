@@ -128,8 +128,6 @@ class Stats:
     host_blocks_held: int = 0
     host_blocks_cached: int = 0
     disk_blocks_cached: int = 0
-    swap_block_s: float = 0.0  # a block to host memory and back, and the same computed, as it is believed to be ...
-    compute_block_s: float = 0.0  # ... since blocks were copied last
     blocks_pinned: int = 0  # of prefixes that requests, or the operator, want retained: in the pool ...
     host_blocks_pinned: int = 0
     disk_blocks_pinned: int = 0  # ... and in the tiers behind it

@@ -14,7 +14,7 @@ from math import inf, sqrt
 from operator import mul
 from typing import NamedTuple
 
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 
 # What one unit of each feature costs beside the fixed part, in orders of magnitude: they start as far as they may reach.
 # Measured: SmolLM2-135M on two cores 1 : 0 : 0.12 : 1e-4 : 0.06 : 3e-5; figures for an 8B model on a GPU are less, but the first.

@@ -1,8 +1,9 @@
-"""A StepPlan becomes tensors: the only place that makes a step's index tensors.
+"""Builds a step's index tensors from a StepPlan; no other module makes them.
 
-One pass over the slices makes plain lists, which go into a host buffer (pinned for a GPU) and to the device in one copy
-a type. Block tables are kept from step to step, one row a seat, and only what a table has gained is written. The buffers
-come in pairs, used in turns, so that with overlap the next step need not wait for the copy of the last one. An id that is not known yet, drawn by the step before, is fetched on the device from `last_ids[seat]`. Engine thread.
+One pass over the slices makes plain lists. They go into a host buffer (pinned for a GPU) and to the device in one copy for
+each type. Block tables persist between steps, one row a slot, and only new entries are written. The buffers come in pairs,
+used alternately, so that with overlap the next step need not wait for the previous copy. An id that is not known yet,
+because the previous step draws it, is read on the device from `last_ids[slot]`. Engine thread.
 """
 
 from __future__ import annotations
@@ -16,48 +17,48 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
 from engine.runtime.transfer import Staging
 
 
 class _Lists(NamedTuple):
-    """What one pass over a plan's slices finds, token by token or slice by slice."""
+    """The result of one pass over a plan's slices, by token or by slice."""
 
     ids: list[int]
     positions: list[int]
-    slots: list[int]
+    kv_slots: list[int]
     sample_rows: list[int]
     carry_rows: list[int]  # tokens whose ids the step before has drawn ...
-    carry_seats: list[int]  # ... and for which seats
+    carry_slots: list[int]  # ... and for which slots
     starts: list[int]  # of each slice's tokens, and the end of the last
     contexts: list[int]
 
 
 class _BlockTables:
-    """The running sequences' block tables as one array, a row a seat.
+    """The running sequences' block tables as one array, a row a slot.
 
-    A table only ever grows at its end, but for its last block, which a copy-on-write may replace; one that a sequence
-    gets anew, after a preemption, is another list. So a row is brought up to date from its last known block on.
+    A table grows at its end, and only its last block may be replaced, by a copy-on-write. A sequence that resumes after a
+    preemption has another list. So a row is updated from its last known block on.
     """
 
-    def __init__(self, num_seats: int, widest: int) -> None:
-        self._rows = np.zeros((num_seats, widest), dtype=np.int32)
-        self._known: list[Sequence[int]] = [()] * num_seats  # the list that each row is of
-        self._lengths = [0] * num_seats
+    def __init__(self, num_slots: int, widest: int) -> None:
+        self._rows = np.zeros((num_slots, widest), dtype=np.int32)
+        self._known: list[Sequence[int]] = [()] * num_slots  # the list that each row is of
+        self._lengths = [0] * num_slots
 
-    def update(self, seat: int, table: Sequence[int], num_blocks: int) -> None:
-        """Have the seat's row begin with the table's first `num_blocks`."""
-        begin = self._lengths[seat] - 1 if self._known[seat] is table else 0
+    def update(self, slot: int, table: Sequence[int], num_blocks: int) -> None:
+        """Update the slot's row to begin with the table's first `num_blocks`."""
+        begin = self._lengths[slot] - 1 if self._known[slot] is table else 0
         if begin == num_blocks - 1:
-            self._rows[seat, begin] = table[begin]
+            self._rows[slot, begin] = table[begin]
         else:
-            self._rows[seat, begin:num_blocks] = table[begin:num_blocks]
-        self._known[seat], self._lengths[seat] = table, num_blocks
+            self._rows[slot, begin:num_blocks] = table[begin:num_blocks]
+        self._known[slot], self._lengths[slot] = table, num_blocks
 
-    def read(self, seats: Sequence[int], into: np.ndarray) -> None:
-        """The rows of some seats, cut to the width of `into`; what stands behind a row's end has no meaning."""
-        np.take(self._rows[:, : into.shape[1]], seats, axis=0, out=into)
+    def read(self, slots: Sequence[int], into: np.ndarray) -> None:
+        """Copy the slots' rows, cut to the width of `into`; entries after an end are undefined."""
+        np.take(self._rows[:, : into.shape[1]], slots, axis=0, out=into)
 
 
 class BatchBuilder:
@@ -75,10 +76,10 @@ class BatchBuilder:
         self._turns = cycle(pair)
 
     def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
-        """Tensors for one step. `last_ids` [max_num_seqs] int64 holds each seat's last drawn id, on the device."""
+        """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id."""
         long_buffer, int_buffer = next(self._turns)
         lists = self._walk(plan.slices)
-        flat = lists.ids + lists.positions + lists.slots + lists.sample_rows + lists.carry_rows + lists.carry_seats
+        flat = lists.ids + lists.positions + lists.kv_slots + lists.sample_rows + lists.carry_rows + lists.carry_slots
         long_buffer.begin()[: len(flat)] = flat
         longs = long_buffer.send(len(flat))
 
@@ -89,17 +90,17 @@ class BatchBuilder:
         array[:num_heads] = lists.starts + lists.contexts
         num_ints = num_heads + num_slices * width
         tables = array[num_heads:num_ints].reshape(num_slices, width)
-        self._tables.read([piece.seat for piece in plan.slices], tables)
+        self._tables.read([piece.slot for piece in plan.slices], tables)
         ints = int_buffer.send(num_ints)
 
         ids, first_carry = longs[:num_tokens], 3 * num_tokens + plan.num_samples
         if lists.carry_rows:
-            rows, seats = longs[first_carry:].view(2, -1).unbind(0)
-            ids.index_copy_(0, rows, last_ids.index_select(0, seats))
+            rows, slots = longs[first_carry:].view(2, -1).unbind(0)
+            ids.index_copy_(0, rows, last_ids.index_select(0, slots))
         return Batch(
             ids=ids,
             positions=longs[num_tokens : 2 * num_tokens],
-            slots=longs[2 * num_tokens : 3 * num_tokens],
+            kv_slots=longs[2 * num_tokens : 3 * num_tokens],
             block_tables=ints[num_heads:].view(num_slices, width),
             query_starts=ints[: num_slices + 1],
             context_lens=ints[num_slices + 1 : num_heads],
@@ -110,12 +111,12 @@ class BatchBuilder:
         )
 
     def _walk(self, slices: Sequence[SequenceSlice]) -> _Lists:
-        """The one pass; it brings the block tables up to date as well."""
+        """Return the lists of a plan's slices; also updates the block tables."""
         lists = _Lists([], [], [], [], [], [], [0], [])
-        ids, positions, slots, sample_rows, carry_rows, carry_seats, starts, contexts = lists
+        ids, positions, kv_slots, sample_rows, carry_rows, carry_slots, starts, contexts = lists
         end, size = 0, self._block_size
         for piece in slices:
-            seat, tokens, start, table, drafts = piece.seat, piece.tokens, piece.start, piece.block_table, piece.drafts
+            slot, tokens, start, table, drafts = piece.slot, piece.tokens, piece.start, piece.block_table, piece.drafts
             stop, end = start + piece.num_tokens, end + piece.num_tokens
             ids += tokens[start:stop]
             if drafts:
@@ -124,16 +125,16 @@ class BatchBuilder:
             elif len(tokens) < stop:
                 ids.append(0)
                 carry_rows.append(end - 1)
-                carry_seats.append(seat)
+                carry_slots.append(slot)
             positions += range(start, stop)
             while start < stop:  # a block at a time
                 block, offset = divmod(start, size)
                 num = min(size - offset, stop - start)
-                slot = table[block] * size + offset
-                slots += range(slot, slot + num)
+                first = table[block] * size + offset
+                kv_slots += range(first, first + num)
                 start += num
             sample_rows += [end - 1] * len(piece.samples)
             starts.append(end)
             contexts.append(stop)
-            self._tables.update(seat, table, -(-stop // size))
+            self._tables.update(slot, table, -(-stop // size))
         return lists

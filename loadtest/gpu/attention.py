@@ -139,7 +139,7 @@ def _batch(device: torch.device, queries: list[int], contexts: list[int]) -> Bat
     return Batch(
         ids=column([0] * len(slots), torch.int64),
         positions=column(positions, torch.int64),
-        slots=column(slots, torch.int64),
+        kv_slots=column(slots, torch.int64),
         block_tables=tables.to(device, torch.int32),
         query_starts=column(starts, torch.int32),
         context_lens=column(contexts, torch.int32),

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.core.plan import Sample, SequenceSlice
+from engine.core.step import Sample, SequenceSlice
 from engine.core.types import SamplingParams
 from engine.runtime.attention.base import AttentionSpec, Batch
 from engine.runtime.attention.pool import SCALE_BYTES

@@ -1,7 +1,7 @@
 """The servers that are compared, and the flags that serve each best on a few cores: one entry a server.
 
 A server is present if the person names its executable; nothing is searched for or installed. All get the same model
-weights, the same number formats, the same bytes of K/V and the same number of seats, as far as they can be told.
+weights, the same number formats, the same bytes of K/V and the same number of slots, as far as they can be told.
 """
 
 from __future__ import annotations

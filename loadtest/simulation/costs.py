@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.draft_costs import DraftCosts, lower_hull
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 
 DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from engine.core.plan import Drafted, StepPlan
+from engine.core.step import Drafted, StepPlan
 
 
 class Drafting:

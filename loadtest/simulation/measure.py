@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.page_table import blocks_for
-from engine.core.plan import Runner, Sample, SequenceSlice, StepPlan
+from engine.core.step import Runner, Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 
 DECODING = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -48,14 +48,14 @@ class Shape(NamedTuple):
         """A plan of this shape; every slice draws."""
         slices, block = [], 0
         pieces = [*((context - 1, 1) for context in self.contexts), *self.chunks]
-        for seat, (start, count) in enumerate(pieces):
+        for slot, (start, count) in enumerate(pieces):
             stop = start + count
-            tokens = [(seat * 7919 + position * 31) % vocab_size for position in range(stop)]
+            tokens = [(slot * 7919 + position * 31) % vocab_size for position in range(stop)]
             num_blocks = blocks_for(stop, config.block_size)
             table = list(range(block, block + num_blocks))
             block += num_blocks
-            samples = (Sample(seat, 0),)
-            slices.append(SequenceSlice(seat, tokens, stop, start, count, table, samples, _PARAMS, -1, -1 - seat))
+            samples = (Sample(slot, 0),)
+            slices.append(SequenceSlice(slot, tokens, stop, start, count, table, samples, _PARAMS, -1, -1 - slot))
         return StepPlan(0, slices, [], self.num_tokens, len(slices))
 
 
@@ -108,7 +108,7 @@ class Times:
             self._rng.shuffle(order)
             for index in order:
                 plan = self._plans[index]
-                self._runner.run(plan).wait()  # the one before was another's: seats and caches change hands
+                self._runner.run(plan).wait()  # the one before was another's: slots and caches change hands
                 begun = time.perf_counter()
                 self._runner.run(plan).wait()
                 self._found[index].append(time.perf_counter() - begun)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Runner, StepPlan
+from engine.core.step import Runner, StepPlan
 from loadtest.simulation.costs import Copies
 
 _MANY, _ROUNDS = 128, 7

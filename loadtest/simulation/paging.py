@@ -18,10 +18,10 @@ from typing import NamedTuple
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.kv.page_table import blocks_for
-from engine.core.plan import StepPlan
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
+from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams
 from loadtest.simulation.replica import SimulationError
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.places import Door
-from engine.core.plan import StepPlan, StepResult
 from engine.core.queue_limits import NO_LIMITS, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
+from engine.core.step import StepPlan, StepResult
 from engine.core.types import Request, TokenEvent
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.drafting import Drafting

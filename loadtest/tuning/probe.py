@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from engine.core.kv.page_table import blocks_for
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.loop import Engine
 
@@ -44,7 +44,7 @@ class Probe:
         self.spreads: list[float] = []  # of every measurement: how far its middle half is apart, to its median
 
     def most_sequences(self, context: int) -> int:
-        """How many sequences of that length the pool and the batch hold, one seat kept for a prompt."""
+        """How many sequences of that length the pool and the batch hold, one slot kept for a prompt."""
         per_sequence = blocks_for(context + 1, self.config.block_size)
         return min(self.config.num_blocks // per_sequence, self.config.max_num_seqs) - 1
 
@@ -78,19 +78,19 @@ class Probe:
         if load.num_prompt_tokens:
             lengths.append((0, load.num_prompt_tokens))
         slices, block = [], 0
-        for seat, (start, num_tokens) in enumerate(lengths):
+        for slot, (start, num_tokens) in enumerate(lengths):
             num_blocks = blocks_for(start + num_tokens, self.config.block_size)
             table = [(block + index) % self.config.num_blocks for index in range(num_blocks)]
             block += num_blocks
-            slices.append(self._slice(seat, start, num_tokens, table))
+            slices.append(self._slice(slot, start, num_tokens, table))
         return slices
 
-    def _slice(self, seat: int, start: int, num_tokens: int, table: Sequence[int]) -> SequenceSlice:
+    def _slice(self, slot: int, start: int, num_tokens: int, table: Sequence[int]) -> SequenceSlice:
         tokens = [self._rng.randrange(self._vocab_size) for _ in range(start + num_tokens)]
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        samples = (Sample(seat, 0),)
+        samples = (Sample(slot, 0),)
         return SequenceSlice(
-            seat=seat,
+            slot=slot,
             tokens=tokens,
             num_prompt=len(tokens),
             start=start,
@@ -99,7 +99,7 @@ class Probe:
             samples=samples,
             params=params,
             prompt_logprobs=-1,
-            seq_id=-1 - seat,
+            seq_id=-1 - slot,
         )
 
 

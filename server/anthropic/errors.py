@@ -42,7 +42,7 @@ def is_anthropics(scope: Scope) -> bool:
     )
 
 
-class AnthropicManner:
+class AnthropicErrorMiddleware:
     """ASGI middleware: translates what is said of requests to that API."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -18,8 +18,8 @@ from typing import TypeVar
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from engine.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from server.errors import ApiError
-from server.http.children import Child, ChildCrashError, ChildError, ChildTimeoutError
 from server.http.json_values import check_count, most_values, read, unpack
 from server.http.slow_thread import run_slowly
 
@@ -46,7 +46,7 @@ class BodyReader:
         self._max_values = max_values
         self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes - INLINE_BYTES, INLINE_BYTES)
         self._num_held_bytes = 0
-        self.child = Child("server.http.body_child", limit_s=MAX_READ_S)
+        self.child = ChildProcess("server.http.body_child", limit_s=MAX_READ_S)
         self._asking = ThreadPoolExecutor(1, "quire-bodies")
 
     @asynccontextmanager

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 import httpx
+from pydantic import BaseModel
 
 from engine.connector.base import ParcelError
 from engine.connector.exchange import Exchange, Prefix
@@ -23,12 +24,20 @@ from engine.core.errors import ConfigError
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.types import Request
 from engine.loop import Engine
-from server.protocol.handoff import Prefilled
 from server.settings.app_config import AppConfig
 
 log = logging.getLogger("quire.handoff")
 
 MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
+
+
+class Prefilled(BaseModel):
+    """Where its K/V is."""
+
+    # None where the prompt has not one full block, or it was evicted meanwhile, or its adapter is not loaded here.
+    parcel: str | None
+    num_blocks: int
+    adapter: str | None = None  # the one that computed it; a daemon that knows nothing of adapters does not say
 
 
 class HandoffOutcome(str, Enum):

@@ -125,12 +125,6 @@ METRICS = (
         _pinned,
         "tier",
     ),
-    _gauge(
-        "quire_swap_cost_seconds",
-        "What a block takes to be copied to host memory and back, and to be computed, as preemption believes by now.",
-        lambda s: {"copy": s.swap_block_s, "compute": s.compute_block_s},
-        "way",
-    ),
     _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.disk_blocks_cached),
     _gauge(
         "quire_kv_cache_usage_ratio",

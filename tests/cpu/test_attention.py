@@ -78,7 +78,7 @@ def make_batch(steps: list, tables: list, block_size: int) -> Batch:
     return Batch(
         ids=torch.zeros(sum(lens), dtype=torch.int64),
         positions=positions,
-        slots=torch.tensor(slots),
+        kv_slots=torch.tensor(slots),
         block_tables=torch.tensor([table + [0] * (widest - len(table)) for table in tables], dtype=torch.int32),
         query_starts=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
         context_lens=torch.tensor([start + num for start, num in steps], dtype=torch.int32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.batch import BatchBuilder
 from tests.cpu.model_driver import CPU, settings
@@ -12,9 +12,9 @@ from tests.cpu.model_driver import CPU, settings
 PARAMS = SamplingParams(max_tokens=1)
 
 
-def piece(seat: int, tokens: list[int], start: int, num: int, table: list[int], num_samples: int = 1) -> SequenceSlice:
-    samples = tuple(Sample(seat + i, 0) for i in range(num_samples))
-    return SequenceSlice(seat, tokens, 1, start, num, table, samples, PARAMS, -1, seat)
+def piece(slot: int, tokens: list[int], start: int, num: int, table: list[int], num_samples: int = 1) -> SequenceSlice:
+    samples = tuple(Sample(slot + i, 0) for i in range(num_samples))
+    return SequenceSlice(slot, tokens, 1, start, num, table, samples, PARAMS, -1, slot)
 
 
 def plan(*pieces: SequenceSlice) -> StepPlan:
@@ -34,14 +34,14 @@ def test_every_tensor_of_a_mixed_step() -> None:
     batch = BatchBuilder(settings(), CPU).build(MIXED, last_ids)
     assert batch.ids.tolist() == [12, 13, 14, 15, 103, 30, 40, 41, 106]
     assert batch.positions.tolist() == [2, 3, 4, 5, 4, 0, 0, 1, 2]
-    assert batch.slots.tolist() == [30, 31, 12, 13, 32, 8, 16, 17, 18]
+    assert batch.kv_slots.tolist() == [30, 31, 12, 13, 32, 8, 16, 17, 18]
     assert batch.block_tables.tolist() == [[7, 3], [5, 8], [2, 0], [4, 0]]
     assert batch.query_starts.tolist() == [0, 4, 5, 6, 9]
     assert batch.context_lens.tolist() == [6, 5, 1, 3]
     assert batch.sample_rows.tolist() == [4, 5, 5, 5, 8]
     assert batch.query_lens_host == [4, 1, 1, 3]
     assert batch.context_lens_host == [6, 5, 1, 3]
-    assert {t.dtype for t in (batch.ids, batch.positions, batch.slots, batch.sample_rows)} == {torch.int64}
+    assert {t.dtype for t in (batch.ids, batch.positions, batch.kv_slots, batch.sample_rows)} == {torch.int64}
     assert {t.dtype for t in (batch.block_tables, batch.query_starts, batch.context_lens)} == {torch.int32}
 
 
@@ -49,21 +49,21 @@ def test_a_step_does_not_disturb_the_one_before_it() -> None:
     """With overlap, the first step's tensors may still be read when the second's are written."""
     builder, last_ids = BatchBuilder(settings(), CPU), torch.zeros(8, dtype=torch.int64)
     first = builder.build(MIXED, last_ids)
-    before = first.ids.clone(), first.slots.clone(), first.block_tables.clone()
+    before = first.ids.clone(), first.kv_slots.clone(), first.block_tables.clone()
     builder.build(plan(piece(5, list(range(60)), 0, 60, list(range(20, 35)))), last_ids)
-    assert all(torch.equal(a, b) for a, b in zip(before, (first.ids, first.slots, first.block_tables), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (first.ids, first.kv_slots, first.block_tables), strict=True))
 
 
 def test_the_largest_step_fits_its_buffers() -> None:
     config = settings(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
     table = list(range(5))
-    pieces = [piece(seat, [1] * 19, 16, 4, table) for seat in range(4)]
+    pieces = [piece(slot, [1] * 19, 16, 4, table) for slot in range(4)]
     batch = BatchBuilder(config, CPU).build(plan(*pieces), torch.full((4,), 9))
     assert batch.ids.tolist() == [1, 1, 1, 9] * 4
 
 
 def test_block_tables_are_kept_and_follow_every_change() -> None:
-    """A row is told what its table has gained; a copied last block and a seat's next sequence are noticed."""
+    """A row is told what its table has gained; a copied last block and a slot's next sequence are noticed."""
     builder, last_ids = BatchBuilder(settings(), CPU), torch.zeros(8, dtype=torch.int64)
     first, second = [7, 3], [5]
 
@@ -82,5 +82,5 @@ def test_block_tables_are_kept_and_follow_every_change() -> None:
     assert tables(piece(2, [1] * 5, 4, 1, second), piece(0, [1] * 10, 9, 1, first)) == [[6, 4], [7, 3, 11]]
     first += [1, 2]
     assert tables(piece(0, [1] * 20, 10, 10, first)) == [[7, 3, 11, 1, 2]]
-    assert tables(piece(0, [1] * 9, 8, 1, [8, 8, 8])) == [[8, 8, 8]]  # another sequence took the seat
+    assert tables(piece(0, [1] * 9, 8, 1, [8, 8, 8])) == [[8, 8, 8]]  # another sequence took the slot
     assert tables(piece(2, [1] * 6, 5, 1, second)) == [[6, 4]]  # after a step without it

@@ -105,7 +105,6 @@ def model() -> CausalLM:
     return load_model(EngineConfig(model=path), torch.device("cpu"), torch.bfloat16, lambda progress: None)
 
 
-@pytest.mark.usefixtures("free_swaps")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=["", "int8"])
 def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(
     model: CausalLM, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.plan import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
 from engine.runtime.cuda.budget import (
     CudaMemory,

@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.core.kv.swap_costs import SwapCosts
+from engine.core.kv import tiers
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
+from engine.core.step_time import StepTime
 from engine.core.types import StepEvents
 from engine.loop import Engine
-from engine.runtime import disk_store, host_tiers
-from engine.runtime.disk_store import DiskStore
 from engine.runtime.fingerprint import fingerprint
+from engine.runtime.transports import disk
+from engine.runtime.transports.disk import DiskStore
 from tests.cpu.model_driver import request
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.patience import PATIENCE_S
@@ -158,7 +159,7 @@ def test_a_disk_that_says_no_is_told_and_survived(
 
     with opened(tmp_path) as host:
         with monkeypatch.context() as patched:
-            patched.setattr(disk_store.os, "pwrite", full)
+            patched.setattr(disk.os, "pwrite", full)
             assert [host.write(1, 0) for _ in range(9)] == [False] * 9
         assert "No space left on device" in caplog.text
         assert len(caplog.records) == 5, "the log is not filled too"
@@ -206,7 +207,7 @@ def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
 
 
 def test_a_bound_beyond_the_disk_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-offload-disk-gib asks for .* set it to at most"):
+    with pytest.raises(ConfigError, match=r"--kv-offload-config: disk_gib asks for .* set it to at most"):
         DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES)
 
 
@@ -258,7 +259,8 @@ def answers(engine: Engine) -> dict[str, list[int]]:
 def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_tiers, "measure_costs", lambda *args: SwapCosts(0.0, 1e-6, PATIENCE_S))  # so it waits
+    monkeypatch.setattr(tiers, "MAX_AWAITED_S", PATIENCE_S)
+    monkeypatch.setattr(StepTime, "is_known", False)
     model, folder = tiny(tmp_path), tmp_path / "kv"
     lives = []
     for _ in range(3):

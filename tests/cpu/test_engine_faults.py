@@ -11,7 +11,7 @@ import pytest
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.errors import DeviceMemoryError
-from engine.core.plan import PendingStep, Runner, StepPlan, StepResult
+from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 from engine.core.types import FinishReason, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from tests.cpu.test_models_families import CASES, save_tiny

@@ -12,10 +12,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.errors import InvalidRequestError
-from engine.llm import LLM, SamplingParams
 from engine.model_source import find_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
+from quire import LLM, SamplingParams
 from tests.cpu.lora_folders import save_adapter
 from tests.cpu.model_driver import CPU
 

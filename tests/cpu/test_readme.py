@@ -80,7 +80,7 @@ def test_the_example_with_the_sdk_runs(url: str) -> None:
 
 
 def test_the_example_without_http_runs() -> None:
-    (code,) = (text for text in blocks("python") if "engine.llm" in text)
+    (code,) = (text for text in blocks("python") if "from quire" in text)
     assert "The capital of France is" in run_python(code)
 
 

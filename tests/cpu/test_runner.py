@@ -24,7 +24,7 @@ SHARED = PROMPTS[5][:28]
 REGIMES = {
     "roomy": {},
     "chunked": {"max_num_batched_tokens": 8},
-    "few_seats": {"max_num_seqs": 3},
+    "few_slots": {"max_num_seqs": 3},
     "tiny_pool": {"num_blocks": 22},
     "tiny_pool_chunked": {"num_blocks": 22, "max_num_batched_tokens": 9},
     "no_prefix_cache": {"enable_prefix_caching": False},
@@ -166,7 +166,7 @@ def test_scoring_alone_draws_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_that_breaks_the_arithmetic_ends_alone(depth: int) -> None:
-    """One prompt makes NaN; its neighbours, and whoever gets its blocks and its seat afterwards, are untouched."""
+    """One prompt makes NaN; its neighbours, and whoever gets its blocks and its slot afterwards, are untouched."""
     model = TinyModel(poison=60)
     sane = [[token % 60 for token in prompt] for prompt in PROMPTS]
     config = settings(num_blocks=40)

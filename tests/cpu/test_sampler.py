@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.sampling.noise import gumbel_noise, make_key, to_keys
 from engine.runtime.sampling.sampler import Sampled, Sampler, _rows
@@ -20,7 +20,7 @@ def params(**fields: object) -> SamplingParams:
 
 
 def piece(
-    seat: int,
+    slot: int,
     sampling: SamplingParams,
     *,
     tokens: list[int] | None = None,
@@ -32,9 +32,9 @@ def piece(
     """The last position of a sequence of `tokens`; `end` one more than their number means its last id is not known."""
     tokens = [1] if tokens is None else tokens
     stop = len(tokens) if end is None else end
-    samples = tuple(Sample(seat + i, seed) for i, seed in enumerate(seeds or (sampling.seed,)))
+    samples = tuple(Sample(slot + i, seed) for i, seed in enumerate(seeds or (sampling.seed,)))
     return SequenceSlice(
-        seat, tokens, num_prompt, stop - 1, 1, [0], samples, sampling, -1, seat if seq_id is None else seq_id
+        slot, tokens, num_prompt, stop - 1, 1, [0], samples, sampling, -1, slot if seq_id is None else seq_id
     )
 
 
@@ -241,7 +241,7 @@ def test_bad_words_and_allowed_tokens_by_definition() -> None:
     assert drawn([], allowed_token_ids=frozenset({1, 4})) == 4
     assert drawn([], allowed_token_ids=frozenset({1, 4}), bad_words=((4,),), logit_bias=((8, 90.0),)) == 1
     owner = Sampler(CPU)
-    for seq_id, token in ((1, 4), (2, 3), (2, 3)):  # a seat changes hands
+    for seq_id, token in ((1, 4), (2, 3), (2, 3)):  # a slot changes hands
         one = piece(0, params(temperature=0.0, allowed_token_ids=frozenset({token})), seq_id=seq_id)
         assert int(draw(owner, [one], logits[None]).ids) == token
     nothing = piece(0, params(temperature=0.0, allowed_token_ids=frozenset({4}), bad_words=((4,),)))
@@ -269,7 +269,7 @@ def test_history_follows_a_sequence_through_overlap_preemption_and_a_new_tenant(
     tokens += [first]
     third = draw(sampler, [piece(0, heavy, tokens=tokens, num_prompt=2, seq_id=1, end=4)], logits, last).ids.item()
     assert [first, second, third] == [0, 1, 2]
-    # The seat changes hands, and the first sequence resumes in another one.
+    # The slot changes hands, and the first sequence resumes in another one.
     tokens += [second, third]
     newcomer = draw(sampler, [piece(0, heavy, tokens=[1, 0], num_prompt=1, seq_id=2)], logits, last).ids.item()
     resumed = draw(sampler, [piece(1, heavy, tokens=tokens, num_prompt=2, seq_id=1)], logits, last).ids.item()

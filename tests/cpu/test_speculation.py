@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
-from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.model_source import find_model
 from engine.runtime.attention.base import CausalLM

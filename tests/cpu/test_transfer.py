@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.cuda.decode_inputs import DecodeInputs
@@ -78,10 +78,10 @@ def plan_of(first: int) -> StepPlan:
     """Two prompts of tokens that no other plan has."""
     slices = [
         SequenceSlice(
-            seat, list(range(first + 10 * seat, first + 10 * seat + 6)), 6, 0, 6, [first + seat * 2, first + seat * 2 + 1],
-            (Sample(seat, 0),), SamplingParams(max_tokens=1), -1, first + seat,
+            slot, list(range(first + 10 * slot, first + 10 * slot + 6)), 6, 0, 6, [first + slot * 2, first + slot * 2 + 1],
+            (Sample(slot, 0),), SamplingParams(max_tokens=1), -1, first + slot,
         )
-        for seat in range(2)
+        for slot in range(2)
     ]  # fmt: skip
     return StepPlan(0, slices, [], 12, 2)
 
@@ -92,13 +92,13 @@ def test_as_many_batches_as_a_draft_model_builds_arrive_as_they_were_written(mon
     expected = []
     for first in range(0, 25, 4):
         batch = builder.build(plan_of(first), torch.zeros(5, dtype=torch.int64))
-        expected.append([x.clone() for x in (batch.ids, batch.positions, batch.slots, batch.block_tables)])
+        expected.append([x.clone() for x in (batch.ids, batch.positions, batch.kv_slots, batch.block_tables)])
     device = LateDevice(monkeypatch)
     builder = BatchBuilder(CONFIG, CUDA)
     batches = [builder.build(plan_of(first), torch.zeros(5, dtype=torch.int64)) for first in range(0, 25, 4)]
     device.finish()
     for batch, wanted in zip(batches, expected, strict=True):
-        found = (batch.ids, batch.positions, batch.slots, batch.block_tables)
+        found = (batch.ids, batch.positions, batch.kv_slots, batch.block_tables)
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
@@ -143,7 +143,7 @@ def test_numbers_arrive_in_their_type(dtype: torch.dtype) -> None:
 # Modules that send numbers themselves: before steps, on CPUs alone, or out of pinned memory of their own.
 OTHERS = {
     "attention/cpu_paged.py", "attention/flashinfer_prompts.py", "attention/prompt_library.py", "attention/reference.py",
-    "attention/tiles.py", "cuda/sampling_edits.py", "cuda/swap.py", "lora/loader.py", "models/decoder.py", "models/rope.py",
+    "attention/tiles.py", "cuda/sampling_edits.py", "transports/pinned.py", "lora/loader.py", "models/decoder.py", "models/rope.py",
     "models/rope_config.py",    "models/transformers_adapter.py", "runner.py", "transfer.py",
 }  # fmt: skip
 

@@ -75,12 +75,8 @@ def test_prefixes_are_shared_unless_salted_or_switched_off() -> None:
 def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> None:
     flags = (
         *SMALL,
-        "--kv-offload-gib",
-        "0.05",
-        "--kv-offload-dir",
-        tmp_path / "blocks",
-        "--kv-offload-disk-gib",
-        "0.05",
+        "--kv-offload-config",
+        json.dumps({"host_gib": 0.05, "folder": str(tmp_path / "blocks"), "disk_gib": 0.05}),
     )
     with serve(*flags) as daemon:
         text = daemon.text(LONG)
@@ -186,7 +182,7 @@ def test_a_request_that_cannot_be_in_time_is_a_408(limit: str) -> None:
         endless = {"prompt": LONG, "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with daemon.http.stream("POST", "/v1/completions", json=endless) as stream:
             lines = stream.iter_lines()
-            next(lines)  # the only seat is taken
+            next(lines)  # the only slot is taken
             answer = daemon.http.post("/v1/completions", json={"prompt": OTHER, "max_tokens": 8, limit: 200})
             assert answer.status_code == 408, answer.text
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from tests.cpu.test_models_families import CASES, save_tiny

@@ -11,7 +11,7 @@ from harness import END
 from engine.core.adapter import Adapter
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.fake_runner import FakeRunner
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError, MemoryBudgetError
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.plan import PendingStep, StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Progress
 from engine.loop import Engine
 from tests.patience import POLL_S

@@ -21,9 +21,9 @@ from engine.adapters import Adapters
 from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.plan import SequenceSlice
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
+from engine.core.step import SequenceSlice
 from engine.loop import Engine
 from engine.text.detokenizer import SamplingDefaults
 from engine.text.tokenizer import TextTokenizer, Vocabulary

@@ -327,7 +327,7 @@ def test_without_a_folder_there_is_a_sentence(live: Live) -> None:
 
 
 def test_cancelling_keeps_what_has_run(serve: Serve, tmp_path: Path) -> None:
-    live = serve(data_dir=tmp_path, step_s=0.002, config=SchedulerConfig(**FEW_SEATS))
+    live = serve(data_dir=tmp_path, step_s=0.002, config=SchedulerConfig(**FEW_SLOTS))
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
         short = [completion(f"short-{i}") for i in range(2)]
         batch = create(client, [*short, *[completion(f"long-{i}", "endless") for i in range(40)]])
@@ -352,7 +352,7 @@ def test_cancelling_keeps_what_has_run(serve: Serve, tmp_path: Path) -> None:
     live.check_idle()
 
 
-FEW_SEATS = {"num_blocks": 256, "block_size": 16, "max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+FEW_SLOTS = {"num_blocks": 256, "block_size": 16, "max_model_len": 512, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
 
 def test_a_window_that_ends(serve: Serve, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_window_that_ends(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_whoever_waits_goes_first(serve: Serve, tmp_path: Path) -> None:
-    """A batch holds every seat; a request that comes takes as many steps as on an idle engine, and one or two more."""
+    """A batch holds every slot; a request that comes takes as many steps as on an idle engine, and one or two more."""
     live = serve(data_dir=tmp_path, step_s=0.001)
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
         batch = create(client, [completion(f"{i}", "endless", max_tokens=400) for i in range(100)])
@@ -465,7 +465,7 @@ def test_a_line_that_ends_daemon_after_daemon_is_given_up(
 
 
 def test_an_input_that_is_lost_is_each_lines_error(serve: Serve, tmp_path: Path) -> None:
-    live = serve(data_dir=tmp_path, config=SchedulerConfig(**FEW_SEATS))
+    live = serve(data_dir=tmp_path, config=SchedulerConfig(**FEW_SLOTS))
     live.gate.close()
     with openai.OpenAI(base_url=live.url + "/v1", api_key="any", max_retries=0) as client:
         batch = create(client, [completion(str(i)) for i in range(5)])

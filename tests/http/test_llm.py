@@ -21,11 +21,11 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.plan import PendingStep, SequenceSlice, StepPlan
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
-from engine.llm import LLM, SamplingParams
+from engine.core.step import PendingStep, SequenceSlice, StepPlan
 from engine.loop import Engine
+from quire import LLM, SamplingParams
 
 
 class Workshop:

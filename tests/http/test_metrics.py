@@ -20,9 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
-from engine.core.plan import Runner
 from engine.core.scheduler import Scheduler
 from engine.core.stats import CacheTier, Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
+from engine.core.step import Runner
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS
@@ -155,7 +155,7 @@ LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
-BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "disk_blocks_pinned", "swap_block_s", "compute_block_s"}
+BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "disk_blocks_pinned"}
 ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
 
 

@@ -64,7 +64,7 @@ def frames(text: str) -> list[str]:
 
 
 def test_every_open_request_is_answered_and_the_process_fails(tmp_path: Path) -> None:
-    """The ninth waits in the queue, for a seat, and is answered too."""
+    """The ninth waits in the queue, for a slot, and is answered too."""
     with ThreadPoolExecutor(10) as pool, hanging(tmp_path) as (process, url):
         asked = {
             (path, stream): pool.submit(httpx.post, url + path, json={**body, "stream": stream})

@@ -105,7 +105,7 @@ class Case:
         return Batch(
             ids=torch.zeros(sum(lens), dtype=torch.int64, device=DEVICE),
             positions=torch.cat([torch.arange(start, start + num) for start, num in self.steps]).to(DEVICE),
-            slots=torch.tensor(slots, device=DEVICE),
+            kv_slots=torch.tensor(slots, device=DEVICE),
             block_tables=torch.tensor(tables, **ints),
             query_starts=torch.tensor([sum(lens[:s]) for s in range(len(lens) + 1)], **ints),
             context_lens=torch.tensor(contexts, **ints),
@@ -379,7 +379,7 @@ class Replayed:
     def refill(self) -> None:
         """Three slices of other lengths, and one that stands for nothing."""
         batch = self.case.batch()
-        self.batch.slots.copy_(torch.cat([batch.slots, torch.full_like(batch.slots[:1], -1)]))
+        self.batch.kv_slots.copy_(torch.cat([batch.kv_slots, torch.full_like(batch.kv_slots[:1], -1)]))
         self.batch.context_lens.copy_(torch.cat([batch.context_lens, torch.zeros_like(batch.context_lens[:1])]))
         self.batch.block_tables[:3] = batch.block_tables
         for tensor, rows in zip((self.q, self.k, self.v), (self.case.q, *self.case.new()), strict=True):

@@ -1,5 +1,5 @@
 """The sampler over the kernels: biases, bans and penalties against their definition in float64, while sequences grow, change
-seats, are forked, and say things before the host knows them."""
+slots, are forked, and say things before the host knows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw, sampler
 from engine.runtime.sampling.draw import _draw_in_torch
@@ -35,16 +35,16 @@ def params(**fields: object) -> SamplingParams:
 class Sequence:
     """One that says what it is told to."""
 
-    def __init__(self, seat: int, seq_id: int, sampling: SamplingParams, prompt: list[int]) -> None:
-        self.seat, self.seq_id, self.params, self.num_prompt = seat, seq_id, sampling, len(prompt)
+    def __init__(self, slot: int, seq_id: int, sampling: SamplingParams, prompt: list[int]) -> None:
+        self.slot, self.seq_id, self.params, self.num_prompt = slot, seq_id, sampling, len(prompt)
         self.tokens = list(prompt)
 
     def slice(self, *, is_last_known: bool = True, num_samples: int = 1) -> SequenceSlice:
         """Its whole text, or its last token alone, as a decode step has it."""
         length, known = len(self.tokens), self.tokens[: len(self.tokens) - (not is_last_known)]
-        samples = tuple(Sample(self.seat + i, self.params.seed + i) for i in range(num_samples))
+        samples = tuple(Sample(self.slot + i, self.params.seed + i) for i in range(num_samples))
         return SequenceSlice(
-            self.seat, known, self.num_prompt, length - 1, 1, [0], samples, self.params, -1, self.seq_id
+            self.slot, known, self.num_prompt, length - 1, 1, [0], samples, self.params, -1, self.seq_id
         )
 
 
@@ -76,7 +76,7 @@ def step(owner: Sampler, pieces: list[SequenceSlice], texts: list[list[int]], la
     drawn = owner.sample(plan, logits, last_ids)
     torch.testing.assert_close(logits.cpu().double(), torch.stack(expected), rtol=1e-6, atol=1e-5)
     assert drawn.ids.tolist() == _draw_in_torch(logits.clone(), [_wish(row) for row in _rows(plan)]).ids.tolist()
-    assert last_ids[[sample.seat for piece in pieces for sample in piece.samples]].tolist() == drawn.ids.tolist()
+    assert last_ids[[sample.slot for piece in pieces for sample in piece.samples]].tolist() == drawn.ids.tolist()
 
 
 def check(owner: Sampler, sequences: list[Sequence], last_ids: Tensor, **how: object) -> None:
@@ -88,14 +88,14 @@ def test_penalties_follow_a_text_as_it_grows() -> None:
     numbers = random.Random(3)
     wishes = [PENALTIES, {}, {"repetition_penalty": 0.8}, {"frequency_penalty": 1.1, "temperature": 0.0}]
     sequences = [
-        Sequence(seat, seat, params(**wish), numbers.choices(range(VOCAB), k=5 + seat))
-        for seat, wish in enumerate(wishes)
+        Sequence(slot, slot, params(**wish), numbers.choices(range(VOCAB), k=5 + slot))
+        for slot, wish in enumerate(wishes)
     ]
     owner, last_ids = Sampler(DEVICE), torch.zeros(6, dtype=torch.int64, device=DEVICE)
     for is_last_known, num_new in ((True, 0), (False, 1), (False, 1), (True, 1), (True, 3), (False, 1)):
         for each in sequences:
             each.tokens += numbers.choices(range(20), k=num_new)
-            last_ids[each.seat] = each.tokens[-1] if not is_last_known else -1  # what is known is not looked up
+            last_ids[each.slot] = each.tokens[-1] if not is_last_known else -1  # what is known is not looked up
         check(owner, sequences, last_ids, is_last_known=is_last_known)
 
 
@@ -135,10 +135,10 @@ def test_samples_of_one_prompt_share_its_counts() -> None:
     owner, last_ids = Sampler(DEVICE), torch.zeros(6, dtype=torch.int64, device=DEVICE)
     parent = Sequence(0, 0, params(**PENALTIES), [3, 4, 4, 50])
     check(owner, [parent], last_ids, num_samples=3)
-    forks = [Sequence(seat, seat, parent.params, parent.tokens) for seat in range(3)]
+    forks = [Sequence(slot, slot, parent.params, parent.tokens) for slot in range(3)]
     for fork in forks:
         fork.num_prompt = 4
-        fork.tokens.append(int(last_ids[fork.seat]))
+        fork.tokens.append(int(last_ids[fork.slot]))
     check(owner, forks, last_ids, is_last_known=False)
 
 
@@ -151,7 +151,7 @@ def test_biases_and_bans_of_several_rows() -> None:
         ends | PENALTIES | {"logit_bias": ((9, 2.5),)},
         {"temperature": 0.0, "logit_bias": ((89, 100.0), (0, 40.0))},
     ]
-    sequences = [Sequence(seat, seat, params(**wish), [8, 9, seat]) for seat, wish in enumerate(wishes)]
+    sequences = [Sequence(slot, slot, params(**wish), [8, 9, slot]) for slot, wish in enumerate(wishes)]
     for num_said in (0, 2, 3):
         owner, last_ids = Sampler(DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
         for each in sequences:
@@ -170,14 +170,14 @@ def test_bad_words_and_allowed_tokens_of_several_rows() -> None:
         {"allowed_token_ids": frozenset({2, 8, 70}), "bad_words": words, **PENALTIES},
         {"allowed_token_ids": frozenset(range(0, VOCAB, 2)), "min_tokens": 3, "eos_token_ids": frozenset({2})},
     ]
-    sequences = [Sequence(seat, seat, params(**wish), [6, 7, 1]) for seat, wish in enumerate(wishes)]
+    sequences = [Sequence(slot, slot, params(**wish), [6, 7, 1]) for slot, wish in enumerate(wishes)]
     owner, last_ids = Sampler(DEVICE), torch.zeros(6, dtype=torch.int64, device=DEVICE)
     check(owner, sequences, last_ids)  # the prompt is not a part of the answer
     for token in (1, 4, 6, 7, 9, 7, 5, 5, 5):
         for is_last_known in (False, True):
             for each in sequences:
                 each.tokens += [token] if not is_last_known else []
-                last_ids[each.seat] = token if not is_last_known else -1
+                last_ids[each.slot] = token if not is_last_known else -1
             check(owner, sequences, last_ids, is_last_known=is_last_known)
 
 

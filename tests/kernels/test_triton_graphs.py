@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import Sample, SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention

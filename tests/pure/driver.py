@@ -10,9 +10,9 @@ from engine.core.beam_search import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.kv.tiers import Transfer
-from engine.core.plan import SequenceSlice, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
+from engine.core.step import SequenceSlice, StepPlan
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 from engine.inbox import Message, Stop
 from engine.loop import Engine
@@ -23,7 +23,7 @@ FAILS = 13  # a request with this top_k fails once it has generated three tokens
 
 
 def config(**changes: bool | str | float | None) -> SchedulerConfig:
-    """A small engine: 24 blocks of 4 tokens, 6 seats, 12 tokens a step."""
+    """A small engine: 24 blocks of 4 tokens, 6 slots, 12 tokens a step."""
     values = {
         "num_blocks": 24,
         "block_size": 4,
@@ -227,8 +227,8 @@ class Driver:
         named = {*(host for host, _ in plan.swap_in), *(host for _, host in plan.swap_out)}
         stats = self.scheduler.stats
         assert stats.host_blocks_held + stats.host_blocks_cached >= len(named), "a host block is given back too early"
-        assert len({piece.seat for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
-        kinds = {seq.is_background for seq in self.scheduler._flights[-1].sequences}
+        assert len({piece.slot for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
+        kinds = {seq.is_background for seq in self.scheduler._in_flight[-1].all_sequences}
         assert len(kinds) == 1, "a step is of the background or of all others"
         assert all(0 < num <= settings.num_speculative_tokens for num in plan.num_drafts.values())
         for index, piece in enumerate(plan.slices):
@@ -246,21 +246,21 @@ class Driver:
 
     def first_in_line(self) -> Sequence | None:
         """Who runs, still has known positions to compute, and stands before all others that have."""
-        running = self.scheduler._roster.running
+        running = self.scheduler._queue.running
         return next((seq for seq in running if seq.status is Status.PREFILL), None)
 
     def check_progress(self, plan: StepPlan, first: Sequence | None) -> None:
         """No starvation: the first in line computes a token in every step that decoding leaves room in."""
         limit = self.scheduler.config.max_num_batched_tokens
-        roster = self.scheduler._roster
-        if first is None or first.is_background or self.scheduler._budget.is_reduced or roster.may_yield:
+        queue = self.scheduler._queue
+        if first is None or first.is_background or self.scheduler._budget.is_reduced or queue.may_yield:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
         assert num_tokens or plan.num_tokens == limit or first.is_resuming, "the first in line was passed over"
 
     def check_totals(self) -> None:
         """All that counts tokens and ends agrees, to the last one, at every moment."""
-        stats, requests = self.scheduler.stats, self.scheduler._roster.requests.values()
+        stats, requests = self.scheduler.stats, self.scheduler._queue.requests.values()
         living = sum(seq.num_generated for each in requests for seq in each if seq.search is None)
         assert stats.generation_tokens == stats.request_generation_tokens.sum + living
         num_ended = sum(stats.finished.values())

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.core.errors import NeverFitsError
 from engine.core.fake_runner import CostModel
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, Request, TokenEvent
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
@@ -102,7 +102,7 @@ class History:
 
     def note_plan(self, plan: StepPlan) -> None:
         slices = [
-            (piece.seq_id, piece.seat, piece.start, piece.num_tokens, tuple(piece.block_table), len(piece.samples))
+            (piece.seq_id, piece.slot, piece.start, piece.num_tokens, tuple(piece.block_table), len(piece.samples))
             for piece in plan.slices
         ]
         drafts = sorted(plan.num_drafts.items())

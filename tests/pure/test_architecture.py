@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for room in ("engine", "server", "loadtest") for path in (ROOT / room).rglob("*.py"))
+FILES = sorted(path for room in ("quire", "engine", "server", "loadtest") for path in (ROOT / room).rglob("*.py"))
 THIRD_PARTY = {"torch", "numpy", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
 
 
@@ -42,12 +42,14 @@ ON_THE_DEVICE = tuple(
     for name in ("attention", "compile", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
 # The engine for scripts: the daemon's own text side around it, nothing of HTTP.
-OFFLINE = tuple(f"engine.llm.{name}" for name in ("grammars", "job", "offline", "params"))
+OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
+    ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ()),
+    ("engine", ("quire",), ()),
     ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), OFFLINE),
     ("engine", ("engine.llm",), ("engine.llm", *OFFLINE)),
-    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.routes", "server.client"), ()),
+    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.respond", "server.client"), ()),
     ("engine.llm", ("server.sse", "server.middleware", "server.serve", "server.daemon", "torch"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     (
@@ -131,10 +133,10 @@ OPENERS = {
     "engine.runtime.native.build",
     "server.batches.folder",
     "server.batches.lines",
-    "server.http.children",  # pipes and /dev/null
+    "engine.child_process",  # pipes and /dev/null
     "engine.model_source",  # the installed model, by its digest
-    "server.routes.page",
-    "engine.text.grammars.trial",  # /proc
+    "server.operations.page",
+    "engine.text.grammars.trial_process",  # /proc
 }
 
 

@@ -17,7 +17,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 def planned(driver: Driver) -> set[str]:
     """Whose tokens the last plan computes."""
-    return {seq.request_id for seq in driver.scheduler._flights[-1].owners}
+    return {seq.request_id for seq in driver.scheduler._in_flight[-1].sequences}
 
 
 def steps_to_end(driver: Driver, name: str) -> int:
@@ -36,14 +36,14 @@ def test_everybody_else_comes_first_under_every_policy(policy: str) -> None:
     driver.add(request("old", arrival_s=0.0, **lowest))
     driver.add(request("older", arrival_s=-0.01, **lowest))
     driver.add(request("young", arrival_s=1e7, max_tokens=3, priority=2**31 - 1))
-    assert [seq.request_id for seq in driver.scheduler._roster.waiting] == ["young", "older", "old"]
+    assert [seq.request_id for seq in driver.scheduler._queue.waiting] == ["young", "older", "old"]
     driver.drain()
     assert [name for name, _ in driver.ends] == ["young", "older", "old"]
 
 
 @DEPTHS
 def test_a_request_takes_as_many_steps_as_on_an_idle_engine(depth: int) -> None:
-    """No seat and no block is free, the background has them all: whoever comes has both after the steps in flight."""
+    """No slot and no block is free, the background has them all: whoever comes has both after the steps in flight."""
     settings = config(max_num_batched_tokens=24)
     idle = Driver(settings, depth)
     idle.add(request("online", tuple(range(20)), max_tokens=12, eos_token_ids=frozenset()))
@@ -72,14 +72,14 @@ def test_its_steps_are_small_for_whoever_comes_waits_for_one() -> None:
     sizes = []
     while driver.scheduler.has_work:
         assert driver.launch()
-        sizes.append(driver.scheduler._flights[-1].num_tokens)
+        sizes.append(driver.scheduler._in_flight[-1].num_tokens)
         driver.commit()
     assert max(sizes) == 6, "a quarter of a step's 24 tokens, all of which it uses"
     driver.check_streams()
     alone = Driver(config(max_num_batched_tokens=24))
     alone.add(request("online", tuple(range(24)), max_tokens=1))
     alone.launch()
-    assert alone.scheduler._flights[-1].num_tokens == 24, "anybody else has the whole step"
+    assert alone.scheduler._in_flight[-1].num_tokens == 24, "anybody else has the whole step"
 
 
 def test_while_others_live_it_pauses_and_keeps_its_blocks() -> None:

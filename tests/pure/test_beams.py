@@ -187,7 +187,7 @@ def test_a_search_yields_as_a_whole_to_a_tenant_that_has_nothing() -> None:
     driver.add(beams("search", LONG, width=6, n=1, max_tokens=9, tenant="a"))
     for _ in range(3):
         driver.step()
-    driver.add(request("two seats", LONG, n=2, max_tokens=3, tenant="b", arrival_s=1.0))
+    driver.add(request("two slots", LONG, n=2, max_tokens=3, tenant="b", arrival_s=1.0))
     driver.drain()
     assert driver.ends["search", 0].timings.num_preemptions == 1  # type: ignore[union-attr]
     driver.check_streams()

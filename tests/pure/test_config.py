@@ -418,7 +418,7 @@ def test_an_old_spelling_works_and_names_the_new_one(monkeypatch: pytest.MonkeyP
     assert (made.kv_offload_gib, made.kv_offload_dir) == (2.0, "/x")
     assert settings.notices == [
         '--kv-offload-dir is deprecated and goes with the next release; write --kv-offload-config \'{"folder": "/x"}\'.',
-        '--kv-offload-gib is deprecated and goes with the next release; write --kv-offload-config \'{"host_gib": "2"}\'.',
+        "--kv-offload-gib is deprecated and goes with the next release; write --kv-offload-config '{\"host_gib\": 2.0}'.",
     ]
 
 

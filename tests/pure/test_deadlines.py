@@ -38,7 +38,7 @@ class Clocked(World):
         driver.take(events)
         if driver.scheduler.has_work:
             driver.step()
-        running = driver.scheduler._roster.running
+        running = driver.scheduler._queue.running
         self.started.update(seq.request_id for seq in running)
 
     def drain(self, most: int = 5000) -> None:
@@ -107,13 +107,13 @@ def test_an_engine_that_knows_nothing_tries() -> None:
         ),
         max_size=12,
     ),
-    num_seats=st.integers(1, 4),
+    num_slots=st.integers(1, 4),
 )
 def test_nothing_is_dropped_that_could_be_in_time(
-    asked: list[tuple[int, int, float, float | None, int]], num_seats: int
+    asked: list[tuple[int, int, float, float | None, int]], num_slots: int
 ) -> None:
     """And nothing that is started is ever dropped (see Clocked); and every request ends."""
-    world = Clocked(num_streams=0, max_num_seqs=num_seats)
+    world = Clocked(num_streams=0, max_num_seqs=num_slots)
     for index, (num_prompt, num_tokens, deadline_s, max_queue_s, pause) in enumerate(asked):
         limits = {"deadline_s": deadline_s, "max_queue_s": max_queue_s}
         world.add(f"r{index}", num_prompt, num_tokens, min_tokens=num_tokens, **limits)

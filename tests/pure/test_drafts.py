@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.core.draft_costs import FREE, DraftCosts, choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
-from engine.core.plan import StepPlan, count_agreeing
+from engine.core.step import StepPlan, count_agreeing
 from engine.speculative_config import SpeculativeConfig
 from tests.pure.driver import Driver, config, request
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.account import Account
-from engine.core.plan import StepPlan
 from engine.core.queues.fair import INPUT_COST, MAX_IDLE_ACCOUNTS, OUTPUT_COST, YIELD_RATIO, FairQueue
 from engine.core.sequence import Sequence
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause, TokenEvent
 from tests.pure.driver import Driver, config, request
 
@@ -31,7 +31,7 @@ class Metered(Driver):
 
     def check_plan(self, plan: StepPlan) -> None:
         super().check_plan(plan)
-        for piece, seq in zip(plan.slices, self.scheduler._flights[-1].owners, strict=True):
+        for piece, seq in zip(plan.slices, self.scheduler._in_flight[-1].sequences, strict=True):
             if seq.request_id not in self.started:
                 self.started.add(seq.request_id)
                 self.served[seq.request.tenant] += INPUT_COST * (piece.num_prompt - piece.start)
@@ -46,7 +46,7 @@ class Metered(Driver):
         return any(asked.tenant == tenant and name not in self.started for name, asked in self.requests.items())
 
     def lanes(self) -> list[Account]:
-        return list(self.scheduler._roster.foreground._lanes)
+        return list(self.scheduler._queue.foreground._lanes)
 
 
 def bound(driver: Driver) -> float:
@@ -172,7 +172,7 @@ def test_weights_divide_what_there_is() -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_blocks", [24, 80])
 def test_a_newcomer_takes_as_many_steps_as_on_an_idle_engine(depth: int, num_blocks: int) -> None:
-    """Long answers of another have every seat, or nearly every block."""
+    """Long answers of another have every slot, or nearly every block."""
     newcomer = request("new", tuple(range(9)), max_tokens=4, eos_token_ids=ENDLESS, tenant="light")
     alone = Metered(depth=depth, max_num_batched_tokens=24)
     alone.add(newcomer)
@@ -193,7 +193,7 @@ def test_a_newcomer_takes_as_many_steps_as_on_an_idle_engine(depth: int, num_blo
 
 
 def test_what_is_taken_by_force_stays_below_what_is_left() -> None:
-    """A flood takes seats from another flood until it has a third of them, then waits for answers to end."""
+    """A flood takes slots from another flood until it has a third of them, then waits for answers to end."""
     driver = Metered(max_num_seqs=12, max_num_batched_tokens=40, num_blocks=200)
     for i in range(30):
         driver.add(request(f"a{i}", (i, 1), max_tokens=60, eos_token_ids=ENDLESS, tenant="a"))
@@ -203,7 +203,7 @@ def test_what_is_taken_by_force_stays_below_what_is_left() -> None:
     yields = []
     for _ in range(40):
         driver.step()
-        held = Counter(seq.request.tenant for seq in driver.scheduler._roster.running)
+        held = Counter(seq.request.tenant for seq in driver.scheduler._queue.running)
         yields.append(driver.scheduler.stats.yielded)
     assert held == {"a": 8, "b": 4}
     assert YIELD_RATIO * held["b"] <= held["a"]
@@ -213,14 +213,14 @@ def test_what_is_taken_by_force_stays_below_what_is_left() -> None:
 def test_one_that_was_served_more_takes_nothing() -> None:
     driver = Metered(max_num_seqs=4)
     add_jobs(driver, "b", [(8, 8)], 1)
-    for i in range(4):  # once `b` has ended they have all seats, and none of them waits
+    for i in range(4):  # once `b` has ended they have all slots, and none of them waits
         driver.add(request(f"a{i}", (i,), max_tokens=40, eos_token_ids=ENDLESS, tenant="a"))
     driver.step()
-    [b] = [seq.account for seq in driver.scheduler._roster.running if seq.request.tenant == "b"]
+    [b] = [seq.account for seq in driver.scheduler._queue.running if seq.request.tenant == "b"]
     while b.num_running:
         driver.step()
     driver.step()
-    assert len(driver.scheduler._roster.running) == 4
+    assert len(driver.scheduler._queue.running) == 4
     b.served += 1000
     add_jobs(driver, "b", [(2, 2)], 1)
     driver.step()
@@ -297,7 +297,7 @@ def test_cached_prompts_and_work_done_anew_are_free() -> None:
     for i in range(4):
         driver.add(request(f"a{i}", prompt, max_tokens=20, eos_token_ids=ENDLESS, arrival_s=driver.now, tenant="a"))
         driver.step()
-    [account] = {seq.account for siblings in driver.scheduler._roster.requests.values() for seq in siblings}
+    [account] = {seq.account for siblings in driver.scheduler._queue.requests.values() for seq in siblings}
     driver.drain()
     assert driver.scheduler.stats.preemptions
     cached = sum(info.num_cached_tokens for info in driver.prompts.values())
@@ -308,7 +308,7 @@ def test_cached_prompts_and_work_done_anew_are_free() -> None:
 def test_every_choice_is_charged() -> None:
     driver = Metered()
     driver.add(request("r", (1, 2, 3), n=3, max_tokens=1, eos_token_ids=ENDLESS, tenant="a"))
-    [account] = {seq.account for seq in driver.scheduler._roster.requests["r"]}
+    [account] = {seq.account for seq in driver.scheduler._queue.requests["r"]}
     driver.drain()
     assert account.served == INPUT_COST * 3 + OUTPUT_COST * 3
 
@@ -343,8 +343,8 @@ def test_the_queue_is_shown_as_it_will_be_served() -> None:
     add_jobs(driver, "b", [(8, 1)], 3)
     queue = [asked[0] for asked in driver.scheduler.snapshot(driver.now).queue]
     assert queue == ["a", "b", "a", "a", "b", "b"]
-    assert driver.scheduler._roster.first_waiting is not None
-    assert driver.scheduler._roster.first_waiting.request_id[0] == "a"
+    assert driver.scheduler._queue.first_waiting is not None
+    assert driver.scheduler._queue.first_waiting.request_id[0] == "a"
 
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
@@ -354,7 +354,7 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
         if i % 2:
             driver.scheduler.abort(f"r{i}", AbortCause.DISCONNECT, driver.now)
         driver.step()
-    assert len(driver.scheduler._roster.foreground._accounts) <= MAX_IDLE_ACCOUNTS
+    assert len(driver.scheduler._queue.foreground._accounts) <= MAX_IDLE_ACCOUNTS
     driver.drain()
 
 

@@ -21,7 +21,7 @@ from engine.core.stats import Stats
 from engine.core.step_time import StepTime
 from tests.pure.driver import config, request
 
-SIZE, SEATS = 4, 4
+SIZE, SLOTS = 4, 4
 
 
 class History(NamedTuple):
@@ -57,15 +57,15 @@ class Memory:
             assert self._cells.get(self._cell(seq, position)) == history(seq, position + 1), f"position {position}"
 
     def _cell(self, seq: Sequence, position: int) -> tuple[int, int]:
-        return seq.page_table.blocks[position // SIZE], position % SIZE
+        return seq.kv.blocks[position // SIZE], position % SIZE
 
 
 class KVManagerMachine(RuleBasedStateMachine):
-    """`waiting` sequences have nothing; `living` ones have seats and blocks."""
+    """`waiting` sequences have nothing; `living` ones have slots and blocks."""
 
     @initialize(num_blocks=st.integers(4, 14), min_copied=st.sampled_from([1, 2, 4]))
     def start(self, num_blocks: int, min_copied: int) -> None:
-        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SEATS, min_copied_tokens=min_copied)
+        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SLOTS, min_copied_tokens=min_copied)
         self.num_blocks, self.num_made = num_blocks, 0
         self.kv = KVCacheManager(sizes, Stats(), StepTime())
         self.memory = Memory()
@@ -75,7 +75,7 @@ class KVManagerMachine(RuleBasedStateMachine):
     # -- what the reference knows ------------------------------------------------------------------------------------
 
     def held(self) -> set[int]:
-        return {block for seq in self.living for block in seq.page_table.blocks}
+        return {block for seq in self.living for block in seq.kv.blocks}
 
     def num_available(self) -> int:
         return self.num_blocks - len(self.held())
@@ -84,8 +84,8 @@ class KVManagerMachine(RuleBasedStateMachine):
         """What the living have shown, which cannot go while they hold it, and where the first of them has it."""
         shown: dict[History, int] = {}
         for seq in self.living:
-            for index in range(seq.num_registered):
-                shown.setdefault(history(seq, (index + 1) * SIZE), seq.page_table.blocks[index])
+            for index in range(seq.kv.num_published):
+                shown.setdefault(history(seq, (index + 1) * SIZE), seq.kv.blocks[index])
         return shown
 
     def num_surely_found(self, seq: Sequence) -> int:
@@ -113,19 +113,19 @@ class KVManagerMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.waiting))
         num_needed = -(-len(seq.tokens) // SIZE) + reserve
         held, num_available, num_found = self.held(), self.num_available(), self.num_surely_found(seq)
-        has_seats = SEATS - sum(len(each.seats) for each in self.living) >= seq.num_seats
+        has_slots = SLOTS - sum(len(each.kv.slots) for each in self.living) >= seq.num_slots
         hint = self.kv.lookup(seq)
         grant = self.kv.allocate(seq, reserve=reserve)
         if grant is None:
-            assert not has_seats or num_available < num_needed - num_found, "there was room"
-            assert not seq.page_table.blocks
+            assert not has_slots or num_available < num_needed - num_found, "there was room"
+            assert not seq.kv.blocks
             return
-        found = seq.page_table.blocks[: grant.num_found // SIZE]
-        assert has_seats
+        found = seq.kv.blocks[: grant.num_found // SIZE]
+        assert has_slots
         assert num_found <= len(found)
         assert grant.num_found == hint
         assert num_available >= num_needed - len(held.intersection(found)), "what others need was given away"
-        assert held.isdisjoint(seq.page_table.blocks[len(found) :]), "a block has two owners"
+        assert held.isdisjoint(seq.kv.blocks[len(found) :]), "a block has two owners"
         assert grant.num_found <= seq.num_computed < len(seq.tokens)
         for source, target in grant.copies:
             self.memory.copy(source, target)
@@ -155,15 +155,15 @@ class KVManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 1))
     def decode(self, data: st.DataObject, token: int) -> None:
         seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.RUNNING]))
-        if seq.num_planned >= seq.writable_until:
-            blocks, copies = list(seq.page_table.blocks), list[tuple[int, int]]()
-            others = {block for each in self.living if each is not seq for block in each.page_table.blocks}
-            needs_block = not seq.shares_tail or blocks[-1] in others
+        if seq.num_planned >= seq.kv.writable_until:
+            blocks, copies = list(seq.kv.blocks), list[tuple[int, int]]()
+            others = {block for each in self.living if each is not seq for block in each.kv.blocks}
+            needs_block = not seq.kv.shares_tail or blocks[-1] in others
             num_available = self.num_available()
             is_extended = self.kv.extend(seq, copies)
             assert is_extended == (num_available > 0 or not needs_block)
             if not is_extended:
-                assert seq.page_table.blocks == blocks
+                assert seq.kv.blocks == blocks
                 return
             for source, target in copies:
                 self.memory.copy(source, target)
@@ -190,19 +190,19 @@ class KVManagerMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.living))
         self.living.remove(seq)
         self.kv.free(seq)
-        assert not seq.page_table.blocks
+        assert not seq.kv.blocks
         if not ends:
             seq.move(Status.PREEMPTED)
             self.waiting.append(seq)
 
     def write(self, seq: Sequence, stop: int) -> None:
         """Compute positions up to `stop`; none of them may be another's, nor one that others can find."""
-        others = {block for each in self.living if each is not seq for block in each.page_table.blocks}
+        others = {block for each in self.living if each is not seq for block in each.kv.blocks}
         for position in range(seq.num_computed, stop):
-            assert seq.page_table.blocks[position // SIZE] not in others, "another holds what is written"
+            assert seq.kv.blocks[position // SIZE] not in others, "another holds what is written"
             self.memory.write(seq, position)
         seq.num_computed = seq.num_planned = stop
-        if seq.num_computed >= seq.next_register:
+        if seq.num_computed >= seq.kv.next_publish:
             self.kv.publish(seq)
 
     # -- what holds at all times -------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_it_stays_as_large_as_it_is() -> None:
 
 
 def mean_latency(policy: str) -> float:
-    """Steps until the end, in the mean: two templates whose answers differ, with the same max_tokens, one seat."""
+    """Steps until the end, in the mean: two templates whose answers differ, with the same max_tokens, one slot."""
     chance = random.Random(3)
     driver = Driver(config(policy=policy, max_num_seqs=1, num_blocks=40, max_num_batched_tokens=40, max_model_len=120))
     kinds = {"short": SYSTEM, "long": SYSTEM[::-1]}

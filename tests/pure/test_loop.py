@@ -19,10 +19,10 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.plan import StepPlan, StepResult
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
+from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
 from engine.loop import Engine
 from tests.patience import PATIENCE_S
@@ -450,7 +450,7 @@ def test_overlapping_steps_share_the_time_they_overlap() -> None:
 def test_a_full_queue_is_refused_at_once_with_a_time_to_come_back() -> None:
     rig = Rig(limits=QueueLimits(max_requests=2, max_tokens=None))
     rig.block()
-    for i in range(7):  # five free seats, then two places in the queue
+    for i in range(7):  # five free slots, then two places in the queue
         rig.engine.submit(request(str(i)))
     with pytest.raises(OverloadedError) as refused:
         rig.engine.submit(request("one too many"))

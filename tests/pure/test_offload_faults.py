@@ -6,17 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.core.errors import DeviceMemoryError
-from engine.core.kv.swap_costs import SwapCosts
 from engine.core.kv.tiers import Transfer
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 from engine.offload import Offload
 from tests.pure.driver import Driver, config, request
 
 
 def test_a_spill_that_finds_no_memory_stores_nothing() -> None:
-    driver = Driver(
-        config(num_host_blocks=16, host_caching=True, num_disk_blocks=40, swap_costs=SwapCosts(token_s=1.0))
-    )
+    driver = Driver(config(num_host_blocks=16, host_caching=True, num_disk_blocks=40))
     queued: list[Transfer] = []
 
     class Store:

@@ -23,7 +23,7 @@ from loadtest.simulation.trace import TraceRequest
 from tests.pure.driver import request
 from tests.pure.test_simulation_replay import COSTS, config
 
-SEATS, PLACES, PROMPT = 8, 16, 48
+SLOTS, PLACES, PROMPT = 8, 16, 48
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Crowd:
     starts: list[float] = field(default_factory=list)  # when requests left the queue
 
     def __post_init__(self) -> None:
-        self.replica = Replica(config(max_num_seqs=SEATS), COSTS, limits=QueueLimits(max_requests=PLACES))
+        self.replica = Replica(config(max_num_seqs=SLOTS), COSTS, limits=QueueLimits(max_requests=PLACES))
         self.num_asked = 0
 
     def new(self) -> Request:
@@ -103,11 +103,11 @@ def cut_or_short(rng: random.Random) -> tuple[int, int]:
 
 
 def overloaded(lengths: Callable[[random.Random], tuple[int, int]], seed: int) -> Crowd:
-    """All seats and places are taken, and some requests have been answered."""
+    """All slots and places are taken, and some requests have been answered."""
     crowd = Crowd(lengths, random.Random(seed))
-    crowd.run([0.02 * i for i in range(SEATS + PLACES)])
+    crowd.run([0.02 * i for i in range(SLOTS + PLACES)])
     now = crowd.replica.now
-    for i in range(SEATS + PLACES):
+    for i in range(SLOTS + PLACES):
         crowd.ask(crowd.new(), now + 0.02 * i)
         crowd.advance(now + 0.02 * i)
     return crowd
@@ -146,7 +146,7 @@ def test_under_lasting_overload_they_are_told_so_too(lengths: Callable[[random.R
 
 
 def door_after(lengths: list[int], *, max_tokens: int = 40) -> tuple[Scheduler, Door]:
-    """One seat, taken by an answer that has just begun, one place, and answers of these lengths before; steps take 1 s."""
+    """One slot, taken by an answer that has just begun, one place, and answers of these lengths before; steps take 1 s."""
     settings = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=12)
     scheduler = Scheduler(settings)
     runner = FakeRunner(settings)

@@ -13,7 +13,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 from loadtest.__main__ import main
 from loadtest.report import Spread
 from loadtest.simulation.calibrate import fit_front

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import StepPlan
 from engine.core.queue_limits import QueueLimits
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.core.stats import SwapDirection
+from engine.core.step import StepPlan
 from loadtest.report import percentile
 from loadtest.simulation.costs import DEFAULT_COSTS, Copies, CostError, Front, StepCosts, Table
 from loadtest.simulation.figures import Targets, fairness_index, jain, summarize
@@ -150,7 +150,7 @@ def test_who_gives_way_with_a_step_in_flight_is_let_go_when_that_lands() -> None
 
 
 def test_a_full_queue_answers_429_and_nobody_comes_again() -> None:
-    """Eight seats and two who wait; the rest of twenty at once is refused."""
+    """Eight slots and two who wait; the rest of twenty at once is refused."""
     limited = partial(Replica, limits=QueueLimits(max_requests=2))
     history = replay([TraceRequest(0.0, 16, 4)] * 20, config(), COSTS, new_replica=limited)
     figures = summarize(history, GENEROUS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from engine.core.errors import ConfigError, OverloadedError
-from server.protocol.usage import Usage
+from server.openai.usage import Usage
 from server.telemetry.tenant_metrics import TenantMetrics
 from server.tenancy.tenancy import Account, Tenancy
 from server.tenancy.tenant_file import DEFAULT, Tenant, read_tenants

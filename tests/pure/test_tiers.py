@@ -6,14 +6,10 @@ import random
 
 import pytest
 
-from engine.core.kv import tier
-from engine.core.kv.swap_costs import SwapCosts
+from engine.core.kv import tier, tiers
 from engine.core.stats import CacheTier, TransferKind
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
-
-EVER = 1000.0
-SLOW = SwapCosts(token_s=1.0)
 
 
 def prompt(first: int, length: int = 17) -> tuple[int, ...]:
@@ -22,8 +18,8 @@ def prompt(first: int, length: int = 17) -> tuple[int, ...]:
 
 def tiered(depth: int = 0, **changes: object) -> Driver:
     """A pool of 12 blocks of four tokens, with host blocks and a disk behind it, both larger."""
-    tiers = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60, "swap_costs": SLOW}
-    return Driver(config(**(tiers | changes)), depth)  # type: ignore[arg-type]
+    sizes = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60}
+    return Driver(config(**(sizes | changes)), depth)  # type: ignore[arg-type]
 
 
 def serve(driver: Driver, name: str, asked: tuple[int, ...], **params: object) -> tuple[int, int, int]:
@@ -60,14 +56,6 @@ def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
     driver.check_streams()
 
 
-def test_too_little_is_computed_rather_than_brought_back() -> None:
-    driver = tiered(num_disk_blocks=0, swap_costs=SwapCosts(trip_s=9.0))
-    for index in range(4):
-        serve(driver, f"first{index}", prompt(10 * index))
-    assert serve(driver, "again", prompt(0))[1:] == (0, 0)
-    driver.check_streams()
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
     driver = tiered(depth)
@@ -83,11 +71,12 @@ def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
     other.check_streams()
 
 
-def test_what_is_being_read_is_waited_for_no_longer_than_computing_takes() -> None:
+def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "MAX_AWAITED_S", 0.08)
     driver = tiered()
     serve(driver, "first", prompt(0))
     driver.spill()
-    other = restarted(driver, swap_costs=SwapCosts(token_s=0.005))  # 16 tokens: 80 ms
+    other = restarted(driver)
     other.add(request("again", prompt(0)))
     waited = 0
     while not other.launch():
@@ -220,7 +209,6 @@ def test_whatever_happens_to_copies_on_their_way_nobody_reads_what_is_not_there(
             "depth": depth,
             "eviction": eviction,
             "num_blocks": 10,
-            "swap_costs": SwapCosts(token_s=chance.choice((0.0, 0.01, EVER))),
         }
         driver = tiered(**changes, **sizes) if driver is None else restarted(driver, **changes)
         aborted: set[str] = set()

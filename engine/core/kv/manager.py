@@ -2,8 +2,8 @@
 
     lookup, prefetch                       hints about a waiting sequence; nothing is taken
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
-    publish, leave                         what is computed can be found by others
-    suspend, resume, discard, free         a sequence is preempted, comes back, ends
+    publish, leave, hide                   what is computed can be found by others, or not
+    suspend, discard, free                 a sequence is preempted, with a ticket to resume from; or it ends
     begin, committed, rolled_back          a step that moves blocks
 
 Three rules live here. A whole prompt is claimed in one go, so a prompt that has started never stalls for memory. A block
@@ -13,20 +13,16 @@ before heads, so the prefix cache evicts them first. Owned by the scheduler, eng
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight, Grant
-from engine.core.kv.page_table import blocks_for
+from engine.core.in_flight import Grant, InFlightStep
+from engine.core.kv.page_table import NEVER, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
-from engine.core.kv.swap import SwapSpace
-from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.tiers import Tiers, Transfer
-from engine.core.plan import Moves
-from engine.core.sequence import NEVER, Sequence
+from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 from engine.core.step_time import StepTime
 from engine.core.types import Request
@@ -36,17 +32,15 @@ class KVCacheManager:
     """Blocks and runner rows, allocated and freed sequence by sequence."""
 
     def __init__(self, config: SchedulerConfig, stats: Stats, times: StepTime) -> None:
-        """`times` says what computing takes, which copies have to be faster than."""
+        """`times` estimates what computing takes, which bounds how long a request waits for a store."""
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._min_copied = config.min_copied_tokens
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
-        self._costs = SwapBelief(config.swap_costs, config.block_size, times, stats)
-        self.tiers = Tiers(config, stats, self._pins, self._costs)
-        self._swap = SwapSpace(config, self.tiers, self._costs)
+        self.tiers = Tiers(config, stats, self._pins, times)
         self._listener = self.tiers if config.host_caching else None
-        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = PrefixCache(
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
@@ -65,9 +59,9 @@ class KVCacheManager:
         return first_names(root, public_root, request.prompt, num_public, self.block_size)
 
     @property
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         """True if a runner row is free."""
-        return bool(self._seats)
+        return bool(self._slots)
 
     def allocate(self, seq: Sequence, *, reserve: int) -> Grant | None:
         """Take rows and every block that the known tokens need, cached ones first, leaving `reserve` blocks available.
@@ -75,61 +69,66 @@ class KVCacheManager:
         All or nothing; None means not now. The step that computes the sequence first loads what lower tiers have, and
         copies a block that it shares only the beginning of.
         """
-        if len(self._seats) < seq.num_seats:
+        if len(self._slots) < seq.num_slots:
             return None
         size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
         # The last token is always computed: its hidden state is what the first draw comes from.
-        hits = self._cache.match(seq.chain, tokens, len(tokens) - 1) if is_reading else []
+        hits = self._cache.match(seq.kv.chain, tokens, len(tokens) - 1) if is_reading else []
         for block in hits:
             pool.fork(block)
         missing = blocks_for(len(tokens), size) - len(hits)
         if pool.num_available < missing + reserve:
             pool.free(*reversed(hits))
             return None
-        restored, source, num_copied = [], -1, 0
-        if is_reading and not seq.host_blocks:  # else it has all that was computed of it
-            restored = self.tiers.find(seq, len(hits))
-            source, num_copied = self._find_start(seq, len(hits) + len(restored), missing + reserve)
+        loads, ticket, source, num_copied = list[int](), seq.kv.ticket, -1, 0
+        num_loaded = len(hits) * size  # positions, with those before
+        if ticket is not None and ticket.num_tokens > num_loaded:
+            loads, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
+        elif is_reading:
+            loads = self.tiers.find(seq, len(hits))
+            num_loaded += len(loads) * size
+            source, num_copied = self._find_start(seq, len(hits) + len(loads), missing + reserve)
         pool.found(hits)
-        self.tiers.take(seq, restored)  # before the pool gives up blocks for it, which may drive others out of there
-        seq.page_table.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
-        to_fill = seq.page_table.blocks[len(hits) :]
-        copies = [(source, to_fill[len(restored)])] if num_copied else []
+        self.tiers.take(seq, loads)  # before the pool gives up blocks for it, which may drive others out of there
+        seq.kv.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
+        to_fill = seq.kv.blocks[len(hits) :]
+        copies = [(source, to_fill[len(loads)])] if num_copied else []
         if num_copied:
             pool.free(source)
-        seq.num_computed = seq.num_planned = (len(hits) + len(restored)) * size + num_copied
-        seq.num_registered = len(hits)
-        seq.writable_until = seq.page_table.capacity
+        seq.num_computed = seq.num_planned = num_loaded + num_copied
+        seq.kv.num_published = len(hits)
+        seq.kv.writable_until = seq.kv.capacity
         if self._caching:
-            seq.next_register = (len(hits) + 1) * size
+            seq.kv.next_publish = (len(hits) + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
-        seq.take_seats([self._seats.pop() for _ in range(seq.num_seats)])
-        return Grant(copies, list(zip(restored, to_fill, strict=False)), restored, len(hits) * size)
+        self.discard(seq)
+        seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
+        return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
 
     def prefetch(self, seq: Sequence, now: float) -> None:
         """Have a waiting sequence's blocks read that are on a disk only."""
         if self._caching and self.tiers.disk.pool.num_blocks and not seq.needs_every_position:
-            self.tiers.prefetch(seq, len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1)), now)
+            self.tiers.prefetch(seq, len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1)), now)
 
     def lookup(self, seq: Sequence) -> int:
         """Positions of a waiting sequence that the prefix cache would spare it, what is on its way from the disk included."""
         if not self._caching or seq.needs_every_position:
             return 0
-        num_hits = len(self._cache.match(seq.chain, seq.tokens, len(seq.tokens) - 1))
-        num_blocks = num_hits + len(self.tiers.find(seq, num_hits)) + seq.num_awaited
+        num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
+        num_blocks = num_hits + len(self.tiers.find(seq, num_hits)) + seq.kv.num_awaited
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
-        num_seats, num_blocks, found = len(self._seats), self.pool.num_available, list[Sequence]()
+        num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
         needed = blocks_for(len(seq.tokens), self.block_size) + num_reserved
         for victim in victims:
             found.append(victim)
-            num_seats += len(victim.seats)
-            num_blocks += sum([not self.pool.is_shared(block) for block in victim.page_table.blocks])
-            if num_seats >= seq.num_seats and num_blocks >= needed:
+            num_slots += len(victim.kv.slots)
+            num_blocks += sum([not self.pool.is_shared(block) for block in victim.kv.blocks])
+            if num_slots >= seq.num_slots and num_blocks >= needed:
                 return found
         return []
 
@@ -137,7 +136,7 @@ class KVCacheManager:
         """A block that begins like the sequence's next one, and how many tokens they share; held, so that it stays."""
         begin = num_hits * self.block_size
         rest = seq.tokens[begin : min(begin + self.block_size, len(seq.tokens) - 1)]
-        source, num_shared = self._cache.match_start(seq.chain[num_hits], rest)
+        source, num_shared = self._cache.match_start(seq.kv.chain[num_hits], rest)
         if num_shared < self._min_copied:
             return -1, 0
         self.pool.fork(source)
@@ -148,8 +147,8 @@ class KVCacheManager:
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Give a sequence a block of its own for the next position, noting a copy if that needs one. False: none is left."""
-        blocks, pool = seq.page_table.blocks, self.pool
-        if not seq.shares_tail:
+        blocks, pool = seq.kv.blocks, self.pool
+        if not seq.kv.shares_tail:
             if pool.is_exhausted:
                 return False
             blocks.append(pool.alloc(after=blocks[-1]))
@@ -159,17 +158,17 @@ class KVCacheManager:
             source, blocks[-1] = blocks[-1], pool.alloc()
             pool.free(source)
             copies.append((source, blocks[-1]))
-        seq.shares_tail = False
-        seq.writable_until = seq.page_table.capacity
+        seq.kv.shares_tail = False
+        seq.kv.writable_until = seq.kv.capacity
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
-        """Give each child one of the parent's seats and a hold on all of its blocks."""
-        seats = parent.seats
-        parent.take_seats(seats[:1])
-        for child, seat in zip(children, seats[1:], strict=True):
-            child.take_seats([seat])
-            for block in child.page_table.blocks:
+        """Give each child one of the parent's slots and a hold on all of its blocks."""
+        slots = parent.kv.slots
+        parent.take_slots(slots[:1])
+        for child, slot in zip(children, slots[1:], strict=True):
+            child.take_slots([slot])
+            for block in child.kv.blocks:
                 self.pool.fork(block)
         for sharer in (parent, *children):
             self._share_tail(sharer)
@@ -179,16 +178,16 @@ class KVCacheManager:
 
         What it has is an abandoned beam's, and not worth being shown to the prefix cache.
         """
-        for block in other.page_table.blocks:
+        for block in other.kv.blocks:
             self.pool.fork(block)
-        self.pool.free(*reversed(seq.page_table.blocks))
+        self.pool.free(*reversed(seq.kv.blocks))
         seq.follow(other, seq_id)
         for sharer in (seq, other):
             self._share_tail(sharer)
 
     def _share_tail(self, sharer: Sequence) -> None:
-        sharer.shares_tail = sharer.num_planned % self.block_size != 0
-        sharer.writable_until = 0 if sharer.shares_tail else sharer.page_table.capacity
+        sharer.kv.shares_tail = sharer.num_planned % self.block_size != 0
+        sharer.kv.writable_until = 0 if sharer.kv.shares_tail else sharer.kv.capacity
 
     def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
         """The cached blocks that hold a prompt's beginning, at most so many."""
@@ -223,13 +222,13 @@ class KVCacheManager:
         """Show the prefix cache all blocks that are full and computed by now."""
         # With overlap, the K/V of a token may be there that an abort threw away: nobody knows which one it was.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        self._cache.register(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
+        self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
         if seq.request.pins:
-            self._pin(seq, seq.num_registered, full)
-        seq.num_registered = full
+            self._pin(seq, seq.kv.num_published, full)
+        seq.kv.num_published = full
         due = (full + 1) * self.block_size
         # Its answer is shown when it leaves; but with lower tiers at once, for there it has to be named.
-        seq.next_register = due if due <= seq.num_prompt or self._listener is not None else NEVER
+        seq.kv.next_publish = due if due <= seq.num_prompt or self._listener is not None else NEVER
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Of a sequence's blocks first .. stop - 1, which can be found, pin those that its request wants kept."""
@@ -237,39 +236,47 @@ class KVCacheManager:
         for index in range(first, min(stop, max(pin.num_tokens for pin in request.pins) // size)):
             seconds = max([pin.seconds for pin in request.pins if (index + 1) * size <= pin.num_tokens])
             until = request.arrival_s + seconds
-            if not self._pins.keep(seq.chain, index, until):
+            if not self._pins.keep(seq.kv.chain, index, until):
                 return
-            seq.num_pinned = max(seq.num_pinned, (index + 1) * size)
+            seq.kv.num_pinned = max(seq.kv.num_pinned, (index + 1) * size)
 
     def leave(self, seq: Sequence) -> None:
         """Let others find all that a sequence has computed, which it frees now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        if seq.is_shown and full > seq.num_registered:
-            self._cache.leave(seq.chain, seq.tokens, seq.page_table.blocks, seq.num_registered, full)
+        if seq.kv.is_cacheable and full > seq.kv.num_published:
+            self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
+
+    def hide(self, seq: Sequence) -> None:
+        """Publish nothing more of a sequence: another may compute it, or what was computed may be wrong."""
+        seq.kv.is_cacheable, seq.kv.next_publish = False, NEVER
 
     def free(self, seq: Sequence) -> None:
         """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
         self.leave(seq)
-        self._seats += reversed(seq.seats)
+        self._slots += reversed(seq.kv.slots)
         self.pool.free(*reversed(seq.reset()))
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
-    def suspend(self, seq: Sequence) -> None:
-        """Have what is computed of a preempted sequence copied to host memory, where that pays; before it is freed."""
-        self._swap.save(seq)
+    def suspend(self, seq: Sequence) -> bool:
+        """Save what is computed of a preempted sequence as a ticket, before it is freed; False if it is to be recomputed.
 
-    def resume(self, seq: Sequence) -> Grant:
-        """Load what was copied of a suspended sequence, which has been allocated."""
-        return Grant(*self._swap.restore(seq))
+        Allocating the sequence again uses the ticket. What is lost of it meanwhile is recomputed.
+        """
+        kv = seq.kv
+        kv.ticket = self.tiers.host.save(seq)
+        kv.num_saved = 0 if kv.ticket is None else kv.ticket.num_tokens
+        return kv.ticket is not None
 
-    def discard(self, seq: Sequence, flights: deque[Flight]) -> None:
-        """Forget the copy of a suspended sequence."""
-        self._swap.discard(seq, flights)
+    def discard(self, seq: Sequence) -> None:
+        """Let go of a sequence's ticket, if it has one."""
+        if seq.kv.ticket is not None:
+            self.tiers.host.discard(seq.kv.ticket)
+            seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Blocks cannot be copied to host memory and back: nothing is from now on."""
-        self.tiers.give_up()
+        """Stop copying blocks to host memory and back: it fails. Suspended sequences are recomputed."""
+        self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -279,37 +286,30 @@ class KVCacheManager:
 
     def begin(self) -> list[tuple[int, int]]:
         """A step is planned: return what it copies out first, (block of the pool, host block)."""
-        return self.tiers.take_due()
+        return self.tiers.host.take_due()
 
-    def committed(self, flight: Flight) -> None:
-        """A step is done: what it copied out is there."""
-        self._swap.settle(flight)
-        self.tiers.settle(flight, is_done=True)
+    def committed(self, step: InFlightStep) -> None:
+        """A step is done: what it copied out is in host memory."""
+        self.tiers.settle(step, is_done=True)
 
-    def rolled_back(self, flight: Flight) -> None:
-        """Nothing of a step was done: what it was to copy out never came."""
-        self._swap.settle(flight)
-        self.tiers.settle(flight, is_done=False)
+    def rolled_back(self, step: InFlightStep) -> None:
+        """Nothing of a step was done: what it was to copy out never arrived."""
+        self.tiers.settle(step, is_done=False)
 
-    def dropped(self, flight: Flight) -> None:
+    def dropped(self, step: InFlightStep) -> None:
         """A step was not launched, for nothing was left in it."""
-        self._swap.settle(flight)
-
-    def learn(self, moves: Moves) -> None:
-        """What copies took."""
-        if moves.num_blocks:
-            self._costs.learn(moves)
+        self.tiers.host.release(step.host_blocks)
 
     def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
         """Blocks have gone between host memory and the disk, or have failed to."""
         for transfer, is_good in finished:
             self.tiers.finish(transfer, is_good=is_good)
 
-    def check_integrity(self, living: Collection[Sequence], flights: Iterable[Flight]) -> None:
+    def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
-        self._swap.check_integrity(living, flights)
-        self.pool.check_integrity(seq.page_table.blocks for seq in living)
+        self.tiers.check_integrity([step.host_blocks for step in in_flight])
+        self.pool.check_integrity(seq.kv.blocks for seq in living)
         self._cache.check_integrity()
         self._pins.check_integrity()
-        seats = sorted(self._seats + [seat for seq in living for seat in seq.seats])
-        assert seats == list(range(self._max_num_seqs)), "a runner seat is lost or taken twice"
+        slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
+        assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"

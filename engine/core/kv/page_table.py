@@ -1,28 +1,86 @@
-"""One sequence's map from logical to physical blocks. Integers only; engine thread."""
+"""The K/V state of one sequence: its page table, its names, and what waits for it behind the pool.
+
+Only the KVCacheManager writes it. The scheduler reads it when a sequence needs a new block or has filled one, not in
+every step. Integers only; engine thread.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence as Seq
+
+NEVER = sys.maxsize
+
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that `num_tokens` positions occupy."""
+    """Return the number of blocks that `num_tokens` positions occupy."""
     return -(-num_tokens // block_size)
 
 
-class PageTable:
+class Ticket:
+    """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks; see host_tier.py."""
+
+    __slots__ = ("blocks", "num_tokens")
+
+    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+        self.blocks, self.num_tokens = blocks, num_tokens
+
+
+class SequenceKV:
     """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1."""
 
-    __slots__ = ("block_size", "blocks")
+    __slots__ = (
+        "awaits_until_s",
+        "block_size",
+        "blocks",
+        "chain",
+        "is_cacheable",
+        "next_publish",
+        "num_awaited",
+        "num_from_disk",
+        "num_from_host",
+        "num_pinned",
+        "num_published",
+        "num_saved",
+        "shares_tail",
+        "slots",
+        "ticket",
+        "writable_until",
+    )
 
-    def __init__(self, block_size: int, blocks: list[int] | None = None) -> None:
+    def __init__(self, block_size: int, names: Seq[bytes]) -> None:
+        """`names` are the first of the chain, see prefix_cache.py; an empty root keeps the sequence out of the cache."""
         self.block_size = block_size
-        self.blocks = blocks if blocks is not None else []
+        self.chain = list(names)
+        self.is_cacheable = bool(names[0])
+        self.slots: list[int] = []  # runner rows: one, or one a choice until the prompt of n > 1 is computed
+        self.num_pinned = 0  # of the first positions
+        # Positions that it was first admitted with from lower tiers.
+        self.num_from_host = self.num_from_disk = 0
+        self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
+        self.awaits_until_s = 0.0  # ... and when it is admitted without them
+        self.ticket: Ticket | None = None  # from being preempted until it resumes
+        self.num_saved = 0  # positions that its ticket had when it was preempted last
+        self.clear()
 
-    def position_to_block(self, position: int) -> tuple[int, int]:
-        """The physical block and the offset in it where a position's K and V live. IndexError beyond the table."""
-        logical, offset = divmod(position, self.block_size)
-        return self.blocks[logical], offset
+    def clear(self) -> None:
+        """Forget the blocks; the caller frees them."""
+        self.blocks: list[int] = []
+        self.slots = []
+        self.num_published = 0  # blocks that the prefix cache was shown
+        # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end.
+        self.next_publish = self.block_size if self.is_cacheable else NEVER
+        self.writable_until = 0  # positions below have a block that is this sequence's alone
+        self.shares_tail = False  # the last block may have other holders: it is copied before the first write
 
     @property
     def capacity(self) -> int:
         """Positions that the table can address. The next token after these needs a new block."""
         return len(self.blocks) * self.block_size
+
+    def follow(self, other: SequenceKV) -> None:
+        """Map the blocks of another answer to the same prompt. The caller counts the references."""
+        self.blocks = list(other.blocks)
+        self.chain = list(other.chain)
+        self.num_published = other.num_published
+        self.next_publish = other.next_publish

@@ -11,20 +11,21 @@ first; what is only cached takes no pinned one's place. Owned by the scheduler, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
-from engine.core.flight import Flight
+from engine.core.in_flight import InFlightStep
+from engine.core.kv.host_tier import HostTier
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import name_block
-from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.tier import Tier
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
+from engine.core.step_time import StepTime
 
+MAX_AWAITED_S = 0.5  # that a request waits for the disk, while it is not known what computing takes
 MAX_STORES = 16  # on their way to the disk at once; of what comes faster than a disk writes, some is not kept
 
 
@@ -56,17 +57,14 @@ class BlockStore(Protocol):
 class Tiers:
     """Host blocks, disk slots, and what moves between them."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins, costs: SwapBelief) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins, times: StepTime) -> None:
         self._stats = stats
         self._size = config.block_size
-        self._costs = costs
-        self._is_caching = config.host_caching
+        self._times = times
         num_host, num_disk, share = config.num_host_blocks, config.num_disk_blocks, config.pinned_share
-        self.host = Tier(num_host, config.eviction, self._left_host, pins, int(num_host * share))
-        self.disk = Tier(num_disk, "lru", None, pins, int(num_disk * share))
+        self.host = HostTier(num_host, config.block_size, config.eviction, pins, int(num_host * share))
+        self.disk = Tier(num_disk, "lru", pins, int(num_disk * share))
         pins.targets += (self.host, self.disk)
-        self.due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
-        self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight
         self._fresh: dict[bytes, int] = {}  # blocks of the pool that came since and were not spilled, oldest first
         self._landed: dict[bytes, int] = {}  # host blocks that are to go to the disk, oldest first
         self._staged: list[tuple[int, Transfer]] = []  # blocks of the pool that the last spill copies to the host
@@ -85,67 +83,34 @@ class Tiers:
     def leaves(self, digest: bytes, block: int) -> None:
         """The prefix cache gives a block up: have it copied, unless the host has it."""
         self._fresh.pop(digest, None)
-        pool = self.host.pool
-        if self.host.find(digest) < 0 and pool.num_expendable and not self._costs.is_given_up:
-            host = pool.alloc()
-            self.due[host] = block
-            self.host.put(digest, host)
-            pool.free(host)
+        self.host.offload(digest, block)
 
     def find(self, seq: Sequence, first: int) -> list[int]:
-        """Host blocks that continue a sequence's tokens from block `first` on, if they are worth being copied."""
+        """Return the host blocks that continue a sequence's tokens from block `first` on."""
         found: list[int] = []
-        if self._is_caching:
+        if self.host.pool.num_blocks and not self.host.is_given_up:
             for index in range(first, (len(seq.tokens) - 1) // self._size):
-                host = self.host.find(name_block(seq.chain, seq.tokens, index, self._size))
+                host = self.host.find(name_block(seq.kv.chain, seq.tokens, index, self._size))
                 if host < 0:
                     break
                 found.append(host)
-        return found if self._costs.pays_to_bring(first * self._size, len(found) * self._size) else []
+        return found
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
-        """Hold what a sequence was admitted with, and note where it had been."""
-        seq.num_from_disk = self._size * len(self._unused.intersection(found))
-        seq.num_from_host = self._size * len(found) - seq.num_from_disk
+        """Hold the host blocks that a sequence is admitted with, and note which tier they came from."""
+        if not seq.is_resuming:
+            seq.kv.num_from_disk = self._size * len(self._unused.intersection(found))
+            seq.kv.num_from_host = self._size * len(found) - seq.kv.num_from_disk
         self._unused.difference_update(found)
         self.host.pool.found(found)
         for host in found:
             self.host.pool.fork(host)
 
-    def take_due(self) -> list[tuple[int, int]]:
-        """What the plan that is being made has to copy out: (block of the pool, host block)."""
-        if not self.due:
-            return []
-        due = [(block, host) for host, block in self.due.items()]
-        self._num_copies.update(self.due.keys())
-        self.due.clear()
-        return due
-
-    def settle(self, flight: Flight, *, is_done: bool) -> None:
-        """A plan was committed; or taken back, and what it was to copy out never came."""
-        for _, host in flight.swap_out:
-            self._num_copies[host] -= 1
-            if self._num_copies[host]:
-                continue
-            del self._num_copies[host]
-            if host in self.due:
-                continue
-            digest = self.host.content(host)
-            if not is_done:
-                self.host.forget(host)
-            elif digest is not None and self.disk.pool.num_blocks:
-                self._landed[digest] = host
-
-    def give_up(self) -> None:
-        """Nothing is copied any more. What was to be copied out and is nobody's never will be."""
-        self._costs.is_given_up = True
-        for host in self.due:
-            self.host.forget(host)
-        self.due.clear()
-
-    def _left_host(self, host: int) -> None:
-        self.due.pop(host, None)
-        self._unused.discard(host)
+    def settle(self, step: InFlightStep, *, is_done: bool) -> None:
+        """Take in the end of a step, committed or rolled back."""
+        arrived = self.host.settle(step, is_done=is_done)
+        if self.disk.pool.num_blocks:
+            self._landed.update(arrived)
 
     # -- host memory and the disk --------------------------------------------------------------------------------------
 
@@ -156,12 +121,12 @@ class Tiers:
         """
         host, wanted = self.host, list[bytes]()
         for index in range(first, (len(seq.tokens) - 1) // self._size):
-            digest = name_block(seq.chain, seq.tokens, index, self._size)
+            digest = name_block(seq.kv.chain, seq.tokens, index, self._size)
             if host.find(digest) < 0:
                 if self.disk.find(digest) < 0 or len(wanted) >= host.pool.num_blocks // 2:
                     break
                 wanted.append(digest)
-        if not wanted or not self._costs.pays_to_bring(first * self._size, len(wanted) * self._size):
+        if not wanted or host.is_given_up:
             return
         for digest in wanted:
             if digest not in self._under_way:
@@ -171,8 +136,9 @@ class Tiers:
                 self.disk.pool.fork(slot)
                 self._order(Transfer(TransferKind.FETCH, digest, host.pool.alloc(), slot))
             self._waiting.setdefault(digest, []).append(seq)
-            seq.num_awaited += 1
-        seq.awaits_until_s = now + self._costs.compute_s(first * self._size, len(wanted) * self._size)
+            seq.kv.num_awaited += 1
+        computed_s = self._times.chunk_s(first * self._size, len(wanted) * self._size)
+        seq.kv.awaits_until_s = now + (computed_s if self._times.is_known else MAX_AWAITED_S)
 
     @property
     def is_fetching(self) -> bool:
@@ -210,8 +176,7 @@ class Tiers:
         while self._landed and self._takes_stores:
             digest = next(iter(self._landed))
             host = self._landed.pop(digest)
-            is_there = self.host.find(digest) == host and host not in self._num_copies and host not in self.due
-            if is_there and self._lacks(digest):
+            if self.host.has_content(digest, host) and self._lacks(digest):
                 self.host.pool.fork(host)
                 self._order(Transfer(TransferKind.STORE, digest, host, self.disk.pool.alloc()))
         orders, self._orders = self._orders, []
@@ -231,7 +196,7 @@ class Tiers:
         self.host.pool.free(host)
         self.disk.pool.free(slot)
         for seq in self._waiting.pop(digest, ()):
-            seq.num_awaited -= 1
+            seq.kv.num_awaited -= 1
         counts = self._stats.transferred if is_good else self._stats.failed_transfers
         counts[kind] += 1
 
@@ -254,7 +219,7 @@ class Tiers:
 
     @property
     def _spills(self) -> bool:
-        return self._takes_stores and self.host.pool.num_expendable > 0 and not self._costs.is_given_up
+        return self._takes_stores and self.host.pool.num_expendable > 0 and not self.host.is_given_up
 
     @property
     def _takes_stores(self) -> bool:

@@ -152,7 +152,7 @@ class FairQueue:
     def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:
         """See Queue. They are of tenants that hold far more than the candidate's, and were served no less."""
         account, found = candidate.account, list["Sequence"]()
-        least = YIELD_RATIO * (account.num_running + candidate.num_seats) / account.weight
+        least = YIELD_RATIO * (account.num_running + candidate.num_slots) / account.weight
         num_left = {
             other: other.num_running
             for other in {holder.account for holder in running}

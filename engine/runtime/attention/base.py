@@ -43,7 +43,7 @@ class Batch:
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64, block * block_size + offset: where each token's K and V go
+    kv_slots: Tensor  # [T] int64, block * block_size + offset: where each token's K and V go
     block_tables: Tensor  # [S, widest] int32; what stands behind the blocks that a context needs has no meaning
     query_starts: Tensor  # [S + 1] int32, slice s owns tokens query_starts[s] .. query_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32, positions visible to the slice's last token, itself included

@@ -51,9 +51,11 @@ class CpuNativeAttention:
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
         self._batch = batch  # which also keeps the memory below alive
-        assert all(x.is_contiguous() for x in (batch.slots, batch.query_starts, batch.context_lens, batch.block_tables))
-        self._store.num_tokens = batch.slots.shape[0]
-        self._store.slots = batch.slots.data_ptr()
+        assert all(
+            x.is_contiguous() for x in (batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
+        )
+        self._store.num_tokens = batch.kv_slots.shape[0]
+        self._store.slots = batch.kv_slots.data_ptr()
         args = self._attend
         args.num_slices, args.table_stride = batch.block_tables.shape
         args.query_starts = batch.query_starts.data_ptr()

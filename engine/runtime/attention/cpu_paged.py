@@ -63,7 +63,7 @@ class CpuPagedAttention:
         for pool, rows in ((k_pool, k), (v_pool, v)):
             if self._fresh is not None:
                 pool.index_fill_(1, self._fresh, 0)
-            store(pool, batch.slots, rows)
+            store(pool, batch.kv_slots, rows)
         out = torch.empty_like(q)
         for view in layout.views:
             out[view.row : view.row + view.num_queries] = attend_slice(spec, view, q, k_pool, v_pool)

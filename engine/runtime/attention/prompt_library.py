@@ -68,7 +68,7 @@ def _try(
     batch = Batch(
         ids=torch.zeros(4, dtype=torch.int64, device=device),
         positions=torch.zeros(4, dtype=torch.int64, device=device),
-        slots=torch.zeros(4, dtype=torch.int64, device=device),
+        kv_slots=torch.zeros(4, dtype=torch.int64, device=device),
         block_tables=ints(tables),
         query_starts=ints([0, 3, 4]),
         context_lens=ints(contexts),

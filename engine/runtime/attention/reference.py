@@ -63,7 +63,7 @@ class ReferenceAttention:
         batch = self._batch
         assert batch is not None, "prepare comes before attend"
         for pool, rows in ((k_pool, k), (v_pool, v)):
-            pool.flatten(0, 1)[batch.slots] = to_pool(rows, pool.dtype)
+            pool.flatten(0, 1)[batch.kv_slots] = to_pool(rows, pool.dtype)
         pieces, row = [], 0
         for num_queries, context, table in zip(
             batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True

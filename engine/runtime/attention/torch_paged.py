@@ -39,8 +39,8 @@ class TorchPagedAttention:
         """Store, then attend slice by slice."""
         batch = self._batch
         assert batch is not None, "prepare comes before attend"
-        store(k_pool, batch.slots, k)
-        store(v_pool, batch.slots, v)
+        store(k_pool, batch.kv_slots, k)
+        store(v_pool, batch.kv_slots, v)
         if spec.window not in self._views:
             self._views[spec.window] = _view_all(batch, k_pool.shape[2], spec.window)
         return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[spec.window]])
@@ -51,6 +51,6 @@ def _view_all(batch: Batch, block_size: int, window: int | None) -> list[SliceVi
     for num_queries, context, table in zip(
         batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
     ):
-        views.append(view_slice(row, num_queries, context, table, block_size, window, batch.slots.device))
+        views.append(view_slice(row, num_queries, context, table, block_size, window, batch.kv_slots.device))
         row += num_queries
     return views

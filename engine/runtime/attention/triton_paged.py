@@ -32,7 +32,7 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 class _Tensors(NamedTuple):
     """The step's index tensors as the kernels read them."""
 
-    slots: Tensor  # [T] int64
+    kv_slots: Tensor  # [T] int64
     query_starts: Tensor  # [S + 1] int32
     context_lens: Tensor  # [S] int32
     block_tables: Tensor  # [S, width] int32
@@ -105,10 +105,10 @@ class TritonPagedAttention:
 
     def prepare(self, batch: Batch) -> None:
         """Tell decodes from prompts; what prompts need besides is made when the first layer asks."""
-        device = batch.slots.device
+        device = batch.kv_slots.device
         self._device = self._device or _describe(device)
         lens = batch.query_lens_host
-        tensors = _Tensors(batch.slots, batch.query_starts, batch.context_lens, batch.block_tables)
+        tensors = _Tensors(batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         decodes = [s for s, length in enumerate(lens) if length == 1]
         prefills = [s for s, length in enumerate(lens) if length > 1]
         # Where all have one query, the starts 0, 1, 2 ... are also the slices' own numbers.
@@ -126,7 +126,7 @@ class TritonPagedAttention:
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, *PEAKS)
         pool = view_pool(k_pool, v_pool)
-        store_kv(k, v, pool, step.tensors.slots)
+        store_kv(k, v, pool, step.tensors.kv_slots)
         return self._attend(spec, q, pool, step)
 
     def rotate_and_attend(
@@ -137,7 +137,7 @@ class TritonPagedAttention:
         assert step is not None, "prepare comes before attend"
         norms, eps, angles = rotation
         pool = view_pool(k_pool, v_pool)
-        q = rotate_and_store(qkv, angles, norms, eps, pool, step.tensors.slots)
+        q = rotate_and_store(qkv, angles, norms, eps, pool, step.tensors.kv_slots)
         return self._attend(spec, q, pool, step)
 
     def _attend(self, spec: AttentionSpec, q: Tensor, pool: PoolView, step: _Step) -> Tensor:
@@ -168,7 +168,7 @@ def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, tuning: Tuning, nu
     if key not in step.work:
         lens, contexts = step.batch.query_lens_host, step.batch.context_lens_host
         work = list_work(step.prefills, lens, contexts, spec, tile, tuning.prompt_cut, num_sms)
-        device = step.tensors.slots.device
+        device = step.tensors.kv_slots.device
         pieces, cut_tiles = (to_device(x, torch.int32, device) for x in (work.pieces, work.cut_tiles))
         step.work[key] = WorkTensors(pieces, cut_tiles, work.num_parts)
     return step.work[key]

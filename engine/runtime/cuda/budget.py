@@ -16,7 +16,7 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner, warm_up_plan
 

@@ -1,6 +1,6 @@
 """What a decode step reads, on the device and at fixed addresses, so that a captured graph finds it there.
 
-The host sends a handful of numbers a row in one copy. Block tables live on the device, a row a seat, and a step sends
+The host sends a handful of numbers a row in one copy. Block tables live on the device, a row a slot, and a step sends
 each table's last block; a table that is new, or has grown by more, is written whole beforehand. Ids are the device's own:
 the host's are taken only where it knows one that the device does not, as after a prompt. Engine thread.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.sampling.draw import as_signed, lowest_score
@@ -26,10 +26,10 @@ from engine.runtime.transfer import Staging, to_device
 class _Field(IntEnum):
     """What is sent of each row, as int64 or, from TEMPERATURE on, the bits of float64."""
 
-    SEAT = 0
-    ID = 1  # -1: the seat's last drawn
+    SLOT = 0
+    ID = 1  # -1: the slot's last drawn
     POSITION = 2
-    SLOT = 3
+    KV_SLOT = 3
     BLOCK_AT = 4  # where in its table the last block stands
     BLOCK = 5
     SEED = 6
@@ -51,9 +51,9 @@ class DecodeInputs:
         shape = (len(_Field), num_seqs)
         # By turns, so that the next step need not wait for the copy of the last one.
         self._hosts = cycle([Staging(shape, torch.int64, device) for _ in range(2)])
-        # A row of no context, which stores nothing and whose seat no sequence has.
+        # A row of no context, which stores nothing and whose slot no sequence has.
         self._nobody = np.zeros((len(_Field), 1), np.int64)
-        self._nobody[_Field.SEAT], self._nobody[_Field.POSITION], self._nobody[_Field.SLOT] = num_seqs, -1, -1
+        self._nobody[_Field.SLOT], self._nobody[_Field.POSITION], self._nobody[_Field.KV_SLOT] = num_seqs, -1, -1
         self._fields = torch.from_numpy(self._nobody).repeat(1, num_seqs).to(device)
         self._tables = torch.zeros((num_seqs + 1, self._width), dtype=torch.int32, device=device)
         self._rows = torch.arange(num_seqs, device=device)
@@ -77,20 +77,20 @@ class DecodeInputs:
         host.send_to(self._fields)
 
     def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
-        """The first `num_rows` as a batch, how they are drawn, and their seats [num_rows] int64.
+        """The first `num_rows` as a batch, how they are drawn, and their slots [num_rows] int64.
 
         Operations on the device alone, which a graph may hold. Attention is cut for contexts of `max_context` tokens;
-        longer ones come out right, if not as fast. `last_ids` [seats + 1] int64.
+        longer ones come out right, if not as fast. `last_ids` [slots + 1] int64.
         """
         fields = self._fields[:, :num_rows]
-        seats, known, position = fields[_Field.SEAT], fields[_Field.ID], fields[_Field.POSITION]
-        places = seats * self._width + fields[_Field.BLOCK_AT]
+        slots, known, position = fields[_Field.SLOT], fields[_Field.ID], fields[_Field.POSITION]
+        places = slots * self._width + fields[_Field.BLOCK_AT]
         self._tables.view(-1).index_copy_(0, places, fields[_Field.BLOCK].int())
         batch = Batch(
-            ids=torch.where(known < 0, last_ids.index_select(0, seats), known),
+            ids=torch.where(known < 0, last_ids.index_select(0, slots), known),
             positions=position.clamp(min=0),
-            slots=fields[_Field.SLOT],
-            block_tables=self._tables.index_select(0, seats),
+            kv_slots=fields[_Field.KV_SLOT],
+            block_tables=self._tables.index_select(0, slots),
             query_starts=self._query_starts[: num_rows + 1],
             context_lens=(position + 1).int(),
             sample_rows=self._rows[:num_rows],
@@ -108,16 +108,16 @@ class DecodeInputs:
             seed=fields[_Field.SEED],
             position=position + 1,
         )
-        return batch, draws, seats
+        return batch, draws, slots
 
     def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
         """What is sent of a slice. Its table counts as known only now: a step that found no memory to send what had grown
         is taken back and comes again."""
-        seat, tokens, position, table, params = piece.seat, piece.tokens, piece.start, piece.block_table, piece.params
+        slot, tokens, position, table, params = piece.slot, piece.tokens, piece.start, piece.block_table, piece.params
         at, offset = divmod(position, self._block_size)
-        self._known[seat], self._lengths[seat] = table, at + 1
+        self._known[slot], self._lengths[slot] = table, at + 1
         return (
-            seat,
+            slot,
             tokens[position] if position < len(tokens) else -1,
             position,
             table[at] * self._block_size + offset,
@@ -135,7 +135,7 @@ class DecodeInputs:
 
         The last that was known is written again, for a copy-on-write may have replaced it in a step without a graph.
         """
-        seat, table, last = piece.seat, piece.block_table, piece.start // self._block_size
-        begin = self._lengths[seat] - 1 if self._known[seat] is table else 0
+        slot, table, last = piece.slot, piece.block_table, piece.start // self._block_size
+        begin = self._lengths[slot] - 1 if self._known[slot] is table else 0
         for at in range(begin, last):
-            yield seat * self._width + at, table[at]
+            yield slot * self._width + at, table[at]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.core.errors import DeviceLostError, DeviceMemoryError
-from engine.core.plan import PendingStep, Runner, StepPlan, StepResult
+from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 
 _MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 _LOST = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_")

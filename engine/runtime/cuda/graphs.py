@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionBackend, CausalLM
 from engine.runtime.cuda.decode_inputs import DecodeInputs
@@ -36,8 +36,8 @@ class Outputs(NamedTuple):
     ids: Tensor  # [R] int64, drawn without penalties, biases and bans
     is_finite: Tensor  # [R] bool
     logits: Tensor  # [R, V] float32
-    seats: Tensor  # [R] int64
-    last_ids: Tensor  # [R] int64, what the seats had drawn before
+    slots: Tensor  # [R] int64
+    last_ids: Tensor  # [R] int64, what the slots had drawn before
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -76,7 +76,7 @@ class DecodeGraphs:
         config: SchedulerConfig,
         last_ids: Tensor,
     ) -> None:
-        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last seat is nobody's."""
+        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is nobody's."""
         self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
         self._inputs = DecodeInputs(config, last_ids.device)
         self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
@@ -135,12 +135,12 @@ class DecodeGraphs:
         return replay
 
     def _compute(self, num_rows: int, max_context: int) -> Outputs:
-        batch, draws, seats = self._inputs.compute(num_rows, max_context, self._last_ids)
+        batch, draws, slots = self._inputs.compute(num_rows, max_context, self._last_ids)
         self._backend.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
         logits = self._model.logits(hidden, self._logits[:num_rows])
         # Rows without top_k and top_p have nothing ranked, but the three launches for it are in every graph: two graphs of
         # each size would take twice the time to record.
         ids, is_finite = sample(logits, draws)
-        self._last_ids.index_copy_(0, seats, ids)
-        return Outputs(ids, is_finite, logits, seats, batch.ids)
+        self._last_ids.index_copy_(0, slots, ids)
+        return Outputs(ids, is_finite, logits, slots, batch.ids)

@@ -1,7 +1,7 @@
 """What rows ask for single tokens before they are drawn: biases, bans, and the counts that penalties go by.
 
 A penalty is computed by cuda/sampling.py in passing, from how often each token stands in a text. These counts stay on the
-device, a line of the vocabulary a seat, and each step adds what is new in a text; a line is begun anew when its seat
+device, a line of the vocabulary a slot, and each step adds what is new in a text; a line is begun anew when its slot
 changes hands, or when a step that was taken back comes again. An id that the host does not know yet (overlap) is taken
 from `last_ids`. Nothing here waits for the device. Engine thread.
 """
@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
 from engine.runtime.sampling.bans import Ban
 
 _ENTRIES = 256  # a program's
-_DRAWN = -1  # instead of a token: the last that was drawn for the seat
+_DRAWN = -1  # instead of a token: the last that was drawn for the slot
 
 
 def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> None:
@@ -35,7 +35,7 @@ def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> N
 
 
 def ban_tokens(logits: Tensor, bans: Sequence[Ban], last_ids: Tensor) -> None:
-    """Set logits [R, V] float32, in place, to -inf for each ban that holds; `last_ids` [seats] int64 decides on the device."""
+    """Set logits [R, V] float32, in place, to -inf for each ban that holds; `last_ids` [slots] int64 decides on the device."""
     entries = _to_device(np.array(bans, np.int32).T, logits.device)
     grid = (triton.cdiv(len(bans), _ENTRIES),)
     _ban_tokens[grid](logits, logits.stride(0), entries, len(bans), last_ids, BLOCK=_ENTRIES)
@@ -49,50 +49,50 @@ class _Line(NamedTuple):
 
 
 class TokenCounts:
-    """How often each token stands in the texts of sequences that are penalised, by seat."""
+    """How often each token stands in the texts of sequences that are penalised, by slot."""
 
-    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
-        self._counts = torch.zeros((num_seats, vocab_size), dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
         self._lines: dict[int, _Line] = {}
 
     def penalties(self, rows: Sequence[tuple[int, SequenceSlice]], num_rows: int, last_ids: Tensor) -> Penalties:
         """What `num_rows` rows of logits are penalised for, of which these (row, slice) are; counts include the slices."""
-        self._count(list({piece.seat: piece for _, piece in rows}.values()), last_ids)
-        seats = np.full(num_rows, -1, np.int32)
+        self._count(list({piece.slot: piece for _, piece in rows}.values()), last_ids)
+        slots = np.full(num_rows, -1, np.int32)
         amounts = np.zeros((3, num_rows), np.float32)
         for row, piece in rows:
             params = piece.params
-            seats[row] = piece.seat
+            slots[row] = piece.slot
             amounts[:, row] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        columns = _to_device(np.vstack((seats, amounts.view(np.int32))), self._counts.device)
+        columns = _to_device(np.vstack((slots, amounts.view(np.int32))), self._counts.device)
         return Penalties(self._counts, columns[0], *columns[1:].view(torch.float32).unbind(0))
 
     def _count(self, pieces: Sequence[SequenceSlice], last_ids: Tensor) -> None:
         """Have each slice's line hold the text up to the slice's end."""
-        lines = [self._lines.pop(piece.seat, None) for piece in pieces]  # they are known again when all has gone well
+        lines = [self._lines.pop(piece.slot, None) for piece in pieces]  # they are known again when all has gone well
         new = np.hstack([self._missing(piece, line) for piece, line in zip(pieces, lines, strict=True)])
         num = new.shape[1]
         entries = _to_device(new, self._counts.device)
         grid = (triton.cdiv(num, _ENTRIES),)
         _count_tokens[grid](self._counts, self._counts.shape[1], entries, num, last_ids, BLOCK=_ENTRIES)
         for piece in pieces:
-            self._lines[piece.seat] = _Line(piece.seq_id, piece.start + piece.num_tokens)
+            self._lines[piece.slot] = _Line(piece.seq_id, piece.start + piece.num_tokens)
 
     def _missing(self, piece: SequenceSlice, line: _Line | None) -> np.ndarray:
-        """Entries [3, n] for a line that is as `line` says: the seat, a token or _DRAWN, and what to add."""
+        """Entries [3, n] for a line that is as `line` says: the slot, a token or _DRAWN, and what to add."""
         stop = piece.start + piece.num_tokens
         parts: list[np.ndarray] = []
         if line is not None and line.seq_id == piece.seq_id and piece.num_prompt <= line.length < stop:
             begin = line.length
         else:
             begin = piece.num_prompt
-            self._counts[piece.seat].zero_()
+            self._counts[piece.slot].zero_()
             prompt = np.unique(np.array(piece.tokens[:begin], np.int32))
             parts.append(np.stack((prompt, np.full_like(prompt, IN_PROMPT))))
         said = [*piece.tokens[begin:stop], *[_DRAWN] * (stop - len(piece.tokens))]
         parts.append(np.array([said, [1] * len(said)], np.int32))
         entries = np.hstack(parts)
-        return np.vstack((np.full((1, entries.shape[1]), piece.seat, np.int32), entries))
+        return np.vstack((np.full((1, entries.shape[1]), piece.slot, np.int32), entries))
 
 
 def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -120,9 +120,9 @@ def _ban_tokens(logits_ptr, row_stride, entries_ptr, num, last_ids_ptr, BLOCK: t
     is_entry = entry < num
     row = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
     token = tl.load(entries_ptr + num + entry, is_entry, 0)
-    seat = tl.load(entries_ptr + 2 * num + entry, is_entry, 0)
+    slot = tl.load(entries_ptr + 2 * num + entry, is_entry, 0)
     drawn = tl.load(entries_ptr + 3 * num + entry, is_entry, 0)
-    last = tl.load(last_ids_ptr + seat, is_entry, 0)
+    last = tl.load(last_ids_ptr + slot, is_entry, 0)
     ruled_out = tl.full((BLOCK,), float("-inf"), tl.float32)
     tl.store(logits_ptr + row * row_stride + token, ruled_out, is_entry & ((drawn < 0) | (last == drawn)))
 
@@ -132,9 +132,9 @@ def _count_tokens(counts_ptr, vocab_size, entries_ptr, num, last_ids_ptr, BLOCK:
     """Add to the lines; a text may have a token several times, so by atomics, which of integers have one result."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_entry = entry < num
-    seat = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
+    slot = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
     token = tl.load(entries_ptr + num + entry, is_entry, 0)
-    drawn = tl.load(last_ids_ptr + seat, is_entry & (token < 0), 0)
+    drawn = tl.load(last_ids_ptr + slot, is_entry & (token < 0), 0)
     token = tl.where(token < 0, drawn, token.to(tl.int64))
     amount = tl.load(entries_ptr + 2 * num + entry, is_entry, 0)
-    tl.atomic_add(counts_ptr + seat * vocab_size + token, amount, is_entry, sem="relaxed")
+    tl.atomic_add(counts_ptr + slot * vocab_size + token, amount, is_entry, sem="relaxed")

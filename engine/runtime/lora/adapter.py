@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 from engine.runtime.models.config import Activation
 from engine.runtime.models.linear import Addend, Linear
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs

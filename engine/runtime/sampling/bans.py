@@ -1,7 +1,7 @@
-"""Tokens that a row of logits must not draw, because they would complete a bad word. Engine thread.
+"""Finds tokens that would complete a bad word, which rows must not draw.
 
-A decode step may be launched before the host knows the last token. Such a ban is conditional: the device compares the
-token that was drawn for the seat.
+Engine thread. A decode step may be launched before the host knows the last token. Then the ban is conditional: the device compares the
+token that was drawn for the slot.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.core.plan import SequenceSlice
+from engine.core.step import SequenceSlice
 
 
 class Ban(NamedTuple):
-    """A token that a row must not draw: always, or if the last token drawn for `seat` is `drawn`."""
+    """A banned token of a row: always, or if the last token drawn for `slot` is `drawn`."""
 
     row: int
     token: int
-    seat: int = 0
+    slot: int = 0
     drawn: int = -1
 
 
 def bad_endings(row: int, piece: SequenceSlice) -> Iterator[Ban]:
-    """Yield the bans for a slice's draw: its answer ends with all but the last token of a bad word, or may do so."""
+    """Yield the bans of a slice whose answer ends, or may end, with the start of a bad word."""
     position = piece.start + piece.num_tokens
     for word in piece.params.bad_words:
         begin, num_before = position - len(word) + 1, len(word) - 1
         if begin < piece.num_prompt:
-            continue  # the prompt is not a part of the answer
+            continue  # the prompt is not part of the answer
         known = piece.tokens[begin:position] if num_before else ()
         if tuple(known) != word[: len(known)]:
             continue
-        yield Ban(row, word[-1]) if len(known) == num_before else Ban(row, word[-1], piece.seat, word[-2])
+        yield Ban(row, word[-1]) if len(known) == num_before else Ban(row, word[-1], piece.slot, word[-2])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from engine.core.plan import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 
 
 class Drafter(Protocol):

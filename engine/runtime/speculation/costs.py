@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import DraftCosts, lower_hull
 from engine.core.kv.page_table import blocks_for
-from engine.core.plan import Sample, SequenceSlice, StepPlan
+from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner
 from engine.runtime.speculation.base import Drafter, with_drafts
@@ -70,18 +70,18 @@ def _plan(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
     blocks = blocks_for(1 + num_drafts, config.block_size)
     slices = [
         SequenceSlice(
-            seat=seat,
+            slot=slot,
             tokens=[0],
             num_prompt=1,
             start=0,
             num_tokens=1,
-            block_table=list(range(seat * blocks, (seat + 1) * blocks)),
-            samples=(Sample(seat, 0),),
+            block_table=list(range(slot * blocks, (slot + 1) * blocks)),
+            samples=(Sample(slot, 0),),
             params=params,
             prompt_logprobs=-1,
-            seq_id=-1 - seat,
+            seq_id=-1 - slot,
         )
-        for seat in range(num_seqs)
+        for slot in range(num_seqs)
     ]
     room = dict.fromkeys(range(num_seqs), num_drafts) if num_drafts else {}
     return StepPlan(0, slices, [], num_seqs, num_seqs, num_drafts=room)

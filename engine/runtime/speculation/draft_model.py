@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.plan import SequenceSlice, StepPlan
+from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import AttentionBackend, CausalLM
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.kv_cache import KVCache
@@ -100,8 +100,8 @@ class DraftModel:
         if not num_samples:
             return None
         ids = draw(self._model.logits(hidden), wishes(plan)).ids
-        seats = to_device([piece.seat for piece in slices if piece.samples], torch.int64, self._device)
-        self._last_ids.index_copy_(0, seats, ids)
+        slots = to_device([piece.slot for piece in slices if piece.samples], torch.int64, self._device)
+        self._last_ids.index_copy_(0, slots, ids)
         return ids
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class KnownPositions:
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._counts = [0] * config.num_blocks
-        self._full: dict[int, tuple[Sequence[int], int]] = {}  # by seat: a table, and how many of its first blocks are
+        self._full: dict[int, tuple[Sequence[int], int]] = {}  # by slot: a table, and how many of its first blocks are
 
     def follow(self, plan: StepPlan) -> None:
         """Other blocks, and other tokens at the positions that a step computes: what was there is void."""
@@ -137,14 +137,14 @@ class KnownPositions:
 
     def up_to(self, piece: SequenceSlice) -> int:
         """The first position of a slice's sequence, none behind the slice's first, that is still to be computed."""
-        table, num_full = self._full.get(piece.seat, ((), 0))
+        table, num_full = self._full.get(piece.slot, ((), 0))
         if table is not piece.block_table:
             num_full = 0
         last = piece.start // self._block_size
         while num_full < last and self._counts[piece.block_table[num_full]] == self._block_size:
             num_full += 1
         num_full = min(num_full, last)
-        self._full[piece.seat] = (piece.block_table, num_full)
+        self._full[piece.slot] = (piece.block_table, num_full)
         return min(num_full * self._block_size + self._counts[piece.block_table[num_full]], piece.start)
 
     def note(self, table: Sequence[int], begin: int, end: int, void: int = 0) -> None:

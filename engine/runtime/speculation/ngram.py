@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.plan import StepPlan
+from engine.core.step import StepPlan
 
 
 @dataclass(slots=True)
@@ -36,16 +36,16 @@ class NgramDrafter:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
-        self._texts: dict[int, _Text] = {}  # by seat
+        self._texts: dict[int, _Text] = {}  # by slot
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
         """See Drafter. Nothing for a sequence whose end stands nowhere else."""
         drafts = {}
         for index, num_drafts in plan.num_drafts.items():
             piece = plan.slices[index]
-            text = self._texts.get(piece.seat)
+            text = self._texts.get(piece.slot)
             if text is None or text.seq_id != piece.seq_id:
-                text = self._texts[piece.seat] = _Text(piece.seq_id, np.empty(0, np.int32))
+                text = self._texts[piece.slot] = _Text(piece.seq_id, np.empty(0, np.int32))
             found = continuation(text.catch_up(piece.tokens), self._shortest, self._longest, num_drafts)
             if found:
                 drafts[index] = found

@@ -1,0 +1,136 @@
+"""A step from its plan to its commit; or back again, where nothing of it was computed. Scheduler's own, engine thread."""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from engine.core.sequence import Sequence
+from engine.core.step import Sample, SequenceSlice
+from engine.core.step_time import Load
+
+_NO_LOAD = Load()
+
+Pairs = abc.Sequence[tuple[int, int]]
+
+
+class Grant(NamedTuple):
+    """What a step has to do for blocks that were allocated; nothing for most."""
+
+    copies: Pairs = ()  # (source, destination) blocks of the pool
+    loads: Pairs = ()  # (host block, block of the pool)
+    host_blocks: abc.Sequence[int] = ()  # to be given back with the step
+    num_found: int = 0  # positions that the sequence has without the copies and loads
+
+    @property
+    def fills(self) -> bool:
+        """True if the step fills blocks of the sequence."""
+        return bool(self.copies or self.loads)
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """The slices, whose they are, who else draws from one that forks, and which blocks move."""
+
+    slices: list[SequenceSlice] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
+    arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it fills, and how far they were before
+    host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
+    num_decodes: int = 0  # of the slices, the first so many: one token each, which draws
+    num_samples: int = 0
+    step_id: int = -1
+    planned_s: float = 0.0
+    load: Load = _NO_LOAD  # of steps with prompts only
+
+    @property
+    def num_tokens(self) -> int:
+        return sum([piece.num_tokens for piece in self.slices])
+
+    def largest(self, request_ids: Container[str]) -> str | None:
+        """Which of some requests has most tokens and draws in it; of equals, the one that came last."""
+        sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
+        ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
+        return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
+
+    @property
+    def all_sequences(self) -> Iterator[Sequence]:
+        """Whoever it names."""
+        return chain(self.sequences, self.arrivals, *self.children.values())
+
+    def take(self, grant: Grant, seq: Sequence) -> None:
+        """Have the step do what blocks that were allocated to a sequence need."""
+        self.host_blocks += grant.host_blocks
+        if grant.fills:
+            self.copies += grant.copies
+            self.swap_in += grant.loads
+            self.arrivals[seq] = grant.num_found
+            seq.num_in_flight += 1
+
+    def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
+        """Have the step compute `count` of a sequence's known positions, and draw from the last of them."""
+        wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
+        self.slices.append(
+            SequenceSlice(
+                slot=seq.slot,
+                tokens=seq.tokens,
+                num_prompt=seq.num_prompt,
+                start=start,
+                num_tokens=count,
+                block_table=seq.kv.blocks,
+                samples=samples,
+                params=seq.params,
+                prompt_logprobs=-1 if wants is None else wants,
+                seq_id=seq.seq_id,
+            )
+        )
+        self.sequences.append(seq)
+        self.num_samples += len(samples)
+        seq.num_in_flight += 1
+
+    def undo(self) -> dict[Sequence, bool]:
+        """See take_back."""
+        filled = {destination for _, destination in self.copies}
+        stand: dict[Sequence, bool] = {}
+        for index, (piece, seq) in enumerate(zip(self.slices, self.sequences, strict=True)):
+            children = self.children.get(index, ())
+            stand[seq] = filled.isdisjoint(seq.kv.blocks)
+            stand.update(dict.fromkeys(children, False))
+            seq.num_planned = piece.start
+            if not stand[seq]:
+                _forget_from(seq, filled)
+            for child in children:  # of what it was born with only what the cache was shown is surely computed
+                child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
+            for each in (seq, *children):
+                each.num_in_flight -= 1
+        for seq, num_found in self.arrivals.items():  # their blocks are still theirs, and worth nothing
+            stand.setdefault(seq, True)
+            seq.num_planned = seq.num_computed = num_found
+            seq.num_in_flight -= 1
+        return stand
+
+
+def _forget_from(seq: Sequence, filled: set[int]) -> None:
+    """Count a sequence's positions as computed up to the first of the blocks that were to be `filled`."""
+    first = next(index for index, block in enumerate(seq.kv.blocks) if block in filled)
+    seq.num_computed = min(seq.num_computed, first * seq.kv.block_size)
+
+
+def take_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
+    """Roll the plans in flight back; returns whether each of their sequences can go on from there.
+
+    Choices that were to be born in them cannot, nor can a sequence whose last block was to be filled by a copy: the
+    block it was to be copied from may have been written to since.
+    """
+    stand: dict[Sequence, bool] = {}
+    while in_flight:
+        for seq, is_whole in in_flight.pop().undo().items():
+            stand[seq] = stand.get(seq, True) and is_whole
+    return stand

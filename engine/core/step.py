@@ -1,0 +1,190 @@
+"""The contract between the scheduler and whatever computes: a StepPlan goes down, a StepResult comes back.
+
+A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
+runs. The engine thread makes plans and hands them to a Runner; a Runner reads them until the end of `wait` and keeps
+nothing of them afterwards: the lists that a slice refers to are the scheduler's own and grow on, and a decoding
+sequence's slices are written anew when the step has been committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from engine.core.stats import FailureCause
+from engine.core.types import Pooling, SamplingParams, TokenLogprob
+
+POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
+
+
+class Sample(NamedTuple):
+    """One token to draw from a slice's last position.
+
+    The drawn id belongs to `slot`, where the next step finds it if it is planned before this one is committed.
+    Randomness is keyed by (seed, position of the drawn token), by nothing else.
+    """
+
+    slot: int
+    seed: int
+
+
+@dataclass(slots=True)
+class SequenceSlice:
+    """The part of one sequence that a step computes: positions start .. start + num_tokens - 1.
+
+    `tokens` are the ids known so far; when the last position's id is not among them (len(tokens) == start +
+    num_tokens - 1) it is the one drawn for `slot` by the step before. `block_table` maps logical to physical blocks
+    and covers every position of the slice. `samples` is empty where a chunk ends before the sequence does, and has n
+    entries where a prompt of n > 1 completes. `prompt_logprobs` >= 0 asks for that many alternatives at each prompt
+    position of the slice; -1 for none.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    num_prompt: int
+    start: int
+    num_tokens: int
+    block_table: Sequence[int]
+    samples: tuple[Sample, ...]
+    params: SamplingParams
+    prompt_logprobs: int
+    seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
+    drafts: Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
+
+    def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
+        """The same, of other positions; dataclasses.replace takes six times as long."""
+        return SequenceSlice(
+            self.slot,
+            self.tokens,
+            self.num_prompt,
+            start,
+            num_tokens,
+            self.block_table,
+            self.samples,
+            self.params,
+            self.prompt_logprobs,
+            self.seq_id,
+            self.drafts,
+        )
+
+    @property
+    def pooled_positions(self) -> range:
+        """Positions within the slice whose hidden states are asked for."""
+        if self.params.pooling is None:
+            return range(0)
+        if self.params.pooling is Pooling.MEAN:
+            return range(self.num_tokens)
+        return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
+
+
+class StepPlan(NamedTuple):
+    """One forward pass: blocks to move, then every slice as one flat batch; or blocks alone.
+
+    Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
+    then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.
+
+    `num_drafts`, by slice index, is how many positions behind the slice the runner may draft and compute as well: its
+    block table covers them. Whatever is written there and not confirmed by a draw is written again by a later step.
+    """
+
+    step_id: int
+    slices: list[SequenceSlice]
+    copies: list[tuple[int, int]]  # (source, destination) physical blocks; no source was a destination before
+    num_tokens: int
+    num_samples: int
+    swap_out: Sequence[tuple[int, int]] = ()  # (physical block, host block)
+    swap_in: Sequence[tuple[int, int]] = ()  # (host block, physical block)
+    num_drafts: Mapping[int, int] = {}
+
+
+class Fault(NamedTuple):
+    """Why one sequence could not be computed, as a sentence and as a cause to count."""
+
+    message: str
+    cause: FailureCause = FailureCause.NOT_FINITE
+
+
+class Drafted(NamedTuple):
+    """What came of a slice's drafts: what would have been drawn one step after the other without them.
+
+    A draw is made behind every draft; they stand up to and with the first that differs from the draft in its place.
+    """
+
+    token_ids: Sequence[int]  # none if even the first draw failed: then the drafts may be why, and it is tried without
+    num_drafts: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    is_end: bool = False  # with the last of the tokens the sequence's grammar is complete
+
+
+def count_agreeing(drawn: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many draws, one before and one behind each draft, stand."""
+    for count, (token, draft) in enumerate(zip(drawn, drafts, strict=False), start=1):
+        if token != draft:
+            return count
+    return len(drawn)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, in plan order.
+
+    token_ids: one id a Sample, slices in order, samples in order within a slice.
+    logprobs: by index into token_ids, for samples whose params ask for them.
+    prompt_logprobs: by slice index; entry i is the log probability of the token at position start + i + 1, given all
+        before it, for as many of the slice's positions as have a next *prompt* token.
+    pooled: by slice index: the sum of final hidden states that `pooling` wants of the slice, in units of POOLED_UNIT.
+        Whole numbers add up to the same whatever chunks a prompt was computed in.
+    errors: by slice index: that sequence alone has failed and its sampled ids are void.
+    ended: indices into token_ids: with this token the sequence's grammar is complete.
+    drafted: by slice index, of slices that had drafts: all that is to be known of their draws, the first of which is in
+        token_ids as well.
+    """
+
+    token_ids: list[int]
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
+    pooled: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    errors: Mapping[int, Fault] = field(default_factory=dict)
+    ended: Collection[int] = ()
+    drafted: Mapping[int, Drafted] = field(default_factory=dict)
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Called once, in launch order."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes steps. Called by the engine thread only."""
+
+    def begin(self) -> None:
+        """Get ready on the thread that calls all else, before its first step."""
+        ...
+
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Launch a step. At overlap depth 1 the next `run` may come before this step's `wait`.
+
+        Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
+        later plan, with the same positions and blocks, repeats it. Any other exception ends the engine.
+        """
+        ...
+
+    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Copy whole blocks out, as bytes: rows [blocks, bytes of a block] uint8, a numpy array."""
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Copy whole blocks in, before the next step reads them."""
+        ...
+
+    def use_idle_moment(self) -> bool:
+        """Do a few milliseconds of what makes later steps faster; False if there is nothing of the kind to do."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+        ...

@@ -1,0 +1,32 @@
+"""The import name of Quire: `from quire import LLM, SamplingParams`.
+
+The names are imported on first use, so that `import quire` takes milliseconds and works without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.llm import LLM, SamplingParams
+
+    __version__: str
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, importing the module that defines it."""
+    if name == "__version__":
+        from engine.version import VERSION
+
+        return VERSION
+    if name in ("LLM", "SamplingParams"):
+        import engine.llm
+
+        return getattr(engine.llm, name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,95 @@
+"""The documents name only what exists: files, headings, flags, metrics, alerts. The guides stay short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "SERVING.md", "CONTRIBUTING.md")]
+PAGES += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "reference.md")  # that one is generated
+MAX_WORDS = {"SERVING.md": 4500}
+MAX_LINES = {"README.md": 150}
+# Flags of other programs, in commands that use them.
+FOREIGN_FLAGS = {"--model_args", "--profile"}
+
+
+@cache
+def serve_help() -> str:
+    """`quire serve --help`, in wide lines."""
+    command = [sys.executable, "-m", "server", "serve", "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def sources() -> str:
+    """All code that may declare a flag of a script, or a metric."""
+    files = [path for room in ("engine", "server", "loadtest") for path in (ROOT / room).rglob("*.py")]
+    return "".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as the forge makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for name in re.findall(r"`((?:engine|server|quire|loadtest|tests|docs|monitoring)/[\w./-]+)`", text):
+        if name.startswith("loadtest/results/gpu-"):
+            continue
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_flag_that_is_named_exists(page: Path) -> None:
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", page.read_text(encoding="utf-8"))):
+        name = flag.replace("--no-", "--")
+        known = re.search(rf"{name}\b(?!-)", serve_help().replace("-\n" + " " * 40, "-")) or f'"{flag}"' in sources()
+        assert known or flag in FOREIGN_FLAGS or in_a_script(flag), flag
+
+
+def in_a_script(flag: str) -> bool:
+    """Whether a shell script of ours takes a flag."""
+    return flag in (ROOT / "loadtest/gpu.sh").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_metric_that_is_named_exists(page: Path) -> None:
+    for name in set(re.findall(r"quire_[a-z_]+[a-z]", page.read_text(encoding="utf-8"))):
+        assert f'"{name}' in sources() or f'"{name.removesuffix("_total")}"' in sources(), name
+
+
+def test_every_alert_is_in_the_guide() -> None:
+    rules = yaml.safe_load((ROOT / "monitoring/alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    guide = (ROOT / "SERVING.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\bQuire[A-Z]\w+", guide)) == {rule["alert"] for rule in rules}
+
+
+@pytest.mark.parametrize("name", MAX_WORDS)
+def test_a_guide_stays_short(name: str) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").split()) <= MAX_WORDS[name]
+
+
+@pytest.mark.parametrize("name", MAX_LINES)
+def test_the_front_page_stays_one_page(name: str) -> None:
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
