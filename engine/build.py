@@ -6,6 +6,7 @@ user left open is decided here, from the model and from measured memory, and tol
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.lengths import LengthsFile
 from engine.loop import Engine
+from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
@@ -152,7 +154,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     settings, store = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
-    scheduler = Scheduler(settings)
+    scheduler = _make_scheduler(config, settings)
     if store is not None:
         scheduler.tiers.restore(store.kept)
     return Engine(
@@ -171,6 +173,15 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     )
 
 
+def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Scheduler:
+    """Return a scheduler, one that records if that is asked for. Raises ConfigError."""
+    if config.record is None:
+        return Scheduler(settings)
+    file = RecordingFile(Path(config.record), settings, config.record_contents)
+    atexit.register(file.close)  # the engine's death is what a recording is for
+    return RecordingScheduler(settings, file.note)
+
+
 def _check_early(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what the device cannot do, and for adapters that are not there, before minutes of loading."""
     if config.kv_cache_dtype == "fp8":
@@ -179,6 +190,8 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
     for module in config.lora_modules:
         with naming(module):
             check_folder(Path(module.path))
+    if config.record is not None:
+        check_path(Path(config.record))
 
 
 def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> None:

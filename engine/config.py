@@ -18,6 +18,7 @@ from engine.setting import Conflict, check, feature, section
 from engine.speculative_config import SpeculativeConfig
 
 ATTENTION_BACKENDS = ("auto", "cpu_native", "cpu", "torch", "reference", "triton", "torch_varlen", "flashinfer")
+RECORD_CONTENTS = ("lengths", "ids")
 DEFAULT_MAX_LORAS = 8  # where adapters may be loaded while the daemon runs
 
 
@@ -32,6 +33,7 @@ _model = section("Model")
 _device = section("Device and memory")
 _scheduling = section("Scheduling")
 _lora = section("LoRA adapters")
+_logging = section("Logging and configuration")
 _offload = feature("kv_offload_config", "Device and memory")
 
 
@@ -189,6 +191,19 @@ class EngineConfig:
         False, "", "let clients load and unload adapters; they name paths of this machine, so set --api-key too"
     )
 
+    record: str | None = _logging(
+        None,
+        "FILE",
+        "write the scheduler's inputs, without texts and keys, for `quire simulate replay FILE`; ends at 256 MiB",
+        unset="none",
+    )
+    record_contents: str = _logging(
+        "lengths",
+        "",
+        "recorded of prompts and answers: lengths and shared beginnings, or token ids",
+        choices=RECORD_CONTENTS,
+    )
+
     def __post_init__(self) -> None:
         check(self, CONFLICTS)
         drafts = self.speculation
@@ -262,6 +277,10 @@ CONFLICTS = (
     Conflict(
         lambda c: c.kv_offload_gib and not c.enable_prefix_caching,
         "--kv-offload-config keeps blocks of the prefix cache, which is off; leave out one of the two.",
+    ),
+    Conflict(
+        lambda c: c.record is not None and c.kv_offload_dir is not None,
+        "--record does not cover the folder of --kv-offload-config; leave one of them out.",
     ),
     Conflict(
         lambda c: c.repeated_lora is not None,

@@ -10,7 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.simulation.figures import Figures, Targets
+from loadtest.simulation.figures import Figures, Targets, recording_figures
+from loadtest.simulation.recording import Replayed
 
 
 class Row(NamedTuple):
@@ -111,6 +112,26 @@ def _show_tenants(rows: Sequence[Row], console: Console) -> None:
             times = (each.ttft_s.p50, each.ttft_s.p99, each.tpot_s.p50, each.tpot_s.p99)
             table.add_row(*heads, name, str(each.num_served), *map(in_ms, times), in_percent(each.goodput_ratio))
     console.print(table)
+
+
+def show_recordings(replayed: Mapping[str, Replayed], console: Console) -> None:
+    """Figures of each recording, and whether every plan was as recorded."""
+    table = Table(title="Recordings, ms", box=box.SIMPLE_HEAD)
+    table.add_column("recording")
+    for column in ("requests", "steps", "preempted", "TTFT p50", "p99", "ITL p50", "p99"):
+        table.add_column(column, justify="right")
+    for name, done in replayed.items():
+        figures = recording_figures(done)
+        counts = [f"{figures[each]:,}" for each in ("requests", "steps", "preemptions")]
+        times = [in_ms(figures[each][quantile]) for each in ("ttft_s", "itl_s") for quantile in ("p50", "p99")]
+        table.add_row(name, *counts, *times)
+    console.print(table)
+    for name, done in replayed.items():
+        verdict = (
+            f"differs at {done.difference}" if done.difference else f"all {done.num_plans:,} plans are as recorded"
+        )
+        ending = f"it ends since {done.end}" if done.end else "it was cut off"
+        console.print(f"{name}: {verdict}; {ending}.", markup=False)
 
 
 def show_fleets(found: Mapping[tuple[str, int], float], goal: str, console: Console) -> None:

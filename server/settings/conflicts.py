@@ -39,6 +39,10 @@ CONFLICTS = (
         "--kv-transfer-config: role decode does not go with --kv-offload-config; leave one of them out.",
     ),
     Conflict(
+        lambda c: c.role == "decode" and c.record,
+        "--kv-transfer-config: role decode does not go with --record; leave one of them out.",
+    ),
+    Conflict(
         lambda c: c.role != "both" and not c.enable_prefix_caching,
         "--kv-transfer-config: role {c.role} hands blocks over through the prefix cache; leave --enable-prefix-caching on.",
     ),

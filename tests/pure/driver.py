@@ -110,9 +110,14 @@ class Driver:
     """A scheduler, its runner, and everything they said; `now` advances by 10 ms a step, or by what it costs."""
 
     def __init__(
-        self, settings: SchedulerConfig, depth: int = 0, cost: Callable[[StepPlan], float] | None = None
+        self,
+        settings: SchedulerConfig,
+        depth: int = 0,
+        cost: Callable[[StepPlan], float] | None = None,
+        *,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        self.scheduler = Scheduler(settings)
+        self.scheduler = scheduler or Scheduler(settings)
         self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
         self.depth = depth
         self.cost = cost
