@@ -151,12 +151,12 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cpu(runner, settings)
     lengths = LengthsFile(config.model) if config.block_size is None else None
     config, settings = _choose_block_size(runner, config, settings, model.dtype, lengths, report)
-    settings, store = open_tiers(runner, config, settings, model.dtype, report)
+    settings, transports = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
     scheduler = _make_scheduler(config, settings)
-    if store is not None:
-        scheduler.tiers.restore(store.kept)
+    for name, transport in transports.items():
+        scheduler.tiers.restore(name, transport.kept)
     return Engine(
         scheduler,
         CudaRunner(runner, device) if device.type == "cuda" else runner,
@@ -168,7 +168,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         ),
         adapters=adapters,
         keep_lengths=None if lengths is None else lengths.save,
-        store=store,
+        transports=transports,
         layout=_layout(config, settings, runner, model.dtype),
     )
 

@@ -27,7 +27,6 @@ _LEAST = {
     "max_num_batched_tokens": 1,
     "min_copied_tokens": 1,
     "num_host_blocks": 0,
-    "num_disk_blocks": 0,
     "num_speculative_tokens": 0,
 }
 
@@ -50,7 +49,7 @@ class SchedulerConfig:
     target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for the K/V of preempted sequences
     host_caching: bool = False  # blocks evicted from the pool stay cached in main memory
-    num_disk_blocks: int = 0  # behind main memory, for cached blocks
+    stores: tuple[tuple[str, int], ...] = ()  # stores of cached blocks behind main memory: name, blocks
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
 
@@ -68,7 +67,7 @@ class SchedulerConfig:
             _require(value is None or 0.0 < value < inf, f"{name} is {value}; it must be a number of seconds above 0.")
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
-        assert self.host_caching or not self.num_disk_blocks, "a disk is behind host blocks"
+        assert self.host_caching or not self.stores, "stores are behind host blocks"
         _require(self.max_num_batched_tokens >= self.max_num_seqs, FEW_TOKENS.format(c=self))
         _require(self.policy in POLICIES, f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}.")
         _require(

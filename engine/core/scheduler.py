@@ -24,7 +24,7 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.tiers import Transfer
+from engine.core.kv.tiers import Report
 from engine.core.outcomes import Outcomes
 from engine.core.prompts import PromptPlanner
 from engine.core.queues.lengths import LengthPredictor
@@ -94,8 +94,10 @@ class Scheduler:
         if request.params.beam is not None:
             seq.begin_search(seq_id)
         self._queue.requests[request.request_id] = [seq]
-        self._kv.prefetch(seq, request.arrival_s)
-        self._queue.enqueue(seq)
+        if self._kv.prefetch(seq, request.arrival_s):
+            self._queue.park(seq)
+        else:
+            self._queue.enqueue(seq)
         self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
@@ -127,6 +129,8 @@ class Scheduler:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         assert len(self._in_flight) < 2, "two plans may be out: a decoding sequence has slices for no more"
         self._kv.expire(now)
+        if self._queue.parked:
+            self._unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
         step = InFlightStep(planned_s=now)
         if self._kv.pool.num_available < len(self._queue.running):
             self._queue.arrange()  # some may be preempted
@@ -206,7 +210,7 @@ class Scheduler:
     def _admit_first(self, now: float, step: InFlightStep) -> None:
         """Let the policy preempt sequences for the next waiting one before the step is planned, so that none has a part in it."""
         seq = self._queue.first_waiting
-        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, now, step):
+        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
             self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
@@ -215,7 +219,7 @@ class Scheduler:
         One block stays back for each running sequence, which may be about to grow.
         """
         while (seq := self._queue.first_waiting) is not None:
-            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, now, step):
+            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
                 return
             self._start(seq, now)
             yield seq
@@ -228,13 +232,11 @@ class Scheduler:
         seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._queue.start(seq)
 
-    def _claim(self, seq: Sequence, now: float, step: InFlightStep) -> bool:
+    def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
         """See to slots and blocks for a waiting sequence, taking them from the background if need be.
 
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
-        if seq.kv.num_awaited and now < seq.kv.awaits_until_s:
-            return False
         running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._departures.num_leaving:
@@ -316,10 +318,21 @@ class Scheduler:
         self.stats.failed_copies += 1
         self._queue.update_gauges()
 
-    def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
-        """Blocks have gone between host memory and the disk, or have failed to."""
-        self._kv.transferred(finished)
+    def transferred(self, reports: Iterable[Report]) -> None:
+        """Take in the ends of transfers between host memory and the stores."""
+        self._unpark(self._kv.transferred(reports))
         self._queue.update_gauges()
+
+    def _unpark(self, sequences: Iterable[Sequence]) -> None:
+        """Have those of these sequences that are parked wait in order, like any other."""
+        for seq in sequences:
+            if seq in self._queue.parked:
+                self._queue.unpark(seq)
+
+    @property
+    def has_parked(self) -> bool:
+        """True if any sequence waits for a transfer, and for nothing else."""
+        return bool(self._queue.parked)
 
     def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
         """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""

@@ -228,8 +228,8 @@ class Sequence:
         unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         return PromptInfo(
             num_cached_tokens=self.num_cached,
-            num_host_tokens=self.kv.num_from_host,
-            num_disk_tokens=self.kv.num_from_disk,
+            num_host_tokens=self.kv.num_from.get("host", 0),
+            num_disk_tokens=sum(num for tier, num in self.kv.num_from.items() if tier != "host"),
             num_pinned_tokens=self.kv.num_pinned,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
@@ -269,7 +269,7 @@ class Sequence:
         child.num_in_flight = 1
         child.prompt_logprobs = self.prompt_logprobs
         child.num_cached = self.num_cached
-        child.kv.num_from_host, child.kv.num_from_disk = self.kv.num_from_host, self.kv.num_from_disk
+        child.kv.num_from = self.kv.num_from
         child.num_preemptions = self.num_preemptions
         child.first_scheduled_s = self.first_scheduled_s
         child.is_forked = True

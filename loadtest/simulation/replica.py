@@ -188,8 +188,6 @@ class Replica:
 
 def _check_settings(config: SchedulerConfig, costs: StepCosts, depth: int, acceptance: float | None) -> None:
     """Raise SimulationError for what would be simulated wrongly."""
-    if config.num_disk_blocks:
-        raise SimulationError("num_disk_blocks must be 0: a disk's transfers are not simulated.")
     if config.num_host_blocks and not costs.copies.block_s:
         raise SimulationError(
             "the costs do not say what copies to host memory take; measure them: "

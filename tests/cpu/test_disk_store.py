@@ -58,18 +58,18 @@ class Host:
         self.store.serve(lambda block: memoryview(self.rows[block]), lambda: None)
 
     def move(self, kind: TransferKind, name: int, slot: int) -> bool:
-        self.store.start([Transfer(kind, digest(name), slot, slot)])
+        self.store.start([Transfer(1, "disk", kind, digest(name), slot, slot)])
         ((transfer, is_good),) = self.store.finished(PATIENCE_S)
-        assert (transfer.digest, transfer.slot) == (digest(name), slot)
+        assert (transfer.name, transfer.slot) == (digest(name), slot)
         return is_good
 
     def write(self, name: int, slot: int) -> bool:
         self.rows[slot][:] = content(name)
-        return self.move(TransferKind.STORE, name, slot)
+        return self.move(TransferKind.SAVE, name, slot)
 
     def read(self, name: int, slot: int) -> bytes | None:
         self.rows[slot][:] = bytes(BLOCK_BYTES)
-        return bytes(self.rows[slot]) if self.move(TransferKind.FETCH, name, slot) else None
+        return bytes(self.rows[slot]) if self.move(TransferKind.LOAD, name, slot) else None
 
 
 @contextmanager
@@ -169,12 +169,13 @@ def test_a_disk_that_says_no_is_told_and_survived(
 def test_fetches_go_before_stores(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.write(1, 1)
-    transfers = [Transfer(TransferKind.STORE, digest(9), 0, 0)] * 200 + [Transfer(TransferKind.FETCH, digest(1), 1, 1)]
+    transfers = [Transfer(1, "disk", TransferKind.SAVE, digest(9), 0, 0)] * 200
+    transfers.append(Transfer(2, "disk", TransferKind.LOAD, digest(1), 1, 1))
     host.store.start(transfers)
     order = []
     while len(order) < len(transfers):
         order += [transfer.kind for transfer, _ in host.store.finished(PATIENCE_S)]
-    assert order.index(TransferKind.FETCH) < 199
+    assert order.index(TransferKind.LOAD) < 199
     host.store.close()
 
 
@@ -259,7 +260,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
 def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "MAX_AWAITED_S", PATIENCE_S)
+    monkeypatch.setattr(tiers, "MAX_PARKED_S", PATIENCE_S)
     monkeypatch.setattr(StepTime, "is_known", False)
     model, folder = tiny(tmp_path), tmp_path / "kv"
     lives = []
@@ -267,13 +268,13 @@ def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
         engine = engine_on(model, folder)
         lives.append((answers(engine), engine.stats))
     assert lives[0][0] == lives[1][0] == lives[2][0]
-    assert lives[0][1].transferred[TransferKind.STORE] >= 4 * 11
+    assert lives[0][1].transferred[TransferKind.SAVE] >= 4 * 11
     for _, stats in lives[1:]:
         assert stats.prefix_hits["disk"] == 4 * 44  # type: ignore[index]  # its value is the name
-        assert not stats.failed_transfers[TransferKind.FETCH]
+        assert not stats.failed_transfers[TransferKind.LOAD]
     other = engine_on(model, folder, dtype="bfloat16")
     answers(other)
-    assert not other.stats.transferred[TransferKind.FETCH], "of another type"
+    assert not other.stats.transferred[TransferKind.LOAD], "of another type"
 
 
 _VICTIM = """
@@ -303,5 +304,5 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_wrong(tmp_path:
         victim.send_signal(signal.SIGKILL)
     engine, fresh = engine_on(model, folder), engine_on(model, tmp_path / "empty")
     assert answers(engine) == answers(fresh)
-    assert engine.stats.transferred[TransferKind.FETCH] > 0
-    assert fresh.stats.transferred[TransferKind.FETCH] == 0
+    assert engine.stats.transferred[TransferKind.LOAD] > 0
+    assert fresh.stats.transferred[TransferKind.LOAD] == 0

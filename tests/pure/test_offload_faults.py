@@ -39,7 +39,7 @@ def test_a_spill_that_finds_no_memory_stores_nothing() -> None:
             return driver.runner.run(plan)
 
     runner = Runner()
-    offload = Offload(driver.scheduler, runner, Store())  # type: ignore[arg-type]  # all that it uses
+    offload = Offload(driver.scheduler, runner, {"disk": Store()})  # type: ignore[arg-type]  # all that it uses
     prompt = tuple(range(10, 30))
     driver.add(request("a", prompt, max_tokens=1))
     driver.drain()

@@ -27,7 +27,7 @@ from engine.core.sequence import Sequence
 class HostTier(Tier):
     """Host blocks, and the copies to them that plans have to make."""
 
-    __slots__ = ("_block_size", "_due", "_num_copies", "_tickets", "is_given_up")
+    __slots__ = ("_block_size", "_due", "_num_copies", "_tickets", "is_given_up", "origins")
 
     def __init__(
         self, num_blocks: int, block_size: int, eviction: str, pins: Container[bytes] = (), max_pinned: int = 0
@@ -37,6 +37,7 @@ class HostTier(Tier):
         self._due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
         self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight
         self._tickets: dict[Ticket, None] = {}
+        self.origins: dict[int, str] = {}  # the stores of blocks that were loaded and not found yet
         self.is_given_up = False  # copies fail here
 
     def offload(self, digest: bytes, block: int) -> None:
@@ -146,9 +147,15 @@ class HostTier(Tier):
                 del ticket.blocks[at:]
                 self.release(lost)
 
+    def forget(self, block: int) -> None:
+        """Make a block's content unfindable."""
+        super().forget(block)
+        self.origins.pop(block, None)
+
     def _evicted(self, block: int) -> None:
         super()._evicted(block)
         self._due.pop(block, None)
+        self.origins.pop(block, None)
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""

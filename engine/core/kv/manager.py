@@ -21,7 +21,7 @@ from engine.core.in_flight import Grant, InFlightStep
 from engine.core.kv.page_table import NEVER, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
-from engine.core.kv.tiers import Tiers, Transfer
+from engine.core.kv.tiers import Report, Tiers
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 from engine.core.step_time import StepTime
@@ -107,13 +107,15 @@ class KVCacheManager:
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
 
-    def prefetch(self, seq: Sequence, now: float) -> None:
-        """Have a waiting sequence's blocks read that are on a disk only."""
-        if self._caching and self.tiers.disk.pool.num_blocks and not seq.needs_every_position:
-            self.tiers.prefetch(seq, len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1)), now)
+    def prefetch(self, seq: Sequence, now: float) -> bool:
+        """Load a new sequence's blocks that only a store has; True if it is to be parked for them."""
+        if not (self._caching and self.tiers.stores) or seq.needs_every_position:
+            return False
+        num_found = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
+        return self.tiers.prefetch(seq, num_found, now)
 
     def lookup(self, seq: Sequence) -> int:
-        """Positions of a waiting sequence that the prefix cache would spare it, what is on its way from the disk included."""
+        """Return how many positions of a waiting sequence are cached, or on their way from a store."""
         if not self._caching or seq.needs_every_position:
             return 0
         num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
@@ -300,10 +302,9 @@ class KVCacheManager:
         """A step was not launched, for nothing was left in it."""
         self.tiers.host.release(step.host_blocks)
 
-    def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
-        """Blocks have gone between host memory and the disk, or have failed to."""
-        for transfer, is_good in finished:
-            self.tiers.finish(transfer, is_good=is_good)
+    def transferred(self, reports: Iterable[Report]) -> list[Sequence]:
+        """Take in the ends of transfers; returns the sequences that wait for nothing more."""
+        return self.tiers.finish(reports)
 
     def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""

@@ -37,8 +37,7 @@ class SequenceKV:
         "is_cacheable",
         "next_publish",
         "num_awaited",
-        "num_from_disk",
-        "num_from_host",
+        "num_from",
         "num_pinned",
         "num_published",
         "num_saved",
@@ -55,8 +54,7 @@ class SequenceKV:
         self.is_cacheable = bool(names[0])
         self.slots: list[int] = []  # runner rows: one, or one a choice until the prompt of n > 1 is computed
         self.num_pinned = 0  # of the first positions
-        # Positions that it was first admitted with from lower tiers.
-        self.num_from_host = self.num_from_disk = 0
+        self.num_from: dict[str, int] = {}  # positions that it was first admitted with, by the tier below the pool
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
         self.awaits_until_s = 0.0  # ... and when it is admitted without them
         self.ticket: Ticket | None = None  # from being preempted until it resumes

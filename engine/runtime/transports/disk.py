@@ -1,14 +1,13 @@
-"""K/V blocks in a file that outlives the process: slots of one size, each with its name and a checksum in an index.
+"""Stores K/V blocks in a file that outlives the process: slots of one size, each with its name and a checksum in an index.
 
     FOLDER/lock                  one daemon at a time
     FOLDER/<fingerprint>.kv      slot i at i * stride
     FOLDER/<fingerprint>.index   entry i: the block's digest, a checksum of digest and bytes, when it was written, a check
 
 The fingerprint is of everything that K/V depends on, so blocks of another model, type or layout are in other files.
-Those make way as this one's blocks need the room, whichever was written to longest ago first: the bound is the folder's.
-Every read is compared with its checksum: what was torn by a crash, or rots, is a miss. Nothing is synced, for the same
-reason.
-A thread of its own reads and writes, straight from and to the host blocks; the engine thread only queues and collects.
+Those are removed as this one's blocks need the room, the one written longest ago first: the bound is the folder's.
+Blocks are checksummed; one that a crash has torn is a miss, so nothing is synced. A thread reads and writes, straight
+from and to the host blocks; the engine thread only queues and collects.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.core.errors import ConfigError
-from engine.core.kv.tiers import Transfer
+from engine.core.kv.tiers import Report, Transfer
 from engine.core.stats import TransferKind
+from engine.core.types import Progress
+from engine.runtime.transports.base import Opening
 
 log = logging.getLogger("quire.kv_store")
 
@@ -47,8 +48,27 @@ def has_blocks(folder: Path, fingerprint: str) -> bool:
     return (folder / f"{fingerprint}.kv").is_file()
 
 
+def open_store(opening: Opening) -> DiskStore | None:
+    """Open the folder of --kv-offload-config; None where there is none. Raises ConfigError."""
+    config, block_bytes = opening.config, opening.block_bytes
+    if config.kv_offload_dir is None:
+        return None
+    folder = Path(config.kv_offload_dir).expanduser()
+    num_slots = int(config.kv_offload_disk_gib * (1 << 30)) // block_bytes
+    if not num_slots:
+        raise ConfigError(
+            f"--kv-offload-config: disk_gib is {config.kv_offload_disk_gib:g}, less than one block of K/V "
+            f"({block_bytes / (1 << 20):.2f} MiB); raise it."
+        )
+    store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes)
+    store.serve(opening.pool.row, opening.pool.finish_copies)
+    kept = f"{len(store.kept)} of them kept from before"
+    opening.report(Progress("kv_offload", f"{num_slots} blocks in {folder}, {kept}"))
+    return store
+
+
 class DiskStore:
-    """A BlockStore over one folder. Made by the thread that starts the daemon, then the engine thread's."""
+    """A Store over one folder. Made by the thread that starts the daemon, then the engine thread's."""
 
     def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
         """Take the folder. Raises ConfigError where that cannot be."""
@@ -76,7 +96,7 @@ class DiskStore:
         self._last_fault_s = 0.0
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
-        self._done: queue.SimpleQueue[tuple[Transfer, bool]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def _read_index(self) -> list[tuple[bytes, int]]:
@@ -109,12 +129,12 @@ class DiskStore:
         self._thread.start()
 
     def start(self, transfers: Iterable[Transfer]) -> None:
-        """Queue them; somebody waits for what is fetched, so that goes first."""
+        """Queue transfers; requests wait for loads, so these go first."""
         for transfer in transfers:
-            self._queue.put((transfer.kind is TransferKind.STORE, next(self._order), transfer))
+            self._queue.put((transfer.kind is TransferKind.SAVE, next(self._order), transfer))
 
-    def finished(self, wait_s: float) -> list[tuple[Transfer, bool]]:
-        """Those that ended since."""
+    def finished(self, wait_s: float) -> list[Report]:
+        """Return the transfers that ended since the last call."""
         done = []
         try:
             done.append(self._done.get(timeout=wait_s) if wait_s else self._done.get_nowait())
@@ -137,7 +157,7 @@ class DiskStore:
         while (transfer := self._queue.get()[2]) is not None:
             try:
                 wait_for_copies()
-                move = self._write if transfer.kind is TransferKind.STORE else self._read
+                move = self._write if transfer.kind is TransferKind.SAVE else self._read
                 is_good = move(transfer, rows(transfer.host_block))
             except Exception as error:  # whatever it is, the engine does without
                 self._tell(transfer, f"{type(error).__name__}: {error}")
@@ -146,18 +166,18 @@ class DiskStore:
 
     def _write(self, transfer: Transfer, row: memoryview) -> bool:
         """The block, then its entry: between the two, the slot's old entry does not go with what is in it."""
-        checksum = _checksum(transfer.digest, row)
+        checksum = _checksum(transfer.name, row)
         self._make_way(len(self._checksums) + (transfer.slot not in self._checksums))
         _write_all(self._blocks, row, transfer.slot * self._stride)
         self._num_written += 1
-        entry = _ENTRY.pack(transfer.digest, self._num_written, checksum)
+        entry = _ENTRY.pack(transfer.name, self._num_written, checksum)
         _write_all(self._index, entry + _CHECK.pack(zlib.crc32(entry)), transfer.slot * _ENTRY_BYTES)
         self._checksums[transfer.slot] = checksum
         return True
 
     def _read(self, transfer: Transfer, row: memoryview) -> bool:
         length = os.preadv(self._blocks, [row], transfer.slot * self._stride)
-        if length == len(row) and _checksum(transfer.digest, row) == self._checksums.get(transfer.slot):
+        if length == len(row) and _checksum(transfer.name, row) == self._checksums.get(transfer.slot):
             return True
         self._tell(transfer, "it is not what was written")
         return False
