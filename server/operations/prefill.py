@@ -16,10 +16,10 @@ from engine.text.choice import TextRules
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
 from server.generation import Generation
-from server.http.disconnect import unless_disconnected
 from server.http.schema import RequestBody
 from server.openai.sampling import MAX_CACHE_SALT
 from server.operations.handoff import Prefilled, Sender
+from server.respond import unless_disconnected
 
 router = APIRouter()
 
