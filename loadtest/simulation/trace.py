@@ -16,9 +16,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 from engine.core.types import Request, SamplingParams
+from loadtest.errors import LoadtestError
 
 
-class TraceError(ValueError):
+class TraceError(LoadtestError):
     """A trace cannot be read or replayed; the message names the file, the line and the value."""
 
 
