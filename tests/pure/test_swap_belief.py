@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.budget import Load, StepTime
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.swap_costs import SwapCosts
 from engine.core.stats import PreemptionKind, Stats
 from engine.core.step import Moves, StepPlan
-from engine.core.step_time import Load, StepTime
 from tests.pure.driver import VOCAB, Driver, config, fail, request
 
 MEASURED = SwapCosts(trip_s=0.001, block_s=0.004, token_s=0.001)
@@ -48,7 +48,7 @@ def test_computing_is_followed_by_the_model_of_steps() -> None:
     for step in range(200):
         count, start = 16 * (step % 7 + 1), 100 * (step % 5)
         load = Load(num_decodes=step % 3).with_chunk(start, count) if step % 2 else Load(num_decodes=step % 3 + 1)
-        times.learn(load, 0.004 + 0.0001 * load.num_decodes + 0.0002 * load.num_prompt_tokens)
+        times.observe(load, 0.004 + 0.0001 * load.num_decodes + 0.0002 * load.num_prompt_tokens)
     believed.tell()
     assert stats.compute_block_s == pytest.approx(16 * 0.0002, rel=0.1)
     assert not believed.pays_to_save(160), "a machine that computes five times as fast as was measured"

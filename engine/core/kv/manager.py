@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
+from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import Grant, InFlightStep
 from engine.core.kv.page_table import NEVER, blocks_for
@@ -28,7 +29,6 @@ from engine.core.kv.tiers import Tiers, Transfer
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 from engine.core.step import Moves
-from engine.core.step_time import StepTime
 from engine.core.types import Request
 
 

@@ -7,11 +7,11 @@ of them fades to what was measured. Owned by the scheduler, engine thread; knows
 
 from __future__ import annotations
 
+from engine.core.budget import StepTime
 from engine.core.kv.page_table import blocks_for
 from engine.core.kv.swap_costs import SwapCosts
 from engine.core.stats import Stats
 from engine.core.step import Moves
-from engine.core.step_time import StepTime
 
 _MEMORY = 0.98  # a block's weight in what is believed of the next: the last fifty count
 _FADE = 0.02
