@@ -14,6 +14,7 @@ from dataclasses import replace
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from engine.handover import open_handover
 from engine.loop import Engine
 from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
@@ -35,7 +36,7 @@ from server.openai.limits import Limits
 from server.openai.responses import routes as responses
 from server.openai.responses.store import ResponseStore
 from server.operations import adapters, health, live, prefill, requests, tokens, unserved
-from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.handoff import Receiver, Sender
 from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
@@ -81,7 +82,9 @@ BATCH_ENDPOINTS = {
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
     live_view = LiveView(engine)
-    exchange = None if config.role == "both" else open_exchange(engine, config)
+    handover = None
+    if config.role != "both":
+        handover = open_handover(engine, config.kv_connector_dir, config.kv_connector_bytes)
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     context = Context(
@@ -100,8 +103,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
         bodies=bodies,
         batches=_batches(engine, config, bodies),
-        sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
-        receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
+        sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
+        receiver=Receiver(engine, handover, config, metrics.handoff) if handover and config.role == "decode" else None,
     )
 
     page = load_files() if config.page else {}

@@ -11,7 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
@@ -24,6 +24,7 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
+from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.outcomes import Outcomes
 from engine.core.prompts import PromptPlanner
@@ -334,19 +335,17 @@ class Scheduler:
         """True if any sequence waits for a transfer, and for nothing else."""
         return bool(self._queue.parked)
 
-    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
-        """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
-        return self._kv.find_prefix(names, tokens, num_blocks)
+    @property
+    def kv(self) -> KVCacheManager:
+        """The K/V manager, for what is done between steps."""
+        return self._kv
 
-    def adopt_prefix(
-        self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
-    ) -> int:
-        """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
-        assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
-        return self._kv.adopt_prefix(names, tokens, num_blocks, len(self._queue.running), fill)
+    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> PrefixImport:
+        """Hold blocks for K/V that another engine computed, leaving one for each running sequence; see the manager."""
+        return self._kv.import_prefix(names, tokens, num_blocks, reserve=len(self._queue.running))
 
     def first_names(self, request: Request) -> list[bytes]:
-        """How the names of a request's blocks begin; see Memory."""
+        """Return how the names of a request's blocks begin; see the manager."""
         return self._kv.first_names(request)
 
     @property

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from engine.connector.base import ParcelError
+from engine.core.errors import ParcelError
 from engine.core.types import Request, SamplingParams
 from engine.text.choice import TextRules
 from server.context import Context, InContext, InOwner, check_operator, json_body

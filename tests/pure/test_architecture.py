@@ -125,7 +125,7 @@ def test_every_module_says_what_it_is() -> None:
 OPENERS = {
     "engine.regular_file",
     "engine.gguf_header",  # checked, then mapped
-    "engine.connector.local",
+    "engine.runtime.transports.shared_memory",
     "engine.runtime.host_cpus",
     "engine.runtime.host_memory",
     "engine.runtime.mapped_file",
