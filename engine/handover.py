@@ -36,12 +36,14 @@ class Prefix(NamedTuple):
 def open_handover(engine: Engine, folder: Path | None, max_bytes: int) -> Handover:
     """Open the folder in shared memory through which K/V is handed over. Raises ConfigError."""
     if engine.layout is None or not engine.config.enable_prefix_caching:
-        raise ConfigError("--role hands blocks over through the prefix cache; leave --enable-prefix-caching on.")
+        raise ConfigError(
+            "--kv-transfer-config hands blocks over through the prefix cache; leave --enable-prefix-caching on."
+        )
     try:
         where = folder or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
         return Handover(engine, SharedMemory(where, max_bytes), engine.layout)
     except ParcelError as error:
-        raise ConfigError(f"--kv-connector-dir cannot be used: {error}.") from error
+        raise ConfigError(f"--kv-transfer-config: folder cannot be used: {error}.") from error
 
 
 class Handover:

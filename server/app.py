@@ -21,7 +21,6 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.version import VERSION
 from server import errors
 from server.anthropic import messages
-from server.anthropic.errors import AnthropicErrorMiddleware
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches import routes as batches
 from server.batches.dispatch import Dispatcher
@@ -30,7 +29,7 @@ from server.client import EngineClient
 from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
-from server.middleware import BodyLimit, OneSpelling, RequestScope
+from server.middleware import RequestScope
 from server.openai import chat, completions, embeddings, models, score
 from server.openai.limits import Limits
 from server.openai.responses import routes as responses
@@ -84,7 +83,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     live_view = LiveView(engine)
     handover = None
     if config.role != "both":
-        handover = open_handover(engine, config.kv_connector_dir, config.kv_connector_bytes)
+        handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     context = Context(
@@ -185,13 +184,9 @@ def _line_app(context: Context) -> FastAPI:
 
 
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
-    """From the outside in. A web page that is not allowed in ends at the first guard, a client without a key at the next."""
+    """Return the middlewares, outermost first: log, refuse foreign web pages, allow origins, check the key."""
     config = context.config
-    stack = [
-        Middleware(OneSpelling),
-        Middleware(AnthropicErrorMiddleware),
-        Middleware(RequestScope, metrics=context.metrics),
-    ]
+    stack = [Middleware(RequestScope, metrics=context.metrics)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:
@@ -201,11 +196,10 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
                 allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                allow_private_network=True,  # a page of the internet asks for it before it calls this machine
+                allow_private_network=True,  # a page of a public site asks for this before it calls this machine
                 expose_headers=EXPOSED_HEADERS,
             )
         )
     if context.tenancy.needs_key:
         stack.append(Middleware(KeyGuard, tenancy=context.tenancy, open_paths=open_paths))
-    stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes, max_file_bytes=config.max_file_bytes))
     return stack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ from engine.text.grammars.compiler import GrammarCompiler
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
-from server.http.bodies import BodyReader, is_large
+from server.http.bodies import BodyReader, is_large, limited
 from server.http.schema import RequestBody
 from server.http.slow_thread import run_slowly
 from server.middleware import IGNORED_FIELDS
@@ -147,6 +147,9 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
     """A dependency that reads, checks and returns a JSON body; unknown fields and dropped hints are named in a header, or refused."""
 
     async def read(request: Request, context: InContext) -> Body:
+        most = context.config.max_body_bytes
+        too_large = f"The request body is larger than {most} bytes; send less (--max-body-bytes)."
+        pieces = limited(request, most, too_large)
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             shown = shorten(media_type) or "absent"
@@ -156,7 +159,7 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         if encoding.strip().lower() != "identity":
             message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
             raise ApiError(400, "unsupported_media_type", message)
-        body = await _read(request, context, model)
+        body = await _read(pieces, context, model)
         names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
         if names and context.config.strict_fields:
             message = f"Fields without effect: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
@@ -168,9 +171,9 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
     return read
 
 
-async def _read(request: Request, context: Context, model: type[Body]) -> Body:
+async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body]) -> Body:
     """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
-    async with context.bodies.receive(request.stream()) as raw:
+    async with context.bodies.receive(pieces) as raw:
         _IS_LARGE.set(is_large(raw))
         if _IS_LARGE.get():
             return await context.bodies.read(model, raw)

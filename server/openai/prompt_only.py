@@ -12,11 +12,10 @@ from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pooling, PromptInfo, SamplingParams
 from server.client import Answer
 from server.generation import Generation
-from server.http.disconnect import unless_disconnected
 from server.http.slow_thread import run_slowly
 from server.openai.limits import Limits
 from server.openai.sampling import EngineBody
-from server.respond import MAX_INLINE_TOKENS
+from server.respond import MAX_INLINE_TOKENS, unless_disconnected
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 

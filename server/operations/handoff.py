@@ -1,8 +1,8 @@
 """Negotiates the hand-over: a decode daemon has a prefill daemon compute prompts, and takes their K/V into its cache.
 
-The decode daemon (--prefill-url) goes on as if the prefix cache had held the K/V all along, so an answer is the same
-with and without. If anything fails, the prompt is computed here: a stream may be late, it is never lost. Event loop;
-the copies run on threads (engine/handover.py).
+The decode daemon (--kv-transfer-config) goes on as if the prefix cache had held the K/V all along, so an answer is the
+same with and without. If anything fails, the prompt is computed here: a stream may be late, it is never lost. Event
+loop; the copies run on threads (engine/handover.py).
 """
 
 from __future__ import annotations
