@@ -6,6 +6,7 @@ user left open is decided here, from the model and from measured memory, and tol
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,16 +16,18 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
-from engine.connector.base import Layout
+from engine.config import EngineConfig
 from engine.core.block_size import CANDIDATES, choose, with_block_size
-from engine.core.config import EngineConfig, SchedulerConfig, num_loras
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.kv.page_table import Layout
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.lengths import LengthsFile
 from engine.loop import Engine
+from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
@@ -40,12 +43,9 @@ from engine.runtime.cuda.budget import (
 )
 from engine.runtime.cuda.card import check_card, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
-from engine.runtime.cuda.swap import STAGING_BYTES
 from engine.runtime.cuda.toolchain import check_toolchain
-from engine.runtime.disk_store import has_blocks
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.host_tiers import open_tiers
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -63,6 +63,9 @@ from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.transports.disk import has_blocks
+from engine.runtime.transports.pinned import STAGING_BYTES
+from engine.runtime.transports.table import open_tiers
 from engine.speculation import load_speculation
 
 Report = Callable[[Progress], None]
@@ -148,12 +151,12 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         _warm_up_cpu(runner, settings)
     lengths = LengthsFile(config.model) if config.block_size is None else None
     config, settings = _choose_block_size(runner, config, settings, model.dtype, lengths, report)
-    settings, store = open_tiers(runner, config, settings, model.dtype, report)
+    settings, transports = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, captures, report)
-    scheduler = Scheduler(settings)
-    if store is not None:
-        scheduler.tiers.restore(store.kept)
+    scheduler = _make_scheduler(config, settings)
+    for name, transport in transports.items():
+        scheduler.tiers.restore(name, transport.kept)
     return Engine(
         scheduler,
         CudaRunner(runner, device) if device.type == "cuda" else runner,
@@ -165,9 +168,18 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         ),
         adapters=adapters,
         keep_lengths=None if lengths is None else lengths.save,
-        store=store,
+        transports=transports,
         layout=_layout(config, settings, runner, model.dtype),
     )
+
+
+def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Scheduler:
+    """Return a scheduler, one that records if that is asked for. Raises ConfigError."""
+    if config.record is None:
+        return Scheduler(settings)
+    file = RecordingFile(Path(config.record), settings, config.record_contents)
+    atexit.register(file.close)  # the engine's death is what a recording is for
+    return RecordingScheduler(settings, file.note)
 
 
 def _check_early(config: EngineConfig, device: torch.device) -> None:
@@ -178,6 +190,8 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
     for module in config.lora_modules:
         with naming(module):
             check_folder(Path(module.path))
+    if config.record is not None:
+        check_path(Path(config.record))
 
 
 def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> None:
@@ -198,7 +212,7 @@ def _load_adapters(
     config: EngineConfig, model: CausalLM, device: torch.device, num_tokens: int, report: Report
 ) -> tuple[Adapters, int]:
     """Those that are there from the start; and bytes that others, and steps of `num_tokens` with adapters, may still take."""
-    if not num_loras(config):
+    if not config.num_loras:
         return Adapters(), 0
     assert isinstance(model, AdaptableLM), "load_model has refused any other"
     loader = LoraLoader(
@@ -208,7 +222,7 @@ def _load_adapters(
         dtype=model.dtype,
         device=device,
     )
-    adapters = Adapters(loader.load, num_loras(config))
+    adapters = Adapters(loader.load, config.num_loras)
     for module in config.lora_modules:
         with naming(module):
             adapters.load(*module)
@@ -216,10 +230,10 @@ def _load_adapters(
         named = ", ".join(module.name for module in config.lora_modules)
         report(
             Progress(
-                "adapters", f"{named}; there may be {num_loras(config)} at once, of ranks up to {config.max_lora_rank}"
+                "adapters", f"{named}; there may be {config.num_loras} at once, of ranks up to {config.max_lora_rank}"
             )
         )
-    num_to_come = num_loras(config) - len(config.lora_modules)
+    num_to_come = config.num_loras - len(config.lora_modules)
     return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 
@@ -327,7 +341,7 @@ def _choose_block_size(
 def _kept_block_size(
     runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, dtype: torch.dtype, sizes: Iterable[int]
 ) -> int | None:
-    """The size of the blocks that --kv-offload-dir holds of this model, if it holds any."""
+    """Return the size of this model's blocks in the folder of --kv-offload-config, if it has any."""
     if config.kv_offload_dir is None:
         return None
     folder = Path(config.kv_offload_dir).expanduser()

@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from engine.adapters import Adapters
-from engine.connector.base import Layout
 from engine.core.admission import check_request
 from engine.core.block_size import waste
 from engine.core.errors import (
@@ -30,7 +30,8 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
 )
-from engine.core.kv.tiers import BlockStore
+from engine.core.kv.page_table import Layout
+from engine.core.kv.tiers import Transport
 from engine.core.places import Door
 from engine.core.queue_limits import NO_LIMITS, QueueLimits
 from engine.core.scheduler import Scheduler
@@ -73,7 +74,7 @@ class Engine:
         adapters: Adapters | None = None,
         keep_lengths: Callable[[Sequence[int]], None] | None = None,
         layout: Layout | None = None,
-        store: BlockStore | None = None,
+        transports: Mapping[str, Transport] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
@@ -83,7 +84,7 @@ class Engine:
         self.clock = clock
         self._scheduler = scheduler
         self._runner = runner
-        self._offload = Offload(scheduler, runner, store)
+        self._offload = Offload(scheduler, runner, transports)
         self._depth = depth
         self._door = Door(scheduler, limits)
         self._keep_lengths = keep_lengths
@@ -230,7 +231,7 @@ class Engine:
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events.entries += self._commit_oldest().entries
-        elif plan is None and self._scheduler.has_work and not self._offload.wait_for_fetch():
+        elif plan is None and self._scheduler.has_work and not self._offload.wait_for_loads():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
     def _take_back(self, error: DeviceMemoryError, events: StepEvents) -> None:

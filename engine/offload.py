@@ -1,48 +1,52 @@
-"""The engine's dealings with a disk behind the KV pool: between steps, in idle moments, and at the end. Engine thread.
+"""Hands transfers to the stores' transports, and their ends to the scheduler: between steps, while idle, and at the end.
 
-Steps never wait for it. A plan without slices copies blocks to host memory; the store's own thread does the rest.
+Steps never wait for a transport. A plan without slices copies blocks to host memory; a transport's own thread does the
+rest. Engine thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine.core.errors import CopyError, DeviceMemoryError
-from engine.core.kv.tiers import BlockStore
+from engine.core.kv.tiers import Transport
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner, StepPlan
 
-_POLL_S = 0.002  # how long to wait for the disk before messages are looked at again
+_POLL_S = 0.002  # how long to wait for transports before the inbox is read again
 _MAX_FLUSH_S = 10.0
 
 
 class Offload:
-    """Does nothing where there is no store."""
+    """Starts and polls the transports of the stores, by name. Does nothing where there are none."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, store: BlockStore | None) -> None:
-        self._scheduler, self._runner, self._store = scheduler, runner, store
+    def __init__(self, scheduler: Scheduler, runner: Runner, transports: Mapping[str, Transport]) -> None:
+        self._scheduler, self._runner, self._transports = scheduler, runner, transports
 
     def exchange(self, wait_s: float = 0.0) -> None:
-        """Tell the store what is wanted, and the scheduler what has come of it."""
-        if self._store is None:
+        """Start the transfers that are wanted, and report those that ended."""
+        if not self._transports:
             return
-        orders = self._scheduler.tiers.take_orders()
-        if orders:
-            self._store.start(orders)
-        finished = self._store.finished(wait_s)
-        if finished:
-            self._scheduler.transferred(finished)
+        orders = self._scheduler.tiers.start()
+        reports = []
+        for name, transport in self._transports.items():
+            ours = [transfer for transfer in orders if transfer.tier == name]
+            if ours:
+                transport.start(ours)
+            reports += transport.finished(wait_s / len(self._transports))
+        if reports:
+            self._scheduler.transferred(reports)
 
-    def wait_for_fetch(self) -> bool:
-        """Give the disk a moment, if that is all there is to wait for."""
-        if self._store is None or not self._scheduler.tiers.is_fetching:
+    def wait_for_loads(self) -> bool:
+        """Give the transports a moment, if parked requests are all there is; False if there are none."""
+        if not self._scheduler.has_parked:
             return False
         self.exchange(_POLL_S)
         return True
 
     def spill(self) -> bool:
-        """Have some of what is cached go to the disk; True while there is more to do."""
-        if self._store is None:
+        """Save some of the cached blocks that the stores lack; True while there is more to do."""
+        if not self._transports:
             return False
         pairs = self._scheduler.tiers.spill()
         try:
@@ -56,12 +60,12 @@ class Offload:
         return self._scheduler.tiers.is_transferring
 
     def flush(self, clock: Callable[[], float]) -> None:
-        """Write what can be written in a short while."""
+        """Save what can be saved in a short while."""
         until_s = clock() + _MAX_FLUSH_S
         while self.spill() and clock() < until_s:
             pass
 
     def close(self) -> None:
-        """Let the store go, once it has finished what it was told."""
-        if self._store is not None:
-            self._store.close()
+        """Close the transports, once they have finished what is queued."""
+        for transport in self._transports.values():
+            transport.close()

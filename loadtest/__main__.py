@@ -11,13 +11,12 @@ from pathlib import Path
 
 from engine.core.errors import QuireError
 from loadtest import (
+    beside,
     compare,
     eviction,
     front,
-    handoff,
     hostile,
     house,
-    latency,
     levers,
     perplexity,
     scheduler,
@@ -30,6 +29,7 @@ from loadtest.client import Client, ClientError, Target
 from loadtest.compare import CompareError
 from loadtest.daemon import DaemonError
 from loadtest.front import FrontError
+from loadtest.house import HouseError
 from loadtest.perplexity import PerplexityError
 from loadtest.plots import PlotError, draw_bench, require_matplotlib
 from loadtest.report import show, write_json
@@ -213,10 +213,9 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
-    "handoff": ("measure what prefill on a daemon of its own does", handoff.add_options, handoff.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "house": ("measure the code itself", house.add_options, house.run),
-    "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
+    "beside": ("measure what a long prompt does to requests beside it", beside.add_options, beside.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
@@ -254,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         TraceError,
         CostError,
         FrontError,
+        HouseError,
         DaemonError,
         CompareError,
         PerplexityError,

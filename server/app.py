@@ -14,43 +14,31 @@ from dataclasses import replace
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from engine.handover import open_handover
 from engine.loop import Engine
 from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.version import VERSION
 from server import errors
-from server.anthropic.errors import AnthropicManner
+from server.anthropic import messages
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
+from server.batches import routes as batches
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
 from server.client import EngineClient
+from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
-from server.middleware import BodyLimit, OneSpelling, RequestScope
-from server.openai.response_store import ResponseStore
-from server.operations.handoff import Receiver, Sender, open_exchange
+from server.middleware import RequestScope
+from server.openai import chat, completions, embeddings, models, score
+from server.openai.limits import Limits
+from server.openai.responses import routes as responses
+from server.openai.responses.store import ResponseStore
+from server.operations import adapters, health, live, prefill, requests, tokens, unserved
+from server.operations.handoff import Receiver, Sender
+from server.operations.openapi import openapi_router
+from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
-from server.protocol.limits import Limits
-from server.routes import (
-    adapters,
-    batches,
-    chat,
-    completions,
-    files,
-    handoff,
-    live,
-    messages,
-    models,
-    operations,
-    reading,
-    requests,
-    responses,
-    tokens,
-    unserved,
-)
-from server.routes.context import Context
-from server.routes.openapi import openapi_router
-from server.routes.page import load_files, page_router
 from server.settings.app_config import AppConfig
 from server.telemetry.ledger import Ledger
 from server.telemetry.live import LiveView
@@ -65,15 +53,15 @@ API = (
     chat,
     responses,
     messages,
-    reading,
-    files,
+    embeddings,
+    score,
     batches,
     models,
     adapters,
     tokens,
     requests,
-    handoff,
-    operations,
+    prefill,
+    health,
 )
 # What scripts of other origins may read.
 EXPOSED_HEADERS = (
@@ -86,14 +74,16 @@ BATCH_ENDPOINTS = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat,
     "/v1/responses": responses,
-    "/v1/embeddings": reading,
+    "/v1/embeddings": embeddings,
 }
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
     live_view = LiveView(engine)
-    exchange = None if config.role == "both" else open_exchange(engine, config)
+    handover = None
+    if config.role != "both":
+        handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     context = Context(
@@ -112,8 +102,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
         bodies=bodies,
         batches=_batches(engine, config, bodies),
-        sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
-        receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
+        sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
+        receiver=Receiver(engine, handover, config, metrics.handoff) if handover and config.role == "decode" else None,
     )
 
     page = load_files() if config.page else {}
@@ -194,9 +184,9 @@ def _line_app(context: Context) -> FastAPI:
 
 
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
-    """From the outside in. A web page that is not allowed in ends at the first guard, a client without a key at the next."""
+    """Return the middlewares, outermost first: log, refuse foreign web pages, allow origins, check the key."""
     config = context.config
-    stack = [Middleware(OneSpelling), Middleware(AnthropicManner), Middleware(RequestScope, metrics=context.metrics)]
+    stack = [Middleware(RequestScope, metrics=context.metrics)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:
@@ -206,11 +196,10 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
                 allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                allow_private_network=True,  # a page of the internet asks for it before it calls this machine
+                allow_private_network=True,  # a page of a public site asks for this before it calls this machine
                 expose_headers=EXPOSED_HEADERS,
             )
         )
     if context.tenancy.needs_key:
         stack.append(Middleware(KeyGuard, tenancy=context.tenancy, open_paths=open_paths))
-    stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes, max_file_bytes=config.max_file_bytes))
     return stack

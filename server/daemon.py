@@ -21,8 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.core.errors import ConfigError, ShuttingDownError
+from server.context import Context
 from server.http.connection import Connection
-from server.routes.context import Context
 from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")

@@ -65,7 +65,7 @@ class Departures:
                 self._kv.free(seq)
         elif not seq.is_leaving:
             self._queue.dequeue(seq)
-            self._kv.discard(seq, self._in_flight)
+            self._kv.discard(seq)
         seq.move(Status.DONE)
         self._queue.strike(seq)
 
@@ -95,17 +95,10 @@ class Departures:
         if not self._leave(seq):
             self._set_aside(seq)
 
-    def unsave(self, seq: Sequence) -> None:
-        """A swapped sequence's copy is worth nothing: it is to be computed anew."""
-        self._queue.dequeue(seq)
-        self._kv.discard(seq, self._in_flight)
-        seq.move(Status.PREEMPTED)
-        self._queue.enqueue(seq)
-
     def _set_aside(self, seq: Sequence) -> None:
-        """Take a preempted sequence's blocks, copied to the host where that pays; it keeps its tokens and its place.
+        """Free a preempted sequence, saved to host memory where that is possible; it keeps its tokens and its place.
 
-        A search forgets its tokens. Its choices are made of numbers that come out the same again.
+        A beam search forgets its tokens: its choices are made of numbers that come out the same again.
         """
         if seq.search is None:
             self._kv.suspend(seq)

@@ -139,3 +139,7 @@ class ShuttingDownError(ServerError):
 
 class EngineDeadError(ServerError):
     """The engine thread has ended on an error; the process must be restarted."""
+
+
+class ParcelError(Exception):
+    """K/V could not be handed from one daemon to another; the message says why. The prompt is computed instead."""

@@ -156,10 +156,10 @@ class FakeRunner:
         return FakeStep(result, self._timer(plan))
 
     def transfer(self, transfer: Transfer, slots: dict[int, list[int]]) -> None:
-        """Carry out what a BlockStore would, between host blocks and `slots`."""
+        """Carry out what a Transport would, between host blocks and a store's `slots`."""
         if self._pages is not None:
             self._arrive(self._pages)
-        if transfer.kind is TransferKind.STORE:
+        if transfer.kind is TransferKind.SAVE:
             slots[transfer.slot] = list(self._host_pages[transfer.host_block])
         else:
             self._host_pages[transfer.host_block] = list(slots[transfer.slot])

@@ -12,8 +12,8 @@ from math import inf
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
 from engine.core.queues.lengths import LengthPredictor
-from engine.core.sequence import Sequence, Status
-from engine.core.stats import CacheTier, PreemptionKind, Stats, SwapDirection, Target
+from engine.core.sequence import Sequence
+from engine.core.stats import PreemptionKind, Stats, SwapDirection, Target
 from engine.core.step import StepPlan
 from engine.core.targets import Targets
 from engine.core.types import FinishReason, RequestTimings
@@ -25,7 +25,7 @@ _NUM_ANSWERS = 256
 class Recorder:
     """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
 
-    __slots__ = ("_disk_pool", "_host_pool", "_pool", "_stats", "_targets", "answers", "gaps", "lengths", "predictor")
+    __slots__ = ("_host_pool", "_pool", "_stats", "_store_pools", "_targets", "answers", "gaps", "lengths", "predictor")
 
     def __init__(
         self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: LengthPredictor | None
@@ -34,7 +34,8 @@ class Recorder:
         self._targets = targets
         self._stats = stats
         self._pool = pool
-        self._host_pool, self._disk_pool = tiers.host.pool, tiers.disk.pool
+        self._host_pool = tiers.host.pool
+        self._store_pools = {name: store.pool for name, store in tiers.stores.items()}
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.lengths: deque[int] = deque(maxlen=_NUM_LENGTHS)  # in tokens, of the sequences that were completed last
         self.answers: deque[float] = deque(maxlen=_NUM_ANSWERS)  # in tokens generated; infinite if max_tokens cut it
@@ -63,13 +64,13 @@ class Recorder:
         self._stats.prefix_queried_tokens += seq.num_prompt
         self._stats.prefix_hit_tokens += seq.num_cached
         hits = self._stats.prefix_hits
-        hits[CacheTier.POOL] += seq.num_cached - seq.kv.num_from_host - seq.kv.num_from_disk
-        hits[CacheTier.HOST] += seq.kv.num_from_host
-        hits[CacheTier.DISK] += seq.kv.num_from_disk
+        hits["pool"] += seq.num_cached - sum(seq.kv.num_from.values())
+        for tier, num_tokens in seq.kv.num_from.items():
+            hits[tier] = hits.get(tier, 0) + num_tokens
 
     def preempted(self, seq: Sequence) -> None:
-        """A sequence gave its blocks away, and has been copied or not."""
-        kind = PreemptionKind.SWAP if seq.status is Status.SWAPPED else PreemptionKind.RECOMPUTE
+        """A sequence was preempted; it has a ticket, or is to be recomputed."""
+        kind = PreemptionKind.SWAP if seq.kv.ticket is not None else PreemptionKind.RECOMPUTE
         self._stats.preempted[kind] += 1
 
     def first_token(self, seq: Sequence, now: float) -> None:
@@ -170,8 +171,8 @@ class Recorder:
         stats.num_background_running = num_background
         stats.blocks_free, stats.blocks_cached, stats.blocks_held = pool.counts
         stats.blocks_pinned = pool.num_pinned
-        if host.num_blocks:  # there is no disk behind none
+        if host.num_blocks:  # else there are no stores either
             stats.host_blocks_free, stats.host_blocks_cached, stats.host_blocks_held = host.counts
             stats.host_blocks_pinned = host.num_pinned
-            stats.disk_blocks_cached = self._disk_pool.num_cached
-            stats.disk_blocks_pinned = self._disk_pool.num_pinned
+            for name, store in self._store_pools.items():
+                stats.store_blocks[name], stats.store_blocks_pinned[name] = store.num_cached, store.num_pinned

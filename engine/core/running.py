@@ -23,12 +23,13 @@ _is_background = attrgetter("is_background")
 class RunningQueue:
     """Sequences come, wait, run, and are struck off."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "requests", "running")
+    __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "parked", "requests", "running")
 
     def __init__(self, recorder: Recorder, config: SchedulerConfig) -> None:
         policy = POLICIES[config.policy]
         self.foreground, self.background = policy(), policy()
         self.running: list[Sequence] = []
+        self.parked: dict[Sequence, None] = {}  # wait for transfers, out of the order of admission
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
         self._next_seq_id = 0
@@ -49,8 +50,8 @@ class RunningQueue:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """All that wait, in the order of their admission."""
-        return [*self.foreground, *self.background]
+        """All that wait, in the order of their admission; parked ones last."""
+        return [*self.foreground, *self.background, *self.parked]
 
     def enqueue(self, seq: Sequence) -> None:
         """It waits, in its place."""
@@ -59,8 +60,21 @@ class RunningQueue:
 
     def dequeue(self, seq: Sequence) -> None:
         """It does not wait any more."""
-        self.queue_of(is_background=seq.is_background).remove(seq)
+        if seq in self.parked:
+            del self.parked[seq]
+        else:
+            self.queue_of(is_background=seq.is_background).remove(seq)
         self._recorder.queued(seq, -1)
+
+    def park(self, seq: Sequence) -> None:
+        """Have a new sequence wait out of order, until `unpark`."""
+        self.parked[seq] = None
+        self._recorder.queued(seq, 1)
+
+    def unpark(self, seq: Sequence) -> None:
+        """Have a parked sequence wait in its place."""
+        del self.parked[seq]
+        self.queue_of(is_background=seq.is_background).push(seq)
 
     def start(self, seq: Sequence) -> None:
         """It runs."""

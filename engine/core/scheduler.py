@@ -11,7 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
@@ -24,8 +24,8 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.swap import never_saved
-from engine.core.kv.tiers import Transfer
+from engine.core.kv.page_table import PrefixImport
+from engine.core.kv.tiers import Report
 from engine.core.outcomes import Outcomes
 from engine.core.prompts import PromptPlanner
 from engine.core.queues.lengths import LengthPredictor
@@ -94,8 +94,10 @@ class Scheduler:
         if request.params.beam is not None:
             seq.begin_search(seq_id)
         self._queue.requests[request.request_id] = [seq]
-        self._kv.prefetch(seq, request.arrival_s)
-        self._queue.enqueue(seq)
+        if self._kv.prefetch(seq, request.arrival_s):
+            self._queue.park(seq)
+        else:
+            self._queue.enqueue(seq)
         self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
@@ -127,6 +129,8 @@ class Scheduler:
         """The next step, or None if nothing can run before the plans in flight are committed."""
         assert len(self._in_flight) < 2, "two plans may be out: a decoding sequence has slices for no more"
         self._kv.expire(now)
+        if self._queue.parked:
+            self._unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
         step = InFlightStep(planned_s=now)
         if self._kv.pool.num_available < len(self._queue.running):
             self._queue.arrange()  # some may be preempted
@@ -204,15 +208,10 @@ class Scheduler:
         return True
 
     def _admit_first(self, now: float, step: InFlightStep) -> None:
-        """With `fair`, before the step is planned: whoever gives way to the next one that waits then has no part in it."""
+        """Let the policy preempt sequences for the next waiting one before the step is planned, so that none has a part in it."""
         seq = self._queue.first_waiting
-        if (
-            seq is not None
-            and seq.status is not Status.SWAPPED
-            and not seq.is_background
-            and self._claim(seq, now, step)
-        ):
-            self._start(seq, now, step)
+        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
+            self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
         """Start waiting sequences, strictly in order, as long as another is asked for, while slots and blocks last.
@@ -220,28 +219,24 @@ class Scheduler:
         One block stays back for each running sequence, which may be about to grow.
         """
         while (seq := self._queue.first_waiting) is not None:
-            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, now, step):
+            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
                 return
-            self._start(seq, now, step)
+            self._start(seq, now)
             yield seq
 
-    def _start(self, seq: Sequence, now: float, step: InFlightStep) -> None:
-        """A waiting sequence has got its blocks: it runs."""
+    def _start(self, seq: Sequence, now: float) -> None:
+        """Have a waiting sequence run, whose blocks are allocated."""
         self._recorder.admitted(seq, now)
         self._queue.dequeue(seq)
-        if seq.status is Status.SWAPPED:
-            step.take(self._kv.resume(seq), seq)
         seq.move(Status.PREFILL)
         seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._queue.start(seq)
 
-    def _claim(self, seq: Sequence, now: float, step: InFlightStep) -> bool:
+    def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
         """See to slots and blocks for a waiting sequence, taking them from the background if need be.
 
         With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
         """
-        if seq.kv.num_awaited and now < seq.kv.awaits_until_s:
-            return False
         running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._departures.num_leaving:
@@ -268,11 +263,10 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
         # With overlap a step begins, as far as the device goes, when the one before it ends.
-        seconds = now - max(step.planned_s, self._committed_s) - result.moves.held_up_s
+        seconds = now - max(step.planned_s, self._committed_s)
         self._committed_s = now
         prompts = step.load if step.load.num_prompt_tokens else None
         self._budget.observe(prompts, step.slices, sum(step.num_drafts.values()), seconds)
-        self._kv.learn(result.moves)
         self._kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
@@ -290,8 +284,6 @@ class Scheduler:
         their blocks, which are the pool's: giving them up would bring the device nothing.
         """
         oldest = self._in_flight[0]
-        for seq in never_saved(self._in_flight, self._queue.waiting):
-            self._departures.unsave(seq)
         for step in self._in_flight:
             self._kv.rolled_back(step)
         for seq, is_whole in take_back(self._in_flight).items():
@@ -314,31 +306,38 @@ class Scheduler:
         return events
 
     def give_up_copies(self) -> None:
-        """Blocks cannot be copied to the host and back: whoever was is computed anew, and so are all to come."""
-        for seq in [seq for seq in self._queue.waiting if seq.status is Status.SWAPPED]:
-            self._departures.unsave(seq)
+        """Stop copying blocks to host memory and back, since it fails: preempted sequences are recomputed from now on."""
         self._kv.give_up_copies()
         self.stats.failed_copies += 1
         self._queue.update_gauges()
 
-    def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
-        """Blocks have gone between host memory and the disk, or have failed to."""
-        self._kv.transferred(finished)
+    def transferred(self, reports: Iterable[Report]) -> None:
+        """Take in the ends of transfers between host memory and the stores."""
+        self._unpark(self._kv.transferred(reports))
         self._queue.update_gauges()
 
-    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
-        """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
-        return self._kv.find_prefix(names, tokens, num_blocks)
+    def _unpark(self, sequences: Iterable[Sequence]) -> None:
+        """Have those of these sequences that are parked wait in order, like any other."""
+        for seq in sequences:
+            if seq in self._queue.parked:
+                self._queue.unpark(seq)
 
-    def adopt_prefix(
-        self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
-    ) -> int:
-        """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
-        assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
-        return self._kv.adopt_prefix(names, tokens, num_blocks, len(self._queue.running), fill)
+    @property
+    def has_parked(self) -> bool:
+        """True if any sequence waits for a transfer, and for nothing else."""
+        return bool(self._queue.parked)
+
+    @property
+    def kv(self) -> KVCacheManager:
+        """The K/V manager, for what is done between steps."""
+        return self._kv
+
+    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> PrefixImport:
+        """Hold blocks for K/V that another engine computed, leaving one for each running sequence; see the manager."""
+        return self._kv.import_prefix(names, tokens, num_blocks, reserve=len(self._queue.running))
 
     def first_names(self, request: Request) -> list[bytes]:
-        """How the names of a request's blocks begin; see Memory."""
+        """Return how the names of a request's blocks begin; see the manager."""
         return self._kv.first_names(request)
 
     @property

@@ -6,10 +6,6 @@
                  admit | | pool exhausted        | pool exhausted
                        | v                       |
                     PREEMPTED <------------------+            (every state may go to DONE: abort)
-                       ^ |
-             copy lost | | copied to host memory
-                       | v
-                     SWAPPED ----> PREFILL (admit)
 
 A step that is taken back leads from RUNNING to PREFILL: all of the sequence's tokens are known again.
 
@@ -42,8 +38,7 @@ class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # to be computed anew
-    SWAPPED = "swapped"  # preempted; what was computed is in host memory
+    PREEMPTED = "preempted"  # to be recomputed, but for what host memory has of it
     DONE = "done"
 
 
@@ -51,8 +46,7 @@ _MOVES = {
     Status.WAITING: {Status.PREFILL, Status.DONE},
     Status.PREFILL: {Status.RUNNING, Status.PREEMPTED, Status.DONE},
     Status.RUNNING: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
-    Status.PREEMPTED: {Status.PREFILL, Status.SWAPPED, Status.DONE},
-    Status.SWAPPED: {Status.PREFILL, Status.PREEMPTED, Status.DONE},
+    Status.PREEMPTED: {Status.PREFILL, Status.DONE},
     Status.DONE: set(),
 }
 
@@ -213,7 +207,7 @@ class Sequence:
     @property
     def is_resuming(self) -> bool:
         """Waiting, but not for the first time."""
-        return self.status is Status.PREEMPTED or self.status is Status.SWAPPED
+        return self.status is Status.PREEMPTED
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -234,8 +228,8 @@ class Sequence:
         unit = POOLED_UNIT / (self.num_prompt if pooling is Pooling.MEAN else 1)
         return PromptInfo(
             num_cached_tokens=self.num_cached,
-            num_host_tokens=self.kv.num_from_host,
-            num_disk_tokens=self.kv.num_from_disk,
+            num_host_tokens=self.kv.num_from.get("host", 0),
+            num_disk_tokens=sum(num for tier, num in self.kv.num_from.items() if tier != "host"),
             num_pinned_tokens=self.kv.num_pinned,
             logprobs=tuple(self.prompt_logprobs) if wanted else None,
             queue_s=self.first_scheduled_s - self.request.arrival_s,
@@ -275,7 +269,7 @@ class Sequence:
         child.num_in_flight = 1
         child.prompt_logprobs = self.prompt_logprobs
         child.num_cached = self.num_cached
-        child.kv.num_from_host, child.kv.num_from_disk = self.kv.num_from_host, self.kv.num_from_disk
+        child.kv.num_from = self.kv.num_from
         child.num_preemptions = self.num_preemptions
         child.first_scheduled_s = self.first_scheduled_s
         child.is_forked = True

@@ -58,19 +58,11 @@ class SwapDirection(str, Enum):
     IN = "in"
 
 
-class CacheTier(str, Enum):
-    """Where cached tokens of a prompt were found; a label of the counter of hits."""
-
-    POOL = "pool"
-    HOST = "host"
-    DISK = "disk"
-
-
 class TransferKind(str, Enum):
-    """Which way a block went between host memory and a disk; a label of those counters."""
+    """Which way a block went between host memory and a store; a label of those counters."""
 
-    FETCH = "fetch"
-    STORE = "store"
+    LOAD = "fetch"
+    SAVE = "store"
 
 
 class Histogram:
@@ -127,12 +119,10 @@ class Stats:
     host_blocks_free: int = 0  # of the swap space
     host_blocks_held: int = 0
     host_blocks_cached: int = 0
-    disk_blocks_cached: int = 0
-    swap_block_s: float = 0.0  # a block to host memory and back, and the same computed, as it is believed to be ...
-    compute_block_s: float = 0.0  # ... since blocks were copied last
     blocks_pinned: int = 0  # of prefixes that requests, or the operator, want retained: in the pool ...
     host_blocks_pinned: int = 0
-    disk_blocks_pinned: int = 0  # ... and in the tiers behind it
+    store_blocks: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # cached blocks of each store ...
+    store_blocks_pinned: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # ... and the pinned ones of these
     last_step_s: float = 0.0  # clock reading at the last commit
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
@@ -162,7 +152,7 @@ class Stats:
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))
     preempted: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
     swapped_blocks: dict[SwapDirection, int] = field(default_factory=lambda: dict.fromkeys(SwapDirection, 0))
-    prefix_hits: dict[CacheTier, int] = field(default_factory=lambda: dict.fromkeys(CacheTier, 0))  # tokens
+    prefix_hits: dict[str, int] = field(default_factory=lambda: {"pool": 0, "host": 0, "disk": 0})  # tokens, by tier
     transferred: dict[TransferKind, int] = field(default_factory=lambda: dict.fromkeys(TransferKind, 0))  # blocks
     failed_transfers: dict[TransferKind, int] = field(default_factory=lambda: dict.fromkeys(TransferKind, 0))
     # histograms

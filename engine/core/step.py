@@ -125,17 +125,6 @@ def count_agreeing(drawn: Sequence[int], drafts: Sequence[int]) -> int:
     return len(drawn)
 
 
-class Moves(NamedTuple):
-    """Blocks that went between the pool and host memory, either way, and were not told of before."""
-
-    num_blocks: int = 0
-    seconds: float = 0.0
-    held_up_s: float = 0.0  # of these, the step waited for them
-
-
-NO_MOVES = Moves()
-
-
 @dataclass(slots=True)
 class StepResult:
     """What a step produced, in plan order.
@@ -150,7 +139,6 @@ class StepResult:
     ended: indices into token_ids: with this token the sequence's grammar is complete.
     drafted: by slice index, of slices that had drafts: all that is to be known of their draws, the first of which is in
         token_ids as well.
-    moves: of this plan and of earlier ones, as far as they are done.
     """
 
     token_ids: list[int]
@@ -160,7 +148,6 @@ class StepResult:
     errors: Mapping[int, Fault] = field(default_factory=dict)
     ended: Collection[int] = ()
     drafted: Mapping[int, Drafted] = field(default_factory=dict)
-    moves: Moves = NO_MOVES
 
 
 class PendingStep(Protocol):

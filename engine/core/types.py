@@ -151,7 +151,7 @@ class PromptInfo(NamedTuple):
     queue_s: float = 0.0  # as in RequestTimings, told early: of an answer that is cut short they are all there is
     prefill_s: float = 0.0
     num_host_tokens: int = 0  # of the cached ones, those that came from host memory ...
-    num_disk_tokens: int = 0  # ... and from a disk
+    num_disk_tokens: int = 0  # ... and from a store behind it
     num_pinned_tokens: int = 0  # of the prompt's first tokens, those that are retained for this request
     pooled: tuple[float, ...] | None = None  # the vector that `pooling` asks for, of the model's own length
 

@@ -8,8 +8,8 @@ from typing import Any
 from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
 from engine.text.detokenizer import Tokenizer
-from server.protocol.form import new_call_id
-from server.protocol.logprobs import PromptLogprobs, prompt_logprobs
+from server.openai.formatter import new_call_id
+from server.openai.logprobs import PromptLogprobs, prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -21,26 +21,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
+from engine.config import EngineConfig, LoraModule
 from engine.core.adapter import Adapter
 from engine.core.admission import check_request
-from engine.core.config import EngineConfig, LoraModule
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.types import AbortCause, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
-from engine.llm.grammars import Grammars
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams, in_words
 from engine.loop import Engine
 from engine.model_check import check_model
 from engine.model_source import find_model
+from engine.setting import declared, expand, features
 from engine.startup import StartupStory
 from engine.text.choice import TextRules
 from engine.text.draft_tokenizer import check_draft_tokenizer
+from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.spec import GrammarSpec
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tokenizer import load_tokenizer
 from engine.text.tools.dialects import DIALECTS, HARMONY
-from server.protocol.limits import Limits
-from server.protocol.sampling import SamplingBody, seconds
+from server.openai.limits import Limits
+from server.openai.sampling import SamplingBody, seconds
 from server.settings.app_config import AppConfig
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class LLM:
         )
         self._engine = built
         self._tokenizer = text
-        self._grammars = Grammars(text, built.vocab_size)
+        self._grammars = GrammarCompiler(text, built.vocab_size)
         self._limits = Limits.of(built.config, built.vocab_size, text, app)
         self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()
@@ -210,7 +212,7 @@ class LLM:
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        inner = replace(self._grammars.constrain(body.grammar_spec(), inner), adapter=adapter)
+        inner = replace(self._constrain(body.grammar_spec(), inner), adapter=adapter)
         return self._job(text, ids, inner, body.text_rules(inner), body)
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
@@ -220,9 +222,15 @@ class LLM:
         with in_words():
             text = body.render(limits)
             ids = body.truncate(self._encode(text, "messages", add_special_tokens=False), limits)
-            inner = self._grammars.constrain(body.message_grammar(limits), body.params(limits, len(ids)))
+            inner = self._constrain(body.message_grammar(limits), body.params(limits, len(ids)))
             inner = replace(body.with_thoughts(inner, limits, text), adapter=adapter)
             return self._job(text, ids, inner, body.message_rules(inner, limits, text), body)
+
+    def _constrain(self, asked: tuple[GrammarSpec, str] | None, params: EngineParams) -> EngineParams:
+        """Return the parameters with the grammar that a field asks for. Raises InvalidRequestError for an unusable one."""
+        if asked is None or not params.max_tokens:
+            return params
+        return replace(params, grammar=self._grammars.compile_now(*asked))
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         self._limits.check_length(text, param)
@@ -288,19 +296,22 @@ class LLM:
 
 
 def _engine_config(path: str, flags: Mapping[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
-    for name in flags:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-            raise ConfigError(f"{name} is not a setting of the engine; {hint}")
+    settings = declared(EngineConfig)
+    known = [each.name for each in settings if not each.setting.feature] + list(features(settings))
+    values, notices = expand(settings, flags)
+    for name in values.keys() - {each.name for each in settings}:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+        raise ConfigError(f"{name} is not a setting of the engine; {hint}")
+    for notice in notices:
+        logger.warning(notice)
     try:
-        return EngineConfig(model=path, **flags)
+        return EngineConfig(model=path, **values)
     except TypeError as error:  # a string where a number is compared
         raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
 
 
-def _end(engine: Engine, grammars: Grammars) -> None:
+def _end(engine: Engine, grammars: GrammarCompiler) -> None:
     engine.stop(0.0)
     grammars.close()
 

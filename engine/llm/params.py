@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from engine.core.errors import InvalidRequestError
 from server.errors import ApiError, to_api_error
-from server.protocol.base import Integer
-from server.protocol.chat import ChatBody
-from server.protocol.sampling import SamplingBody
+from server.http.schema import Integer
+from server.openai.chat_body import ChatBody
+from server.openai.sampling import SamplingBody
 
 Body = TypeVar("Body", bound=BaseModel)
 

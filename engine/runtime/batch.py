@@ -1,8 +1,9 @@
-"""A StepPlan becomes tensors: the only place that makes a step's index tensors.
+"""Builds a step's index tensors from a StepPlan; no other module makes them.
 
-One pass over the slices makes plain lists, which go into a host buffer (pinned for a GPU) and to the device in one copy
-a type. Block tables are kept from step to step, one row a slot, and only what a table has gained is written. The buffers
-come in pairs, used in turns, so that with overlap the next step need not wait for the copy of the last one. An id that is not known yet, drawn by the step before, is fetched on the device from `last_ids[slot]`. Engine thread.
+One pass over the slices makes plain lists. They go into a host buffer (pinned for a GPU) and to the device in one copy for
+each type. Block tables persist between steps, one row a slot, and only new entries are written. The buffers come in pairs,
+used alternately, so that with overlap the next step need not wait for the previous copy. An id that is not known yet,
+because the previous step draws it, is read on the device from `last_ids[slot]`. Engine thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.runtime.transfer import Staging
 
 
 class _Lists(NamedTuple):
-    """What one pass over a plan's slices finds, token by token or slice by slice."""
+    """The result of one pass over a plan's slices, by token or by slice."""
 
     ids: list[int]
     positions: list[int]
@@ -37,8 +38,8 @@ class _Lists(NamedTuple):
 class _BlockTables:
     """The running sequences' block tables as one array, a row a slot.
 
-    A table only ever grows at its end, but for its last block, which a copy-on-write may replace; one that a sequence
-    gets anew, after a preemption, is another list. So a row is brought up to date from its last known block on.
+    A table grows at its end, and only its last block may be replaced, by a copy-on-write. A sequence that resumes after a
+    preemption has another list. So a row is updated from its last known block on.
     """
 
     def __init__(self, num_slots: int, widest: int) -> None:
@@ -47,7 +48,7 @@ class _BlockTables:
         self._lengths = [0] * num_slots
 
     def update(self, slot: int, table: Sequence[int], num_blocks: int) -> None:
-        """Have the slot's row begin with the table's first `num_blocks`."""
+        """Update the slot's row to begin with the table's first `num_blocks`."""
         begin = self._lengths[slot] - 1 if self._known[slot] is table else 0
         if begin == num_blocks - 1:
             self._rows[slot, begin] = table[begin]
@@ -56,7 +57,7 @@ class _BlockTables:
         self._known[slot], self._lengths[slot] = table, num_blocks
 
     def read(self, slots: Sequence[int], into: np.ndarray) -> None:
-        """The rows of some slots, cut to the width of `into`; what stands behind a row's end has no meaning."""
+        """Copy the slots' rows, cut to the width of `into`; entries after an end are undefined."""
         np.take(self._rows[:, : into.shape[1]], slots, axis=0, out=into)
 
 
@@ -75,7 +76,7 @@ class BatchBuilder:
         self._turns = cycle(pair)
 
     def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
-        """Tensors for one step. `last_ids` [max_num_seqs] int64 holds each slot's last drawn id, on the device."""
+        """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id."""
         long_buffer, int_buffer = next(self._turns)
         lists = self._walk(plan.slices)
         flat = lists.ids + lists.positions + lists.kv_slots + lists.sample_rows + lists.carry_rows + lists.carry_slots
@@ -110,7 +111,7 @@ class BatchBuilder:
         )
 
     def _walk(self, slices: Sequence[SequenceSlice]) -> _Lists:
-        """The one pass; it brings the block tables up to date as well."""
+        """Return the lists of a plan's slices; also updates the block tables."""
         lists = _Lists([], [], [], [], [], [], [0], [])
         ids, positions, kv_slots, sample_rows, carry_rows, carry_slots, starts, contexts = lists
         end, size = 0, self._block_size

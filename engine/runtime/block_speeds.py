@@ -1,4 +1,4 @@
-"""How fast sequences decode with blocks of each size: timed on a runner before it serves (--block-size auto)."""
+"""Times decode steps with blocks of each size, for --block-size auto."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _NUM_STEPS, _NUM_ROUNDS = 5, 2
 
 
 def measure_speeds(runner: ModelRunner, config: SchedulerConfig) -> dict[int, float]:
-    """Tokens a second by block size, of those that the pool and the attention backend take; the runner's pool is void,
-    and without CUDA graphs, which are recorded for a size."""
+    """Return tokens a second for each block size that the pool and the attention backend accept.
+
+    Afterwards the runner's pool is void, and it has no CUDA graphs, for these are recorded for one size."""
     speeds: dict[int, float] = {}
     for _ in range(_NUM_ROUNDS):
         for size in CANDIDATES:
             candidate = with_block_size(config, size)
             if candidate.num_blocks * size < config.max_model_len:
-                continue  # the longest sequence would not fit any more
+                continue  # the longest sequence would no longer fit
             try:
                 runner.repartition(candidate, is_trial=True)
             except ConfigError:
@@ -36,7 +37,7 @@ def measure_speeds(runner: ModelRunner, config: SchedulerConfig) -> dict[int, fl
 
 def _speed(runner: ModelRunner, config: SchedulerConfig) -> float:
     plan = _decode_plan(config)
-    return len(plan.slices) / min(_time_steps(runner, plan))  # the least: what disturbs only makes slower
+    return len(plan.slices) / min(_time_steps(runner, plan))  # the minimum: disturbances only add time
 
 
 def _time_steps(runner: ModelRunner, plan: StepPlan) -> Iterator[float]:
@@ -48,7 +49,7 @@ def _time_steps(runner: ModelRunner, plan: StepPlan) -> Iterator[float]:
 
 
 def _decode_plan(config: SchedulerConfig) -> StepPlan:
-    """Sequences side by side in the pool, as many and as long as it holds."""
+    """Return a decode step that fills the pool with sequences of equal length."""
     context = min(_CONTEXT, config.max_model_len - 1, config.num_blocks * config.block_size - 1)
     per_sequence = blocks_for(context + 1, config.block_size)
     num_seqs = min(_NUM_SEQS, config.max_num_seqs, config.num_blocks // per_sequence)

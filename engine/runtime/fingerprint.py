@@ -1,7 +1,7 @@
-"""What K/V depends on besides tokens, in one name: the weights, the types, the layout, the kernels. Start-up thread.
+"""Names what K/V depends on besides tokens: weights, types, layout, kernels.
 
-Weights are told by their files' names, sizes and times of change: another file is another fingerprint, and so is the same
-one copied anew, which costs a cache and never an answer.
+Start-up thread. Weights are identified by their files' names, sizes and modification times. A copied file has another fingerprint: that
+costs a cache, and never gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import native
 
-_VERSION = 1  # of what a block holds; to be raised when kernels change their numbers
+_VERSION = 1  # version of a block's content; raise it when a kernel's results change
 _TOLD_BY = (".safetensors", ".gguf", ".json")
 
 
 def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor]) -> str:
-    """Short enough for a file's name. `blocks` are the views of a pool, as KVCache has them."""
+    """Return a digest for file names; `blocks` are KVCache's views of the pool."""
     library = native()
     facts = {
         "version": _VERSION,

@@ -1,8 +1,8 @@
-"""Memory of the K/V pool that is made ready while nobody waits.
+"""Prepares memory of the K/V pool while the engine is idle.
 
-The pool is fresh memory: the first write to a page waits until the system has found and cleared it, and a server under
-load is always writing to pages for the first time until it has been through its whole pool. Blocks are handed out in
-ascending order, so it is known what comes next. Engine thread; main memory only.
+The pool is fresh memory: the first write to a page waits until the system has found and cleared it. A server under load
+makes first writes until it has used its whole pool once. Blocks are handed out in ascending order, so the next ones are
+known. Engine thread; main memory only.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from engine.runtime import huge_pages
 
-_AHEAD_BYTES = 512 << 20  # ready beyond what has been used: a burst's worth, and what an idle server takes too much
-_PIECE_BYTES = 2 << 20  # at a time: a request that comes meanwhile waits for one
+_AHEAD_BYTES = 512 << 20  # prepared beyond the used part: enough for a burst; an idle server holds this much too much
+_PIECE_BYTES = 2 << 20  # one piece; a request that arrives meanwhile waits for it
 
 
 class Headroom:
-    """How far into the pool memory is ready."""
+    """Tracks how far into the pool memory is prepared."""
 
     def __init__(self, blocks: Tensor) -> None:
         """`blocks`: the pool, [num_blocks, ...], contiguous."""
@@ -24,16 +24,16 @@ class Headroom:
         block_bytes = max(blocks[0].nbytes, 1)
         self._piece, self._ahead = -(-_PIECE_BYTES // block_bytes), _AHEAD_BYTES // block_bytes
         self._num_ready = self._num_used = 0
-        self._wait_until = 0  # so many are used, after the system has said no
+        self._wait_until = 0  # blocks in use before the system is asked again, after it refused
 
     def note_use(self, block: int) -> None:
-        """This block is written to, and so have been those before it."""
+        """Record that this block, and every block before it, has been written to."""
         self._num_used = max(self._num_used, block + 1)
 
     def grow(self) -> bool:
-        """Make another piece ready, milliseconds at most; False if there is enough.
+        """Prepare another piece (milliseconds); return False if there is enough.
 
-        Or if the system has none to give, or cannot do it at all: it is asked again when a piece more is in use.
+        Also False if the system refuses or cannot do it; it is asked again after one more piece is in use.
         """
         begin = max(self._num_ready, self._num_used)
         end = min(self._num_used + self._ahead, len(self._blocks))

@@ -1,8 +1,7 @@
-"""How many processors this process may keep busy: those it may run on, and what every control group it is in allows.
+"""Counts the processors that this process may use, control groups included.
 
-A container's limit is a control group's quota (Linux cgroups, version 1 or 2): so much processor time in a period. A
-team of threads larger than that stands still for the rest of every period. Reads a few files of /proc and /sys once, at
-start-up; no torch.
+A container's limit is a control group's quota (Linux cgroups, version 1 or 2): processor time in a period. A larger team of
+threads would be suspended for the rest of every period. Reads a few files of /proc and /sys once, at start-up; no torch.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from pathlib import Path
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """At least 1; a part of a processor counts as one. `root` is for tests."""
+    """Return the processors, at least 1; a fraction counts as one. `root` is for tests."""
     return max(1, min([_allowed(), *_quotas(root)]))
 
 
 def _allowed() -> int:
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # where the system has no such list
+    except AttributeError:  # for systems without an affinity list
         return os.cpu_count() or 1
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """What each group between this process's own and the root of its hierarchy allows, rounded up."""
+    """Yield the quota of each group from this process's own to the root, rounded up."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
         own = mount / path.lstrip("/")
-        # Where a container has no namespace of its own, the path is the host's and only the mount's root is to be seen.
+        # In a container without a cgroup namespace the path is the host's, and only the mount's root is visible.
         for folder in (own, *own.parents):
             if folder.is_relative_to(mount):
                 yield from _quota(folder, is_first_version=bool(controllers))

@@ -1,7 +1,7 @@
-"""How much main memory this process can still take: what the machine has, and what every control group it is in allows.
+"""Measures the memory that this process can still allocate, control groups included.
 
-A container's limit is a control group's (Linux cgroups, version 1 or 2), and so is a service manager's; any group above
-may be the one that binds. Reads a few files of /proc and /sys once, at start-up; no torch.
+The limits of containers and service managers are control groups' (Linux cgroups, version 1 or 2); any group up to the root
+may be the tightest. Reads a few files of /proc and /sys once, at start-up; no torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_UNLIMITED = 1 << 62  # where nothing can be read, as on systems without /proc
+_UNLIMITED = 1 << 62  # for systems without /proc
 
 
 class _Files(NamedTuple):
-    """What one version of cgroups calls things."""
+    """File names of one version of cgroups."""
 
     mount: str
     limit: str
     used: str
-    reclaimable: str  # the key in memory.stat of cached file pages that the kernel takes back first
+    reclaimable: str  # key in memory.stat for cached file pages, which the kernel reclaims first
 
 
 _VERSION_1 = _Files("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -27,7 +27,9 @@ _VERSION_2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", "inactive_f
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken without swapping or being killed; cached file pages count as free. `root` is for tests."""
+    """Return the bytes that can be allocated without swapping or being killed.
+
+    Cached file pages count as free. `root` is for tests."""
     return max(0, min([_UNLIMITED, *_machine(root), *_groups(root)]))
 
 
@@ -39,7 +41,7 @@ def _machine(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """What each group between this process's own and the root of its hierarchy has left."""
+    """Yield the remaining bytes of each group from this process's own to the root."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -47,7 +49,7 @@ def _groups(root: Path) -> Iterator[int]:
         files = _VERSION_1 if controllers else _VERSION_2
         mount = root / files.mount
         own = mount / path.lstrip("/")
-        # Where a container has no namespace of its own, the path is the host's and only the mount's root is to be seen.
+        # In a container without a cgroup namespace the path is the host's, and only the mount's root is visible.
         for folder in (own, *own.parents):
             if folder.is_relative_to(mount):
                 yield from _left(folder, files)

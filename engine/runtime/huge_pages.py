@@ -1,8 +1,8 @@
-"""Main memory that the system is asked to back with huge pages, for what a step reads all of or all over.
+"""Allocates main memory on huge pages, for weights and K/V pools.
 
-With pages of 4 KiB addresses of weights are looked up at every turn (a decode step of SmolLM2 in bfloat16 on two cores: 9.0
-ms, with huge pages 8.6), and new pages of the K/V pool come one fault at a time. Any thread: pools
-are made at start, an adapter's memory by its loader, and populate runs on the engine's.
+With pages of 4 KiB, address translation slows reading of weights (a decode step of SmolLM2 in bfloat16 on two cores: 9.0
+ms, with huge pages 8.6), and each new page of the K/V pool costs a fault. Any thread: pools are made at start, an adapter's
+memory by its loader, and `populate` runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; what is there already stays as it is
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; pages that exist already are unchanged
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of `shape` at the start of a page, zero for it is fresh. It takes room as it is written to.
+    """Return zeros of `shape` at the start of a page; memory is used as it is written to.
 
-    Raises MemoryError where the system has no such room at all.
+    Raises MemoryError if the system cannot reserve it.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE:
@@ -38,10 +38,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def populate(memory: Tensor) -> bool:
-    """Have the system put zeroed pages under memory that nobody has written to yet; False where it cannot."""
+    """Back unwritten memory with zeroed pages; return False where the system cannot."""
     try:
-        madvise = ctypes.CDLL(None).madvise  # through ctypes, for mmap's own keeps the interpreter while it works
-    except (AttributeError, OSError, TypeError):  # not a system of this kind
+        madvise = ctypes.CDLL(None).madvise  # through ctypes, because mmap's method holds the GIL
+    except (AttributeError, OSError, TypeError):  # not Linux
         return False
     begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = memory.data_ptr() + memory.nbytes - begin

@@ -28,12 +28,12 @@ from engine.runtime.attention.base import (
     Rotation,
 )
 from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
-from engine.runtime.cuda import swap
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.decoder import PagedStep
-from engine.runtime.swap import split_rows
 from engine.runtime.transfer import to_device
+from engine.runtime.transports import pinned
+from engine.runtime.transports.host import split_rows
 
 _MIB = 1 << 20
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -53,8 +53,9 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate, in `dtype`; a narrow one goes with a scale for every row. Raises ConfigError where the device does
-        not know the type, MemoryBudgetError if it has not that much memory."""
+        """Allocate the pool in `dtype`; a narrow type has a scale for every row.
+
+        Raises ConfigError if the device does not support the type, MemoryBudgetError if it lacks the memory."""
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
         self._specs, self._backend, self._dtype, self._device = specs, backend, dtype, device
@@ -65,7 +66,7 @@ class KVCache:
         self._allocate(num_blocks, block_size)
 
     def repartition(self, num_blocks: int, block_size: int) -> None:
-        """Start anew with blocks of another size; nothing of what was there is kept."""
+        """Allocate again with blocks of another size; the content is lost."""
         self._keys, self._values, self._blocks = [], [], []
         self._allocate(num_blocks, block_size)
 
@@ -85,7 +86,7 @@ class KVCache:
                 self._blocks = [blocks]
                 self.headroom = Headroom(blocks)
             else:
-                # Zeros: a kernel that multiplies what stands behind a context's end by a weight of 0 must not find NaN.
+                # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
                 self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 axis = _block_axis(backend, specs[0], block_size)
@@ -101,12 +102,12 @@ class KVCache:
 
     @property
     def blocks(self) -> list[Tensor]:
-        """Views that together are the whole pool, each with the block as its first dimension, of a type that moves."""
+        """Return views of the whole pool, block first, in a type that can be copied."""
         return [movable(view) for view in self._blocks]
 
     @property
     def paged_step(self) -> PagedStep | None:
-        """The whole pool, for a model that attends in the native library."""
+        """Return the whole pool for attention in the native library."""
         return self._paged_step
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class KVCache:
 
     @property
     def from_projected(self) -> FromProjected | None:
-        """Attention of one layer from what was projected, where the backend does the rest by itself."""
+        """Compute one layer's attention from the projection, with rotation and store."""
         return None if self._rotating is None else self._rotate_and_attend
 
     def _rotate_and_attend(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
@@ -126,7 +127,7 @@ class KVCache:
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
         if self._device.type == "cuda":
-            swap.read_blocks(self.blocks, blocks, self._as_numbers(rows))
+            pinned.read_blocks(self.blocks, blocks, self._as_numbers(rows))
             return
         for view, part in self._parts(rows):
             for block, row in zip(blocks, part, strict=True):
@@ -135,25 +136,25 @@ class KVCache:
     def write_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks in."""
         if self._device.type == "cuda":
-            swap.write_blocks(self.blocks, blocks, self._as_numbers(rows))
+            pinned.write_blocks(self.blocks, blocks, self._as_numbers(rows))
             return
         for view, part in self._parts(rows):
             for block, row in zip(blocks, part, strict=True):
                 view[block].copy_(row)
 
     def _parts(self, rows: NDArray[np.uint8]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each view of the pool, and the part of rows that is of it, in its shape."""
+        """Yield each view of the pool and its part of the rows, in the view's shape."""
         return zip(self.blocks, split_rows(self._as_numbers(rows), self.blocks), strict=True)
 
     def _as_numbers(self, rows: NDArray[np.uint8]) -> Tensor:
         """The same memory in the pool's type."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of rows that are not writable, which are only read
+            warnings.simplefilter("ignore")  # warns about rows that are not writable; they are only read
             return torch.from_numpy(rows).view(self.blocks[0].dtype)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer. No source is the destination of one before it."""
-        if self._device.type == "cpu":  # by index, torch takes 0.3 s for a block of SmolLM2's; so, 0.03 ms
+        """Copy blocks (source, destination); no source is an earlier pair's destination."""
+        if self._device.type == "cpu":  # indexing takes torch 0.3 s for a block of SmolLM2, this way 0.03 ms
             for view in self.blocks:
                 for source, destination in pairs:
                     view[destination].copy_(view[source])
@@ -164,10 +165,10 @@ class KVCache:
 
 
 def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Blocks in main memory, and head-major tensors over them: block b of each lies beside block b of all others.
+    """Allocate blocks in main memory, with block b of all layers contiguous.
 
-    A new block is then new memory in one place. Pool by pool, all pools would come to the end of a huge page in the same
-    step, which would wait for hundreds of new ones to be cleared.
+    A new block is then one piece of new memory. With one pool a layer, all pools would reach a new huge page in the same
+    step, which would wait until hundreds of pages are cleared.
     """
     num_blocks = shapes[0][1]
     sizes = [math.prod(shape) // num_blocks for shape in shapes]
@@ -179,19 +180,19 @@ def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[T
 
 
 def _block_axis(backend: AttentionBackend, spec: AttentionSpec, block_size: int) -> int:
-    """The dimension that counts blocks: the one in which pools of one and of two blocks differ."""
+    """Return the dimension that counts blocks: the one that differs between 1 and 2 blocks."""
     one, two = (backend.kv_shape(spec, num_blocks, block_size) for num_blocks in (1, 2))
     return next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
 
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """What one block costs over all layers: K and V of `block_size` positions."""
+    """Return the bytes of one block: K and V of `block_size` positions in all layers."""
     scale_bytes = SCALE_BYTES if dtype in PEAKS else 0
     return block_size * sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs)
 
 
 def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
-    """What --kv-cache-dtype comes to. Raises ConfigError where a head's row has no room for its scale."""
+    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales."""
     if setting not in _NARROW:
         return model_dtype
     odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
@@ -204,7 +205,7 @@ def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[Att
 
 
 def require_fp8(device: torch.device) -> None:
-    """Raise ConfigError for a device that has no instructions for e4m3."""
+    """Raise ConfigError for a device without e4m3 instructions."""
     if device.type != "cuda":
         raise ConfigError("--kv-cache-dtype is 'fp8'; choose one of auto, int8 on a CPU, which knows no fp8.")
     capability = torch.cuda.get_device_capability(device)
@@ -217,14 +218,14 @@ def require_fp8(device: torch.device) -> None:
 
 
 class PoolSize(NamedTuple):
-    """How large the pool is, and the longest sequence that it lets us serve."""
+    """The pool's size, and the longest sequence that it can hold."""
 
     num_blocks: int
     max_model_len: int
 
 
 class PoolBudget(NamedTuple):
-    """Bytes that the pool may have, where the rest went, and what would bring more."""
+    """The pool's bytes, how the rest is used, and the setting that would raise them."""
 
     num_bytes: int
     account: str = ""
@@ -234,9 +235,9 @@ class PoolBudget(NamedTuple):
 def fit_pool(
     budget: PoolBudget, bytes_per_block: int, block_size: int, *, model_len: int, asked_len: int | None
 ) -> PoolSize:
-    """As many blocks as the budget holds, and the longest sequence they can serve.
+    """Return the blocks that the budget holds, and the longest sequence they serve.
 
-    Where `asked_len` is None (--max-model-len auto) the length is lowered to what fits; a length that was asked for and
+    If `asked_len` is None (--max-model-len auto) the length is lowered to the longest that fits. A requested length that
     does not fit is a MemoryBudgetError, and so is a budget below one block.
     """
     num_blocks = budget.num_bytes // bytes_per_block
@@ -262,5 +263,5 @@ def _mib(size: int) -> str:
 
 
 def default_cpu_budget() -> int:
-    """Bytes for a pool in main memory when none were asked for: a quarter of what is available, at most 2 GiB."""
+    """Return a quarter of the available main memory, at most 2 GiB."""
     return min(2 << 30, available_memory() // 4)

@@ -1,7 +1,7 @@
-"""Memory that is a file without a name: the system may write its pages there when it needs room, and it ends with us.
+"""Allocates memory backed by an unnamed file, to which the system can page out.
 
-Where the folder is itself in main memory (tmpfs), it may take no more than that has left. A block copied there takes
-0.02 ms as in any memory (0.15 when its pages are first touched; SmolLM2's). Start-up thread.
+The file disappears with the process. If the folder is itself in main memory (tmpfs), its free space is the limit. Copying a
+block of SmolLM2 there takes 0.02 ms, as in any memory (0.15 ms when its pages are first touched). Start-up thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Tensor:
-    """A tensor of `shape` in `folder`, or where the system has its temporary files. Raises ConfigError without room there."""
+    """Return a tensor of `shape` in `folder`, or in the system's temporary folder.
+
+    Raises ConfigError if there is no room."""
     num_bytes = math.prod(shape) * dtype.itemsize
     where = folder or Path(tempfile.gettempdir())
     try:
@@ -33,23 +35,23 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Te
         if _is_in_memory(where) and num_bytes > (room := available_memory()):
             raise OSError(errno.ENOMEM, f"it is in main memory, which has {room / _GIB:.2f} GiB left")
         with tempfile.TemporaryFile(dir=where) as file:
-            if hasattr(os, "posix_fallocate"):  # else a full disk would kill us when a page is touched
+            if hasattr(os, "posix_fallocate"):  # otherwise a full disk would kill the process when a page is touched
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             os.ftruncate(file.fileno(), num_bytes)
             memory = mmap.mmap(file.fileno(), num_bytes)
     except OSError as error:
-        elsewhere = "name another folder with --kv-offload-dir or TMPDIR"
+        elsewhere = "name another folder in --kv-offload-config, or by TMPDIR"
         if error.errno not in _NO_ROOM:
             raise ConfigError(f"{where} cannot hold blocks ({error.strerror or error}); {elsewhere}.") from error
         raise ConfigError(
-            f"--swap-space and --kv-offload-gib need {num_bytes / _GIB:.2f} GiB in {where}, where there is no such room "
+            f"--swap-space and --kv-offload-config need {num_bytes / _GIB:.2f} GiB in {where}, where there is no such room "
             f"({error.strerror or error}); lower them, or {elsewhere}."
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether its files take main memory. No where there is no /proc to say so."""
+    """Return whether the folder's files occupy main memory; False without /proc."""
     device = folder.stat().st_dev
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")

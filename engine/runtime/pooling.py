@@ -1,7 +1,7 @@
-"""Final hidden states summed up for prompts that become vectors (embeddings), as whole numbers of POOLED_UNIT.
+"""Sums final hidden states for embeddings, as integers in units of POOLED_UNIT.
 
-A sum of floating point numbers depends on where it is cut, and a prompt is cut into chunks wherever a step's budget
-ends. Whole numbers add up exactly, so that a vector is the same bits alone, in a batch and in chunks. Engine thread.
+A floating point sum depends on where it is split, and a prompt is split into chunks by each step's budget. Integers add
+exactly, so a vector has the same bits alone, in a batch and in chunks. Engine thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.core.step import POOLED_UNIT, SequenceSlice
 
-_MOST = 2.0**18  # of a state that makes sense: a million of them still fit into the 63 bits of a sum
+_MOST = 2.0**18  # bound of a valid state: a million of them fit into the 63 bits of a sum
 
 
 class Pooled(NamedTuple):
@@ -22,17 +22,17 @@ class Pooled(NamedTuple):
 
     slice_indices: list[int]
     sums: Tensor  # [P, hidden] int64
-    is_sane: Tensor  # [P] bool; False where a state was not a finite number, and the sum is void
+    is_sane: Tensor  # [P] bool; False if a state was not finite, which makes the sum void
 
     def to_types(self) -> tuple[Mapping[int, Sequence[int]], list[int]]:
-        """Sums by slice index, and the slices without one. The tensors must be on the host."""
+        """Return sums by slice index, and the slices with a void one; tensors on the host."""
         sums = dict(zip(self.slice_indices, self.sums.tolist(), strict=True))
         void = [index for index, sane in zip(self.slice_indices, self.is_sane.tolist(), strict=True) if not sane]
         return {index: total for index, total in sums.items() if index not in void}, void
 
 
 def pool(slices: Sequence[SequenceSlice], first_rows: Sequence[int], hidden: Tensor) -> Pooled | None:
-    """Sum up what slices ask for; `hidden` [T, hidden] has the rows of all of them."""
+    """Sum the states that slices ask for; `hidden` [T, hidden] has all slices' rows."""
     indices, sums, sane = [], [], []
     for index, (piece, first_row) in enumerate(zip(slices, first_rows, strict=True)):
         positions = piece.pooled_positions
@@ -40,6 +40,6 @@ def pool(slices: Sequence[SequenceSlice], first_rows: Sequence[int], hidden: Ten
             continue
         states = hidden[first_row + positions.start : first_row + positions.stop].double()
         indices.append(index)
-        sane.append((states.abs() < _MOST).all())  # so is no NaN
+        sane.append((states.abs() < _MOST).all())  # False for NaN as well
         sums.append((states / POOLED_UNIT).round_().long().sum(0))
     return Pooled(indices, torch.stack(sums), torch.stack(sane)) if indices else None

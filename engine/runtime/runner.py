@@ -32,15 +32,15 @@ from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
-from engine.runtime.swap import HostPool, MainMemoryPool
 from engine.runtime.transfer import to_device
+from engine.runtime.transports.host import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
-    from engine.runtime.cuda.graphs import DecodeGraphs  # Triton's, which a CPU-only machine need not have
+    from engine.runtime.cuda.graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
-_SCORED_BYTES = 64 << 20  # of logits at a time, when a prompt's log probabilities are computed
+_SCORED_BYTES = 64 << 20  # logits at a time while a prompt's log probabilities are computed
 _RULED_OUT = Fault(
-    "allowed_token_ids, bad_words and what else constrains this answer leave it no token to go on with; allow more.",
+    "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
     FailureCause.RULED_OUT,
 )
 _NOT_FINITE = Fault(
@@ -66,7 +66,6 @@ class ModelStep:
         scores: list[_Scores],
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
-        host_pool: HostPool | None,
     ) -> None:
         self._shapes = [Shape.of(piece) for piece in plan.slices] if plan.num_drafts else ()
         self._owners = [
@@ -78,19 +77,18 @@ class ModelStep:
         rows = () if sampled is None else sampled.logprob_rows
         self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
-        self._host_pool = host_pool
         if sampled is not None and sampled.constrained is not None:
             sampled.constrained.read = self._ids
 
     def _ids(self) -> list[int]:
-        """The drawn ids, as soon as they are there."""
+        """Return the drawn ids; waits until they are on the host."""
         assert self._sampled is not None
         if self._event is not None:
             self._event.synchronize()
         return self._sampled.ids.tolist()
 
     def wait(self) -> StepResult:
-        """Block until the device is done, and read."""
+        """Wait for the device and return the step's result."""
         if self._event is not None:
             self._event.synchronize()
         result = StepResult(token_ids=[])
@@ -119,13 +117,10 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        result = fold(result, faults, self._shapes) if self._shapes else result
-        if self._host_pool is not None:
-            result.moves = self._host_pool.take_moves()
-        return result
+        return fold(result, faults, self._shapes) if self._shapes else result
 
     def _void_fault(self, row: int) -> Fault:
-        """Return why nothing could be drawn from a row."""
+        """Return the reason why nothing could be drawn from a row."""
         return _RULED_OUT if self._plan.slices[self._owners[row]].params.rules_out_tokens else _NOT_FINITE
 
 
@@ -151,7 +146,7 @@ class ModelRunner:
         self._drafter: Drafter | None = None
 
     def begin(self) -> None:
-        """On CUDA, take an eager step: the device, cuBLAS's handle and its workspace belong to a thread."""
+        """On CUDA, run a step: cuBLAS's handle and workspace belong to a thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             num_tokens = min(2, self._config.max_model_len, self._config.max_num_batched_tokens)
@@ -159,7 +154,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, report: Callable[[Progress], None]) -> None:
-        """Record decode steps as CUDA graphs; from now on they are launched as such. Kernels must be Triton's."""
+        """Launch decode steps as CUDA graphs from now on; kernels must be Triton's."""
         from engine.runtime.cuda.graphs import DecodeGraphs
 
         graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
@@ -181,16 +176,16 @@ class ModelRunner:
         self._kv_cache.write_blocks(blocks, rows)
 
     def repartition(self, config: SchedulerConfig, *, is_trial: bool = False) -> None:
-        """Allocate the pool again with blocks of another size, before anything is served. A trial captures no CUDA graphs."""
+        """Allocate the pool again with another block size; a trial captures no CUDA graphs."""
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
         self._config = config
-        self._graphs = None  # they name the old pool
+        self._graphs = None  # they refer to the old pool
         if self._captures and not is_trial:
             self.capture(lambda _: None)
 
     def speculate(self, drafter: Drafter) -> None:
-        """Draft where plans have room for it, from now on; steps are then to be taken one at a time."""
+        """Draft from now on where plans have room; steps must then run one at a time."""
         self._drafter = drafter
 
     def open_host_pool(self, num_blocks: int, folder: Path | None = None) -> HostPool:
@@ -199,7 +194,7 @@ class ModelRunner:
         Raises MemoryBudgetError or ConfigError.
         """
         if self._device.type == "cuda":
-            from engine.runtime.cuda.swap import PinnedPool
+            from engine.runtime.transports.pinned import PinnedPool
 
             self._host_pool = PinnedPool(self._kv_cache.blocks, num_blocks, self._device)
         else:
@@ -253,7 +248,7 @@ class ModelRunner:
         return self._send(plan, sampled, scores, pooled)
 
     def _draft(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
-        """The plan with what is drafted for it, up to the first token that a grammar forbids."""
+        """Return the plan with drafts, up to the first token that a grammar forbids."""
         found = drafter.draft(plan)
         kept = {
             index: drafts[: self._sampler.count_allowed(plan.slices[index], drafts)] for index, drafts in found.items()
@@ -263,12 +258,12 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None) -> Tensor:
         if all(piece.params.adapter is None for piece in plan.slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
-        assert isinstance(self._model, AdaptableLM), "no adapter is loaded for a model that takes none"
+        assert isinstance(self._model, AdaptableLM), "an adapter was used with a model that supports none"
         groups = group_rows(plan.slices, self._device)
         return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
-        """A step as a graph. It has drawn from the logits as they were; rows that want more are drawn again."""
+        """Launch a step as a graph; rows with edited logits are drawn again after it."""
         outputs = graphs.launch(plan)
         others = [row for row, piece in enumerate(plan.slices) if not is_plain(piece)]
         if not others:
@@ -278,11 +273,11 @@ class ModelRunner:
         return self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
 
     def use_idle_moment(self) -> bool:
-        """Make memory ready for requests to come."""
+        """Prepare memory for later requests; return False if there is nothing to do."""
         return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow()
 
     def close(self) -> None:
-        """Let go of weights, pool and graphs."""
+        """Release weights, pool and graphs."""
         self._graphs = None
         self.close_host_pool()
         if self._drafter is not None:
@@ -292,7 +287,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _score(self, index: int, piece: SequenceSlice, first_row: int, hidden: Tensor) -> _Scores:
-        """Log probabilities of the prompt tokens that follow the slice's positions, a bounded number at a time."""
+        """Score the prompt tokens after the slice's positions, a bounded number at a time."""
         following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
         targets = to_device(following, torch.int64, self._device)
         step = max(1, _SCORED_BYTES // (4 * self._model.vocab_size))
@@ -305,7 +300,7 @@ class ModelRunner:
 
     def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
         if self._device.type != "cuda":
-            return ModelStep(plan, sampled, scores, pooled, None, self._host_pool)
+            return ModelStep(plan, sampled, scores, pooled, None)
         if sampled is not None:
             logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
             sampled = sampled._replace(
@@ -316,15 +311,15 @@ class ModelRunner:
             pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
         event = torch.cuda.Event()
         event.record()
-        return ModelStep(plan, sampled, scores, pooled, event, self._host_pool)
+        return ModelStep(plan, sampled, scores, pooled, event)
 
 
 def _grammar_fault(error: str) -> Fault:
-    return Fault(f"This answer's grammar could not be followed any further: {error}.", FailureCause.GRAMMAR)
+    return Fault(f"This answer's grammar could not be applied any further: {error}.", FailureCause.GRAMMAR)
 
 
 def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:
-    """A step of `num_seqs` made-up prompts that share `num_tokens` tokens and all draw; writes to the first blocks."""
+    """Return a step of synthetic prompts that all draw; it writes to the first blocks."""
     slices, block = [], 0
     params = SamplingParams(max_tokens=1, top_p=0.9)
     for slot in range(num_seqs):
@@ -351,6 +346,6 @@ def _to_host(logprobs: Logprobs) -> Logprobs:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A copy in page-locked memory, complete once the stream gets there."""
+    """Return a copy in pinned memory, complete when the stream reaches it."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

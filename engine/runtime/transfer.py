@@ -1,7 +1,7 @@
-"""Numbers on their way from the host to the device, for which neither waits.
+"""Copies numbers from the host to the device without waiting.
 
-A copy from pageable memory waits for all that the device has queued, and pinned memory that is written while a copy still
-reads it arrives as something else. So whatever a step sends goes through here. Engine thread.
+A copy from pageable memory waits for everything queued on the device. Pinned memory that is overwritten during a copy
+corrupts it. So every copy of a step goes through this module. Engine thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float3
 
 
 def to_device(numbers: Sequence[object] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return some numbers as a tensor on the device. On a CPU an array's memory is shared."""
-    # By way of numpy, which reads a list in a tenth of torch's time.
+    """Return the numbers as a tensor on the device; a CPU shares an array's memory."""
+    # Through numpy, which reads a list in a tenth of torch's time.
     tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=_NUMPY[dtype]))
     if device.type != "cuda":
         return tensor.to(device)
@@ -26,7 +26,7 @@ def to_device(numbers: Sequence[object] | np.ndarray, dtype: torch.dtype, device
 
 
 class Staging:
-    """Host memory that is written and copied to the device time and again, each time once the last copy is done."""
+    """Host memory for repeated copies to the device, one after the other."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         is_pinned = device.type == "cuda"
@@ -36,19 +36,19 @@ class Staging:
         self._copied = torch.cuda.Event() if is_pinned else None
 
     def begin(self) -> np.ndarray:
-        """Wait for the last copy, if it is still under way, and return the memory, to be written."""
+        """Wait for the previous copy to end, and return the memory to write to."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._array
 
     def send(self, num: int) -> Tensor:
-        """Return the first `num` entries as a tensor on the device. On a CPU it is the same memory."""
+        """Return the first `num` entries as a tensor on the device; a CPU shares the memory."""
         sent = self._host[:num].to(self._device, non_blocking=True)
         self._note_copy()
         return sent
 
     def send_to(self, target: Tensor) -> None:
-        """Copy all of it to `target`, which is as large."""
+        """Copy all of the memory to `target`, which has the same size."""
         target.copy_(self._host, non_blocking=True)
         self._note_copy()
 

@@ -27,7 +27,7 @@ from loadtest.simulation.workloads import WORKLOADS, generate
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare what each way takes."""
     named = "; ".join(f"{name} ({workload.summary})" for name, workload in WORKLOADS.items())
-    parser.add_argument("source", nargs="+", metavar="TRACE", help=f"a CSV file, or a workload: {named}")
+    parser.add_argument("source", nargs="+", metavar="TRACE", help=f"a CSV file, a recording, or a workload: {named}")
     parser.add_argument(
         "--num", type=positive_int, metavar="N", help="requests, of a fleet each replica's; of a file, the first"
     )

@@ -1,6 +1,6 @@
-"""`quire simulate`: replay traces under several schedulers, size fleets, or show what paging buys.
+"""`quire simulate`: replay traces or recordings, size fleets, or show the effect of paging, on a virtual clock.
 
-The scheduler is the one that serves; time is virtual.
+The scheduler is the one that serves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from loadtest.plots import require_matplotlib
 from loadtest.simulation import asked, paging
 from loadtest.simulation.calibrate import progress_bar
 from loadtest.simulation.costs import StepCosts
-from loadtest.simulation.figures import summarize
+from loadtest.simulation.figures import recording_figures, summarize
 from loadtest.simulation.fleet import capacity
+from loadtest.simulation.recording import is_recording, replay_recording
 from loadtest.simulation.replay import History, replay
 from loadtest.simulation.replica import SimulationError
-from loadtest.simulation.report import Row, show, show_fleets
+from loadtest.simulation.report import Row, show, show_fleets, show_recordings
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.trace import write_trace
 from loadtest.simulation.variants import make_variants
@@ -32,7 +33,9 @@ from loadtest.simulation.variants import make_variants
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the ways, each with options of its own."""
     ways = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
-    each = ways.add_parser("replay", help="run traces or workloads under one scheduler or several")
+    each = ways.add_parser(
+        "replay", help="run traces or workloads under schedulers, or a recording of `serve --record`"
+    )
     asked.add_options(each)
     each.add_argument("--policy", nargs="+", choices=tuple(POLICIES), help="default: as calibrated")
     each.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests of the one workload as CSV")
@@ -57,7 +60,23 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
+def _replay_recordings(options: argparse.Namespace) -> int:
+    """Replay recordings step for step. 1 if a plan differs from the recorded one."""
+    if options.policy or options.assignments or not all(is_recording(Path(source)) for source in options.source):
+        raise SimulationError("a recording is replayed as it was, without --policy, --set and other traces.")
+    replayed = {source: replay_recording(Path(source)) for source in options.source}
+    show_recordings(replayed, open_console())
+    if options.json:
+        figures = {
+            source: {**recording_figures(done), "difference": done.difference} for source, done in replayed.items()
+        }
+        asked.write(options, {"recordings": figures})
+    return int(any(done.difference for done in replayed.values()))
+
+
 def _replay(options: argparse.Namespace) -> int:
+    if any(is_recording(Path(source)) for source in options.source):
+        return _replay_recordings(options)
     costs, console = StepCosts.load(options.costs), open_console()
     variants = make_variants(costs.settings, options.policy, options.assignments)
     max_model_len = min(variant.config.max_model_len for variant in variants)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from engine.core.stats import PreemptionKind
 from loadtest.report import QUANTILES, Spread
+from loadtest.simulation.recording import Replayed
 from loadtest.simulation.replay import History, Served
 
 _WINDOW_S = 5.0  # over which service is compared for the fairness index
@@ -109,6 +110,17 @@ def summarize(history: History, targets: Targets) -> Figures:
         cpu_s=history.cpu_s,
         tenants=tenants,
     )
+
+
+def recording_figures(done: Replayed) -> dict[str, Any]:
+    """All figures of a replayed recording; times are seconds on the recorded clock."""
+    return {
+        "requests": done.num_requests,
+        "steps": done.num_committed,
+        "preemptions": done.stats.preemptions,
+        "ttft_s": asdict(Spread.of(done.ttfts_s)),
+        "itl_s": asdict(_weighted([done.gaps.times])),
+    }
 
 
 def _of_tenant(served: Sequence[Served], targets: Targets) -> TenantFigures:

@@ -106,15 +106,14 @@ class Replica:
     def count_cached(self, request: Request, num_blocks: int) -> int:
         """How many of a prompt's first blocks its cache has."""
         scheduler = self._scheduler
-        return len(scheduler.find_prefix(scheduler.first_names(request), request.prompt, num_blocks))
+        return len(scheduler.kv.find_prefix(scheduler.first_names(request), request.prompt, num_blocks))
 
     def adopt(self, request: Request, num_blocks: int) -> int:
         """Have its cache hold a prompt's first blocks, as far as there is room; how many it had not got."""
-        written: list[int] = []
         scheduler = self._scheduler
-        names = scheduler.first_names(request)
-        scheduler.adopt_prefix(names, request.prompt, num_blocks, lambda _, blocks: written.extend(blocks))
-        return len(written)
+        imported = scheduler.import_prefix(scheduler.first_names(request), request.prompt, num_blocks)
+        scheduler.kv.finish(imported)
+        return len(imported.to_fill)
 
     def pause(self, seconds: float, at_s: float) -> None:
         """Rest for so long from then on, or from the end of what is launched: steps wait, an idle engine's time passes."""
@@ -188,8 +187,6 @@ class Replica:
 
 def _check_settings(config: SchedulerConfig, costs: StepCosts, depth: int, acceptance: float | None) -> None:
     """Raise SimulationError for what would be simulated wrongly."""
-    if config.num_disk_blocks:
-        raise SimulationError("num_disk_blocks must be 0: a disk's transfers are not simulated.")
     if config.num_host_blocks and not costs.copies.block_s:
         raise SimulationError(
             "the costs do not say what copies to host memory take; measure them: "

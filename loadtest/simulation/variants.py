@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 from engine.core.config import SchedulerConfig
 from loadtest.simulation.replica import SimulationError
 
-_FIELDS = {field.name: field for field in fields(SchedulerConfig)}
+_FIELDS = {field.name: field for field in fields(SchedulerConfig) if field.name != "stores"}  # not simulated
 _TYPES = get_type_hints(SchedulerConfig)
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "none": None}
 

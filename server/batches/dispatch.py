@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from server.errors import to_api_error
-from server.middleware import ENTRY, IGNORED_FIELDS, REQUEST_ID
+from server.errors import REQUEST_ID, to_api_error
+from server.middleware import ENTRY, IGNORED_FIELDS
 from server.telemetry.ledger import Entry
 from server.tenancy.tenancy import TENANT, Account
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from engine.core.errors import shorten
+from server.batches.objects import BatchLine, LineError
 from server.errors import ApiError, to_api_error
 from server.http.bodies import BodyReader
-from server.protocol.batches import BatchLine, LineError
 
 MAX_LINES = 50_000
 MAX_ERRORS = 50  # told of one input

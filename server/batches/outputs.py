@@ -14,8 +14,8 @@ from pydantic_core import from_json, to_json
 
 from server.batches.dispatch import Reply
 from server.batches.folder import DataFolder
+from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.store import COMPLETED, FAILED, TO_RUN, Outcome, PendingLine, entries
-from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
 
 WHY_NOT = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request ran."),

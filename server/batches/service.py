@@ -17,6 +17,7 @@ from engine.core.errors import shorten
 from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
+from server.batches.objects import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
 from server.batches.outputs import new_file_id
 from server.batches.store import Store
 from server.batches.thread import StoreThread
@@ -24,7 +25,6 @@ from server.batches.upload import Form
 from server.batches.worker import BatchWorker
 from server.errors import ApiError
 from server.http.bodies import BodyReader
-from server.protocol.batches import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
 from server.tenancy.tenancy import Tenancy
 
 MAX_FILES = 10_000  # of an owner

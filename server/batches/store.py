@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError
 from server.batches.lines import Line
-from server.protocol.batches import OPEN, Batch, BatchStatus, FileObject
+from server.batches.objects import OPEN, Batch, BatchStatus, FileObject
 from server.tenancy.tenant_file import DEFAULT
 
 VERSION = 2

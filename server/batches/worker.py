@@ -28,12 +28,12 @@ from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.lines import MAX_ERRORS, MAX_LINES, read_body, read_piece
+from server.batches.objects import Batch, BatchStatus, LineError, LineErrors
 from server.batches.outputs import answered, unanswered, write_files
 from server.batches.store import OpenBatch, Outcome, PendingLine, Store
 from server.batches.thread import StoreThread
 from server.errors import ApiError
 from server.http.bodies import BodyReader
-from server.protocol.batches import Batch, BatchStatus, LineError, LineErrors
 from server.tenancy.tenancy import Account, Tenancy
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The process that reads large bodies: it counts, parses and checks them, where neither time nor memory is the daemon's.
 
-Run by server/http/bodies.py through server/http/children.py. A question is a header, {"model": ..., "most": ..., "member": ...},
+Run by server/http/bodies.py through engine/child_process.py. A question is a header, {"model": ..., "most": ..., "member": ...},
 and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}, the first of which the client will see.
 """
 
@@ -16,11 +16,12 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 # What bodies are made of is imported before the first question, which should not wait for it.
-import server.protocol.messages
-import server.protocol.responses  # noqa: F401
+import server.anthropic.messages
+import server.openai.responses.routes  # noqa: F401
+from engine.child_process import Parts, serve
 from server.errors import to_api_error
-from server.http.children import Parts, serve
-from server.http.json_values import check_count, pack, parse
+from server.http.bodies import check_count, parse
+from server.http.packed_json import pack
 
 _BASE_BYTES = 56 << 20
 _PER_BODY_BYTE = 2.5

@@ -21,12 +21,11 @@ from pydantic import ValidationError
 from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
 from engine.core.types import FinishReason, Pin, Request, SamplingParams
+from server.context import Context
 from server.errors import ApiError, to_api_error
-from server.protocol.chat import ChatBody
-from server.protocol.completions import CompletionBody
-from server.protocol.conversation import Message
-from server.protocol.limits import num_common
-from server.routes.context import Context
+from server.openai.chat_body import ChatBody, Message
+from server.openai.completions import CompletionBody
+from server.openai.limits import num_common
 from server.settings.files import read_setting_file
 
 log = logging.getLogger("quire.serve")

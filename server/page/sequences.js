@@ -62,7 +62,7 @@ export class Sequences {
       this.list.append(this.#rows.get(id).row);
     }
     const { row, swatch, state, prompt, answer, tokens, blocks } = this.#rows.get(id);
-    const isWaiting = ["waiting", "preempted", "swapped"].includes(sequence.status);
+    const isWaiting = ["waiting", "preempted"].includes(sequence.status);
     const numBlocks = sequence.block_runs.reduce((sum, [, length]) => sum + length, 0);
     const answered = sequence.num_tokens - sequence.num_prompt;
     row.classList.toggle("waiting", isWaiting);

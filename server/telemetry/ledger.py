@@ -17,14 +17,14 @@ from typing import Any
 from engine.core.snapshot import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
-from server.protocol.timings import AnswerMetrics
+from server.openai.usage import AnswerMetrics
 from server.telemetry.queue_status import Place
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
-_ORDER = ("running", "prefill", "swapped", "preempted")  # the state of a request is that of its foremost sequence
+_ORDER = ("running", "prefill", "preempted")  # the state of a request is that of its foremost sequence
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

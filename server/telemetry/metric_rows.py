@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from engine.core.stats import CacheTier, FailureCause, Histogram, Stats
+from engine.core.stats import FailureCause, Histogram, Stats
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
@@ -80,8 +80,7 @@ def _host(stats: Stats) -> Mapping[str, float]:
 
 
 def _pinned(stats: Stats) -> Mapping[str, float]:
-    counts = (stats.blocks_pinned, stats.host_blocks_pinned, stats.disk_blocks_pinned)
-    return {tier.value: count for tier, count in zip(CacheTier, counts, strict=True)}
+    return {"pool": stats.blocks_pinned, "host": stats.host_blocks_pinned, **stats.store_blocks_pinned}
 
 
 def _accepted(stats: Stats) -> Mapping[str, float]:
@@ -125,13 +124,7 @@ METRICS = (
         _pinned,
         "tier",
     ),
-    _gauge(
-        "quire_swap_cost_seconds",
-        "What a block takes to be copied to host memory and back, and to be computed, as preemption believes by now.",
-        lambda s: {"copy": s.swap_block_s, "compute": s.compute_block_s},
-        "way",
-    ),
-    _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.disk_blocks_cached),
+    _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.store_blocks["disk"]),
     _gauge(
         "quire_kv_cache_usage_ratio",
         "Share of the KV pool that live sequences hold, 0-1.",
@@ -153,7 +146,7 @@ METRICS = (
     _counter(
         "quire_prefix_cache_tier_hit_tokens_total",
         "The same, by where they were: the KV pool, host memory, the disk.",
-        _by_value(lambda s: s.prefix_hits),
+        lambda s: s.prefix_hits,
         "tier",
     ),
     _counter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.core.stats import REQUEST_BUCKETS_S
-from server.protocol.usage import Usage
+from server.openai.usage import Usage
 from server.telemetry.timeline import Spans
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from engine.core.errors import OverloadedError
 from engine.core.places import MAX_RETRY_S, MIN_RETRY_S, Appointments
 from engine.core.types import Request
-from server.protocol.usage import Usage
+from server.openai.usage import Usage
 from server.telemetry.tenant_metrics import TenantMetrics
 from server.telemetry.timeline import Spans
 from server.tenancy.tenant_file import DEFAULT, Tenant

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.kv.swap_belief import SwapBelief
 from engine.model_source import find_model
 from engine.runtime.native.library import Isa, Library, native
 
@@ -21,12 +20,6 @@ def transformers_smollm2() -> Any:
 
     path = Path(find_model(None).path)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-
-
-@pytest.fixture
-def free_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gives way is copied out where there is room, however long copies take on a busy machine."""
-    monkeypatch.setattr(SwapBelief, "learn", lambda self, moves: None)
 
 
 @pytest.fixture(params=Isa, ids=lambda isa: isa.name)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_attention import empty_pools, make_batch, make_tables
 
+from engine.config import EngineConfig
 from engine.core.budget import Costs, Load, StepTime
-from engine.core.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.model_source import find_model
@@ -105,7 +105,6 @@ def model() -> CausalLM:
     return load_model(EngineConfig(model=path), torch.device("cpu"), torch.bfloat16, lambda progress: None)
 
 
-@pytest.mark.usefixtures("free_swaps")
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=["", "int8"])
 def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(
     model: CausalLM, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -18,16 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
+from engine.core.budget import StepTime
 from engine.core.errors import ConfigError
-from engine.core.kv.swap_costs import SwapCosts
+from engine.core.kv import tiers
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import StepEvents
 from engine.loop import Engine
-from engine.runtime import disk_store, host_tiers
-from engine.runtime.disk_store import DiskStore
 from engine.runtime.fingerprint import fingerprint
+from engine.runtime.transports import disk
+from engine.runtime.transports.disk import DiskStore
 from tests.cpu.model_driver import request
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.patience import PATIENCE_S
@@ -57,18 +58,18 @@ class Host:
         self.store.serve(lambda block: memoryview(self.rows[block]), lambda: None)
 
     def move(self, kind: TransferKind, name: int, slot: int) -> bool:
-        self.store.start([Transfer(kind, digest(name), slot, slot)])
+        self.store.start([Transfer(1, "disk", kind, digest(name), slot, slot)])
         ((transfer, is_good),) = self.store.finished(PATIENCE_S)
-        assert (transfer.digest, transfer.slot) == (digest(name), slot)
+        assert (transfer.name, transfer.slot) == (digest(name), slot)
         return is_good
 
     def write(self, name: int, slot: int) -> bool:
         self.rows[slot][:] = content(name)
-        return self.move(TransferKind.STORE, name, slot)
+        return self.move(TransferKind.SAVE, name, slot)
 
     def read(self, name: int, slot: int) -> bytes | None:
         self.rows[slot][:] = bytes(BLOCK_BYTES)
-        return bytes(self.rows[slot]) if self.move(TransferKind.FETCH, name, slot) else None
+        return bytes(self.rows[slot]) if self.move(TransferKind.LOAD, name, slot) else None
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def test_a_disk_that_says_no_is_told_and_survived(
 
     with opened(tmp_path) as host:
         with monkeypatch.context() as patched:
-            patched.setattr(disk_store.os, "pwrite", full)
+            patched.setattr(disk.os, "pwrite", full)
             assert [host.write(1, 0) for _ in range(9)] == [False] * 9
         assert "No space left on device" in caplog.text
         assert len(caplog.records) == 5, "the log is not filled too"
@@ -168,12 +169,13 @@ def test_a_disk_that_says_no_is_told_and_survived(
 def test_fetches_go_before_stores(tmp_path: Path) -> None:
     host = Host(tmp_path)
     host.write(1, 1)
-    transfers = [Transfer(TransferKind.STORE, digest(9), 0, 0)] * 200 + [Transfer(TransferKind.FETCH, digest(1), 1, 1)]
+    transfers = [Transfer(1, "disk", TransferKind.SAVE, digest(9), 0, 0)] * 200
+    transfers.append(Transfer(2, "disk", TransferKind.LOAD, digest(1), 1, 1))
     host.store.start(transfers)
     order = []
     while len(order) < len(transfers):
         order += [transfer.kind for transfer, _ in host.store.finished(PATIENCE_S)]
-    assert order.index(TransferKind.FETCH) < 199
+    assert order.index(TransferKind.LOAD) < 199
     host.store.close()
 
 
@@ -206,7 +208,7 @@ def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
 
 
 def test_a_bound_beyond_the_disk_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-offload-disk-gib asks for .* set it to at most"):
+    with pytest.raises(ConfigError, match=r"--kv-offload-config: disk_gib asks for .* set it to at most"):
         DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES)
 
 
@@ -258,20 +260,21 @@ def answers(engine: Engine) -> dict[str, list[int]]:
 def test_an_engine_that_is_started_again_finds_its_prompts_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_tiers, "measure_costs", lambda *args: SwapCosts(0.0, 1e-6, PATIENCE_S))  # so it waits
+    monkeypatch.setattr(tiers, "MAX_PARKED_S", PATIENCE_S)
+    monkeypatch.setattr(StepTime, "is_known", False)
     model, folder = tiny(tmp_path), tmp_path / "kv"
     lives = []
     for _ in range(3):
         engine = engine_on(model, folder)
         lives.append((answers(engine), engine.stats))
     assert lives[0][0] == lives[1][0] == lives[2][0]
-    assert lives[0][1].transferred[TransferKind.STORE] >= 4 * 11
+    assert lives[0][1].transferred[TransferKind.SAVE] >= 4 * 11
     for _, stats in lives[1:]:
         assert stats.prefix_hits["disk"] == 4 * 44  # type: ignore[index]  # its value is the name
-        assert not stats.failed_transfers[TransferKind.FETCH]
+        assert not stats.failed_transfers[TransferKind.LOAD]
     other = engine_on(model, folder, dtype="bfloat16")
     answers(other)
-    assert not other.stats.transferred[TransferKind.FETCH], "of another type"
+    assert not other.stats.transferred[TransferKind.LOAD], "of another type"
 
 
 _VICTIM = """
@@ -301,5 +304,5 @@ def test_a_process_that_is_killed_while_it_writes_leaves_nothing_wrong(tmp_path:
         victim.send_signal(signal.SIGKILL)
     engine, fresh = engine_on(model, folder), engine_on(model, tmp_path / "empty")
     assert answers(engine) == answers(fresh)
-    assert engine.stats.transferred[TransferKind.FETCH] > 0
-    assert fresh.stats.transferred[TransferKind.FETCH] == 0
+    assert engine.stats.transferred[TransferKind.LOAD] > 0
+    assert fresh.stats.transferred[TransferKind.LOAD] == 0

@@ -15,7 +15,7 @@ from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw as module
 from engine.runtime.sampling.sampler import Sampler
 from engine.text.detokenizer import SamplingDefaults
-from server.protocol.sampling import GREEDY_BELOW, SamplingBody, check_defaults
+from server.openai.sampling import GREEDY_BELOW, SamplingBody, check_defaults
 from tests.cpu.test_sampler import CPU, draw, piece
 
 TINY = (5e-324, 1e-300, 1.4e-45, 1e-45, 1.2e-38, 1e-30, 1e-8, 1e-5, 9e-6)

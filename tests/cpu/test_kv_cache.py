@@ -10,7 +10,6 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import kv_cache
 from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
-from engine.runtime.cuda import swap
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -20,6 +19,7 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
+from engine.runtime.transports import pinned
 
 CPU = torch.device("cpu")
 
@@ -56,10 +56,10 @@ def test_blocks_go_out_and_in_by_a_gather(dtype: torch.dtype, monkeypatch: pytes
     pool.read_blocks(blocks, plainly)
     assert (plainly == rows).all()
     copies = []
-    monkeypatch.setattr(swap, "STAGING_BYTES", 2 * size)
-    gather, scatter = swap.gather, swap.scatter
-    monkeypatch.setattr(swap, "gather", lambda *args: (copies.append(len(args[1])), gather(*args)))
-    monkeypatch.setattr(swap, "scatter", lambda *args: (copies.append(len(args[1])), scatter(*args)))
+    monkeypatch.setattr(pinned, "STAGING_BYTES", 2 * size)
+    gather, scatter = pinned.gather, pinned.scatter
+    monkeypatch.setattr(pinned, "gather", lambda *args: (copies.append(len(args[1])), gather(*args)))
+    monkeypatch.setattr(pinned, "scatter", lambda *args: (copies.append(len(args[1])), scatter(*args)))
     pool._device = torch.device("cuda", 0)
     pool.read_blocks(blocks, found)
     assert (found == rows).all()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
@@ -165,7 +165,6 @@ def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: py
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.usefixtures("free_swaps")
 def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_drafted(tmp_path: Path) -> None:
     """The default model in bfloat16; one prompt for all, so that a block of K/V lent to another's adapter would show."""
     if native() is None:

@@ -18,12 +18,12 @@ from starlette.testclient import TestClient
 from torch import Tensor
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM, SamplingParams
 from server.app import create_app
-from server.routes.context import Context
+from server.context import Context
 from server.settings.app_config import AppConfig
 
 PATH = Path(find_model(None).path)

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar import Grammar
 from engine.core.scheduler import Scheduler
@@ -20,7 +20,7 @@ from engine.model_source import find_model
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.spec import GrammarSpec, Kind
+from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.test_speculation import Prophet
@@ -41,7 +41,7 @@ CHOICES = ["yes", "no", "perhaps", "no way"]
 LARK = 'start: n ("+" n){0,3}\nn: /[0-9]{1,3}/ | "(" n "-" n ")"'
 SPECS = {
     "json": GrammarSpec.of_json_schema(SCHEMA, whitespace=" ?"),
-    "regex": GrammarSpec(Kind.REGEX, REGEX),
+    "regex": GrammarSpec(GrammarKind.REGEX, REGEX),
     "choice": GrammarSpec.of_choice(CHOICES),
     "grammar": GrammarSpec.of_lark(LARK),
 }
@@ -162,15 +162,15 @@ def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatc
 
 def test_a_special_token_cannot_be_spelled(real: Real) -> None:
     """Text that calls for one must not end the model's turn."""
-    for spec in (GrammarSpec.of_choice(["<|im_end|>"]), GrammarSpec(Kind.REGEX, r"<\|im_end\|>")):
+    for spec in (GrammarSpec.of_choice(["<|im_end|>"]), GrammarSpec(GrammarKind.REGEX, r"<\|im_end\|>")):
         with pytest.raises(InvalidRequestError, match="special token"):
             asyncio.run(compile_one(real, spec))
 
 
 def test_what_fails_on_the_way_fails_alone(real: Real) -> None:
     """Behind more digits than a trial draws; the client's fault, as it would have been before."""
-    special = asyncio.run(compile_one(real, GrammarSpec(Kind.REGEX, r"\d{30}<\|im_end\|>")))
-    explodes = asyncio.run(compile_one(real, GrammarSpec(Kind.REGEX, r"\d{30}(x|((a{1000}){1000}){1000})")))
+    special = asyncio.run(compile_one(real, GrammarSpec(GrammarKind.REGEX, r"\d{30}<\|im_end\|>")))
+    explodes = asyncio.run(compile_one(real, GrammarSpec(GrammarKind.REGEX, r"\d{30}(x|((a{1000}){1000}){1000})")))
     called_for = asyncio.run(compile_one(real, GrammarSpec.of_lark('start: "a" <|im_start|> "b"')))
     requests = [
         real.ask("choice", 0, grammar=special),

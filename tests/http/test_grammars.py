@@ -13,15 +13,15 @@ import pytest
 from harness import byte_tokenizer
 
 from engine.core.errors import InvalidRequestError, OverloadedError
+from engine.text.grammars import builder as builder_module
 from engine.text.grammars import guidance
-from engine.text.grammars import maker as maker_module
+from engine.text.grammars.builder import MAX_TEXT, GrammarBuilder
+from engine.text.grammars.cache import MAX_ENTRIES, GrammarCache
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.guidance import GuidanceGrammar, Vocabulary
-from engine.text.grammars.kept import MAX_KEPT, KeptGrammars
-from engine.text.grammars.maker import MAX_TEXT, GrammarMaker
-from engine.text.grammars.spec import GrammarSpec, Kind
-from engine.text.grammars.trial import private_bytes, to_guidance
-from engine.text.grammars.trials import GrammarError
+from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
+from engine.text.grammars.spec import GrammarKind, GrammarSpec
+from engine.text.grammars.trial import GrammarError
+from engine.text.grammars.trial_process import private_bytes, to_guidance
 from tests.pure.hostile_grammars import HOSTILE, SLOW
 
 WAIT_S = 120.0
@@ -29,15 +29,15 @@ NUM_WORDS = 9
 
 
 def regex(text: str) -> GrammarSpec:
-    return GrammarSpec(Kind.REGEX, text)
+    return GrammarSpec(GrammarKind.REGEX, text)
 
 
 FINE = regex("[a-f]{3}")
 
 
 @pytest.fixture
-def maker() -> Iterator[GrammarMaker]:
-    made = GrammarMaker(byte_tokenizer(), 257, lambda _: None)
+def builder() -> Iterator[GrammarBuilder]:
+    made = GrammarBuilder(byte_tokenizer(), 257, lambda _: None)
     made.warm_up().result(WAIT_S)
     yield made
     made.close()
@@ -56,22 +56,22 @@ def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_slow_grammars_hold_up_no_other(maker: GrammarMaker) -> None:
+def test_slow_grammars_hold_up_no_other(builder: GrammarBuilder) -> None:
     """All that is slow waits for one worker; the other one is there for the rest."""
-    slow = [maker.submit(spec) for spec in SLOW[:4]]
-    assert maker.submit(FINE).result(WAIT_S).start().count_allowed(b"abc") == 3
+    slow = [builder.submit(spec) for spec in SLOW[:4]]
+    assert builder.submit(FINE).result(WAIT_S).start().count_allowed(b"abc") == 3
     assert not all(future.done() for future in slow)
     for future in slow:
         outcome(future)
 
 
-def test_only_so_many_slow_grammars_wait(maker: GrammarMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maker_module, "MAX_SLOW", 2)
-    outcomes = [outcome(future) for future in [maker.submit(spec) for spec in SLOW]]
+def test_only_so_many_slow_grammars_wait(builder: GrammarBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder_module, "MAX_SLOW", 2)
+    outcomes = [outcome(future) for future in [builder.submit(spec) for spec in SLOW]]
     refused = [error for error in outcomes if isinstance(error, OverloadedError)]
     assert refused
     assert len(outcomes) - len(refused) >= 2
-    assert isinstance(outcome(maker.submit(SLOW[0])), GuidanceGrammar | GrammarError)  # there is a place again
+    assert isinstance(outcome(builder.submit(SLOW[0])), GuidanceGrammar | GrammarError)  # there is a place again
 
 
 def outcome(future: Future[GuidanceGrammar]) -> object:
@@ -79,12 +79,12 @@ def outcome(future: Future[GuidanceGrammar]) -> object:
     return future.result() if error is None else error
 
 
-def test_hostile_grammars_take_no_memory_here(maker: GrammarMaker) -> None:
+def test_hostile_grammars_take_no_memory_here(builder: GrammarBuilder) -> None:
     """Each would take 40 to 200 MiB in this process."""
-    maker.submit(FINE).result(WAIT_S)
+    builder.submit(FINE).result(WAIT_S)
     before = private_bytes(Path("/proc/self/statm").read_bytes())
     assert max(len(spec.text) for spec in HOSTILE.values()) <= MAX_TEXT  # or it is not even tried
-    outcomes = {name: outcome(maker.submit(spec)) for name, spec in HOSTILE.items()}
+    outcomes = {name: outcome(builder.submit(spec)) for name, spec in HOSTILE.items()}
     assert sum(isinstance(error, InvalidRequestError) for error in outcomes.values()) >= len(HOSTILE) - 3
     del outcomes
     gc.collect()
@@ -99,7 +99,7 @@ def test_a_refusal_names_the_field_and_is_remembered() -> None:
             ) as caught:
                 await compiler.compile(HOSTILE["nested counts"], "structured_outputs")
             assert caught.value.param == "structured_outputs"
-            compiler._maker.submit = None  # type: ignore[method-assign, assignment]  # it is not made again
+            compiler._builder.submit = None  # type: ignore[method-assign, assignment]  # it is not made again
 
     compiling(work)
 
@@ -111,6 +111,19 @@ def test_the_same_grammar_is_made_once_for_all_who_wait() -> None:
         assert await compiler.compile(FINE, "x") is made[0]
 
     compiling(work)
+
+
+def test_a_thread_may_wait_for_a_grammar() -> None:
+    """As the offline API does; the refusals are those of an event loop."""
+    compiler = GrammarCompiler(byte_tokenizer(), 257)
+    try:
+        made = compiler.compile_now(FINE, "x")
+        assert compiler.compile_now(FINE, "x") is made
+        for _ in range(2):
+            with pytest.raises(InvalidRequestError, match=r"x cannot be used: .*unclosed group"):
+                compiler.compile_now(regex("("), "x")
+    finally:
+        compiler.close()
 
 
 def test_a_grammar_that_broke_is_made_again() -> None:
@@ -133,11 +146,11 @@ class Built(GuidanceGrammar):
         super().__init__(VOCABULARY, to_guidance({"kind": "regex", "text": "a+"}), num_bytes)
 
 
-VOCABULARY = Vocabulary(byte_tokenizer().to_json(), 257, frozenset({256}))
+VOCABULARY = GuidanceVocabulary(byte_tokenizer().to_json(), 257, frozenset({256}))
 
 
 def test_grammars_are_kept_by_bytes() -> None:
-    kept = KeptGrammars(max_bytes=100_000)
+    kept = GrammarCache(max_bytes=100_000)
     for i in range(4):
         kept.put(regex(f"a{i}"), Built(30_000))
     assert kept.get(regex("a0")) is None
@@ -146,8 +159,8 @@ def test_grammars_are_kept_by_bytes() -> None:
 
 
 def test_grammars_are_kept_by_count_too() -> None:
-    kept = KeptGrammars()
-    for i in range(MAX_KEPT + 10):
+    kept = GrammarCache()
+    for i in range(MAX_ENTRIES + 10):
         kept.put(regex(f"a{i}"), GrammarError("no"))
     assert kept.get(regex("a9")) is None
     with pytest.raises(GrammarError, match="no"):
@@ -155,7 +168,7 @@ def test_grammars_are_kept_by_count_too() -> None:
 
 
 def test_what_is_being_followed_counts_though_it_is_not_kept() -> None:
-    kept = KeptGrammars(max_bytes=100_000)
+    kept = GrammarCache(max_bytes=100_000)
     followed = Built(200_000)
     kept.put(regex("big"), followed)
     assert kept.get(regex("big")) is None

@@ -27,7 +27,7 @@ from loadtest.hostile import cases, family_bytes
 from server.app import API
 from server.http import bodies as bodies_module
 from server.http.bodies import INLINE_BYTES, BodyReader
-from server.protocol.retention import CacheControl
+from server.openai.retention import CacheControl
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

@@ -21,7 +21,7 @@ from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
-from engine.core.stats import CacheTier, Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
+from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
 from engine.core.step import Runner
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
@@ -148,14 +148,13 @@ SHOWN = {
     "quire_predicted_length_error_tokens": "length_error_tokens",
     "quire_pins_refused_total": "pins_refused",
     "quire_swap_failures_total": "failed_copies",
-    "quire_kv_offload_disk_blocks": "disk_blocks_cached",
     "quire_kv_block_waste_ratio": "blocks_waste",
 }
 LABELLED = {"missed", "dropped", "finished", "failed", "aborted", "preempted", "swapped_blocks"}
 LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
-BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "disk_blocks_pinned", "swap_block_s", "compute_block_s"}
+BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "store_blocks", "store_blocks_pinned"}
 ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
 
 
@@ -239,9 +238,9 @@ def test_preemptions_and_what_was_moved_for_them() -> None:
 def test_what_lower_tiers_of_the_prefix_cache_did() -> None:
     engine = started_engine()
     stats = engine.stats
-    stats.prefix_hits |= {CacheTier.POOL: 5, CacheTier.HOST: 6, CacheTier.DISK: 7}
-    stats.transferred |= {TransferKind.FETCH: 8, TransferKind.STORE: 9}
-    stats.failed_transfers[TransferKind.FETCH] = 1
+    stats.prefix_hits |= {"pool": 5, "host": 6, "disk": 7}
+    stats.transferred |= {TransferKind.LOAD: 8, TransferKind.SAVE: 9}
+    stats.failed_transfers[TransferKind.LOAD] = 1
     stats.host_blocks_cached = 4
     families = scrape(Metrics(engine, "tiny", compat_vllm=False))
     hits = families["quire_prefix_cache_tier_hit_tokens"]

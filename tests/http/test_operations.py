@@ -11,7 +11,7 @@ import httpx
 import pytest
 from harness import Live, eventually
 
-from server.routes.unserved import UNSERVED
+from server.operations.unserved import UNSERVED
 
 Serve = Callable[..., Live]
 GUARDED = (

@@ -18,8 +18,8 @@ from fastapi.routing import APIRoute
 from harness import CONFIG, Live, eventually
 from test_cli import quire, ready
 
-from server.protocol.base import RequestBody
-from server.routes import unserved
+from server.http.schema import RequestBody
+from server.operations import unserved
 
 FILE = """
 tenants:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from server.app import API
+from server.openai.chat_body import ChatBody
+from server.openai.completions import CompletionBody
 from server.operations.reference import reference
-from server.protocol.chat import ChatBody
-from server.protocol.completions import CompletionBody
 
 PAGE = Path(__file__).parents[2] / "docs/reference.md"
 

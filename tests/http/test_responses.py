@@ -27,8 +27,8 @@ from engine.text.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.dialects import HERMES
 from engine.text.tools.pieces import CallArguments, CallBegin, Content
-from server.protocol.responses_output import OutputWriter
-from server.protocol.translated import pieces_of
+from server.openai.responses.output import OutputWriter
+from server.openai.translated import pieces_of
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"

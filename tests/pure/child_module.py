@@ -1,4 +1,4 @@
-"""What tests of server/http/children.py run in a child: it does as the question says."""
+"""What tests of engine/child_process.py run in a child: it does as the question says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import time
 
-from server.http.children import Parts, serve
+from engine.child_process import Parts, serve
 
 
 def answer(parts: Parts) -> list[bytes]:

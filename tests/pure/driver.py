@@ -22,14 +22,15 @@ EOS = 7
 FAILS = 13  # a request with this top_k fails once it has generated three tokens
 
 
-def config(**changes: bool | str | float | None) -> SchedulerConfig:
-    """A small engine: 24 blocks of 4 tokens, 6 slots, 12 tokens a step."""
+def config(num_disk_blocks: int = 0, **changes: bool | str | float | None) -> SchedulerConfig:
+    """A small engine: 24 blocks of 4 tokens, 6 slots, 12 tokens a step; with a disk if that has blocks."""
     values = {
         "num_blocks": 24,
         "block_size": 4,
         "max_model_len": 64,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 12,
+        "stores": (("disk", num_disk_blocks),) if num_disk_blocks else (),
     } | changes
     return SchedulerConfig(**values)  # type: ignore[arg-type]  # mixed value types, checked by the class itself
 
@@ -110,9 +111,14 @@ class Driver:
     """A scheduler, its runner, and everything they said; `now` advances by 10 ms a step, or by what it costs."""
 
     def __init__(
-        self, settings: SchedulerConfig, depth: int = 0, cost: Callable[[StepPlan], float] | None = None
+        self,
+        settings: SchedulerConfig,
+        depth: int = 0,
+        cost: Callable[[StepPlan], float] | None = None,
+        *,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        self.scheduler = Scheduler(settings)
+        self.scheduler = scheduler or Scheduler(settings)
         self.runner = FakeRunner(settings, vocab_size=VOCAB, fail=fail)
         self.depth = depth
         self.cost = cost
@@ -153,7 +159,7 @@ class Driver:
         first = self.first_in_line()
         plan = self.scheduler.plan(self.now)
         if plan is None:
-            may_wait = self.launched or not self.scheduler.has_work or self.scheduler.tiers.is_fetching
+            may_wait = self.launched or not self.scheduler.has_work or self.scheduler.has_parked
             assert may_wait, "work, nothing in flight, and nothing planned"
             return False
         self.check_plan(plan)
@@ -189,7 +195,7 @@ class Driver:
 
     def transfer(self, num_left: int = 0, *, is_good: bool = True) -> None:
         """The disk carries out what it was asked, but for the last so many."""
-        self.transfers += self.scheduler.tiers.take_orders()
+        self.transfers += self.scheduler.tiers.start()
         while len(self.transfers) > num_left:
             transfer = self.transfers.pop(0)
             if is_good:

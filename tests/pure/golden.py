@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,8 +20,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import NeverFitsError
 from engine.core.fake_runner import CostModel
+from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, Request, TokenEvent
 from tests.pure.driver import EOS, FAILS, Driver, config, request
@@ -68,7 +70,7 @@ class FakeAdapter:
 class History:
     """One seeded history: requests arrive, steps run, some are aborted or rolled back, everything ends."""
 
-    def __init__(self, group: str, seed: int) -> None:
+    def __init__(self, group: str, seed: int, scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler) -> None:
         options = dict(GROUPS[group])
         self._random = Random(f"{group} {seed}")
         self._aborts = options.pop("aborts", 0.0)
@@ -81,7 +83,7 @@ class History:
         options.setdefault("num_blocks", self._random.randint(SMALL_POOL, 24))
         settings = config(max_num_batched_tokens=self._random.randint(6, 30), max_model_len=40, **options)
         self._plans, self._events = sha256(), sha256()
-        self._driver = RecordedDriver(self, settings, depth, cost and cost.seconds)
+        self._driver = RecordedDriver(self, settings, depth, cost and cost.seconds, scheduler=scheduler(settings))
         self._aborted: set[str] = set()
 
     def digests(self) -> dict[str, str]:
@@ -166,8 +168,8 @@ class History:
 class RecordedDriver(Driver):
     """A driver that notes every plan and every event in its history."""
 
-    def __init__(self, history: History, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, history: History, *arguments: Any, scheduler: Scheduler) -> None:
+        super().__init__(*arguments, scheduler=scheduler)
         self._history = history
 
     def check_plan(self, plan: StepPlan) -> None:

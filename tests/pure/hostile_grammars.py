@@ -7,7 +7,7 @@ import string
 from itertools import product
 from typing import Any
 
-from engine.text.grammars.spec import GrammarSpec, Kind
+from engine.text.grammars.spec import GrammarKind, GrammarSpec
 
 POWER = "((a{1000}){1000}){1000}"
 WORDS = ["".join(letters) for letters in product(string.ascii_lowercase, repeat=3)]
@@ -22,9 +22,9 @@ def objects(num_properties: int) -> dict[str, Any]:
 
 
 HOSTILE = {
-    "nested counts": GrammarSpec(Kind.REGEX, POWER),
-    "long optional": GrammarSpec(Kind.REGEX, "a?" * 30_000),
-    "nested unicode": GrammarSpec(Kind.REGEX, r"(\p{L}{1,200}\p{N}?){1,200}"),
+    "nested counts": GrammarSpec(GrammarKind.REGEX, POWER),
+    "long optional": GrammarSpec(GrammarKind.REGEX, "a?" * 30_000),
+    "nested unicode": GrammarSpec(GrammarKind.REGEX, r"(\p{L}{1,200}\p{N}?){1,200}"),
     "pattern": schema(type="string", pattern=f"^{POWER}$"),
     "pattern of a property": schema(
         type="object", properties={"a": {"pattern": POWER, "type": "string"}}, required=["a"]
@@ -34,7 +34,7 @@ HOSTILE = {
     "product of objects": schema(
         allOf=[{"oneOf": [objects(4 * i + 4) for i in range(4)]} for _ in range(10)],
     ),
-    "deep schema": GrammarSpec(Kind.JSON_SCHEMA, '{"type":"array","items":' * 800 + "{}" + "}" * 800),
+    "deep schema": GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 800 + "{}" + "}" * 800),
     "lark pattern": GrammarSpec.of_lark(f"start: /{POWER}/"),
     "lark counts": GrammarSpec.of_lark('start: (("a" "b"){1000}){1000}'),
     "lark doubling rules": GrammarSpec.of_lark(
@@ -58,10 +58,12 @@ HOSTILE = {
     "lark json": GrammarSpec.of_lark("start: %json " + json.dumps({"type": "string", "pattern": f"^{POWER}$"})),
     "gbnf depth": GrammarSpec.of_lark("root ::= " + "(" * 9999),
     "tag": GrammarSpec(
-        Kind.STRUCTURAL_TAG,
+        GrammarKind.STRUCTURAL_TAG,
         json.dumps(
             [{"begin": "<f>", "grammar": {"type": "string", "pattern": POWER}, "end": "</f>", "trigger": "<f>"}]
         ),
     ),
 }
-SLOW = [GrammarSpec(Kind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99_991 + i})) for i in range(6)]
+SLOW = [
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99_991 + i})) for i in range(6)
+]

@@ -42,14 +42,14 @@ ON_THE_DEVICE = tuple(
     for name in ("attention", "compile", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
 # The engine for scripts: the daemon's own text side around it, nothing of HTTP.
-OFFLINE = tuple(f"engine.llm.{name}" for name in ("grammars", "job", "offline", "params"))
+OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
     ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ()),
     ("engine", ("quire",), ()),
     ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), OFFLINE),
     ("engine", ("engine.llm",), ("engine.llm", *OFFLINE)),
-    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.routes", "server.client"), ()),
+    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.respond", "server.client"), ()),
     ("engine.llm", ("server.sse", "server.middleware", "server.serve", "server.daemon", "torch"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     (
@@ -125,7 +125,7 @@ def test_every_module_says_what_it_is() -> None:
 OPENERS = {
     "engine.regular_file",
     "engine.gguf_header",  # checked, then mapped
-    "engine.connector.local",
+    "engine.runtime.transports.shared_memory",
     "engine.runtime.host_cpus",
     "engine.runtime.host_memory",
     "engine.runtime.mapped_file",
@@ -133,10 +133,10 @@ OPENERS = {
     "engine.runtime.native.build",
     "server.batches.folder",
     "server.batches.lines",
-    "server.http.children",  # pipes and /dev/null
+    "engine.child_process",  # pipes and /dev/null
     "engine.model_source",  # the installed model, by its digest
-    "server.routes.page",
-    "engine.text.grammars.trial",  # /proc
+    "server.operations.page",
+    "engine.text.grammars.trial_process",  # /proc
 }
 
 

@@ -18,12 +18,12 @@ from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.lines import Line
+from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.outputs import write_files
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
 from server.batches.thread import Result, StoreThread
 from server.batches.worker import BatchWorker
 from server.http.bodies import BodyReader
-from server.protocol.batches import Batch, BatchStatus, FileObject, Purpose
 from server.telemetry.tenant_metrics import TenantMetrics
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import DEFAULT

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.core.errors import DeviceMemoryError
-from engine.core.kv.swap_costs import SwapCosts
 from engine.core.kv.tiers import Transfer
 from engine.core.step import StepPlan
 from engine.offload import Offload
@@ -14,9 +13,7 @@ from tests.pure.driver import Driver, config, request
 
 
 def test_a_spill_that_finds_no_memory_stores_nothing() -> None:
-    driver = Driver(
-        config(num_host_blocks=16, host_caching=True, num_disk_blocks=40, swap_costs=SwapCosts(token_s=1.0))
-    )
+    driver = Driver(config(num_host_blocks=16, host_caching=True, num_disk_blocks=40))
     queued: list[Transfer] = []
 
     class Store:
@@ -42,7 +39,7 @@ def test_a_spill_that_finds_no_memory_stores_nothing() -> None:
             return driver.runner.run(plan)
 
     runner = Runner()
-    offload = Offload(driver.scheduler, runner, Store())  # type: ignore[arg-type]  # all that it uses
+    offload = Offload(driver.scheduler, runner, {"disk": Store()})  # type: ignore[arg-type]  # all that it uses
     prompt = tuple(range(10, 30))
     driver.add(request("a", prompt, max_tokens=1))
     driver.drain()

@@ -245,19 +245,19 @@ def test_a_pin_holds_in_the_tiers_behind_the_pool_and_is_found_there() -> None:
         pass
     assert serve(driver, "large", prompt(9, 47), max_tokens=1) == (0, 0, 0)
     stats = driver.scheduler.stats
-    assert (stats.blocks_pinned, stats.host_blocks_pinned, stats.disk_blocks_pinned) == (0, 2, 2)
+    assert (stats.blocks_pinned, stats.host_blocks_pinned, stats.store_blocks_pinned["disk"]) == (0, 2, 2)
     for index in range(12):
         serve(driver, f"scan{index}", tuple((13 * index + 5 * i + index * i) % 48 for i in range(17)))
         while driver.spill():
             pass
-    assert (stats.host_blocks_pinned, stats.disk_blocks_pinned) == (2, 2)
+    assert (stats.host_blocks_pinned, stats.store_blocks_pinned["disk"]) == (2, 2)
     assert sum(serve(driver, "again", (*SYSTEM, 40))) == 8
     assert stats.blocks_pinned == 2
     driver.check_streams()
 
 
 def conserved(driver: Driver, shares: Iterable[float]) -> bool:
-    pools = (driver.scheduler._kv.pool, driver.scheduler.tiers.host.pool, driver.scheduler.tiers.disk.pool)
+    pools = (driver.scheduler._kv.pool, driver.scheduler.tiers.host.pool, driver.scheduler.tiers.stores["disk"].pool)
     return all(pool.num_pinned <= share * pool.num_blocks for pool, share in zip(pools, shares, strict=True))
 
 

@@ -14,19 +14,19 @@ from pydantic import ValidationError
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
 from engine.text.detokenizer import SamplingDefaults
+from server.anthropic.messages import MessagesBody
 from server.errors import MAX_ENTRIES, to_api_error
-from server.protocol.base import MAX_FIELDS, RequestBody
-from server.protocol.chat import ChatBody
-from server.protocol.completions import CompletionBody
-from server.protocol.limits import Limits
-from server.protocol.messages import MessagesBody
-from server.protocol.responses import ResponsesBody
-from server.protocol.sampling import StreamOptions
-from server.protocol.tokens import DetokenizeBody, TokenizeBody
+from server.http.schema import MAX_FIELDS, RequestBody
+from server.openai.chat_body import ChatBody
+from server.openai.completions import CompletionBody
+from server.openai.limits import Limits
+from server.openai.responses.body import ResponsesBody
+from server.openai.sampling import StreamOptions
+from server.operations.tokens import DetokenizeBody, TokenizeBody
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions)
 SERVER = Path(__file__).parents[2] / "server"
-SOURCE = "\n".join(path.read_text() for room in ("protocol", "routes") for path in (SERVER / room).glob("*.py"))
+SOURCE = "\n".join(path.read_text() for path in SERVER.rglob("*.py"))
 
 
 @pytest.mark.parametrize(("body", "name"), [(body, name) for body in BODIES for name in body.model_fields], ids=str)

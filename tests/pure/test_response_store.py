@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.errors import ApiError
-from server.openai.response_store import ResponseStore, StoredResponse
+from server.openai.responses.store import ResponseStore, StoredResponse
 
 ME = "me"
 

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.core.errors import NeverFitsError
 from engine.core.fake_runner import CostModel
-from engine.core.kv.swap_costs import SwapCosts
 from engine.core.types import AbortCause, BeamParams, EarlyStopping
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
@@ -35,9 +34,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         host_caching=st.booleans(),
         num_disk_blocks=st.sampled_from([0, 0, 5, 40]),
-        swap_costs=st.builds(
-            SwapCosts, st.sampled_from([0.0, 0.05]), st.sampled_from([0.0, 0.004]), st.sampled_from([0.0, 0.001, 1.0])
-        ),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
         min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
         target_itl_s=st.sampled_from([None, None, 0.001, 0.03]),

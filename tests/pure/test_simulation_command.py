@@ -238,11 +238,6 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["replay", "steady", "--set", "block_size=0"], "--block-size is 0"),
         (["replay", "steady", "bursty-chat", "--save-trace", "x.csv"], "--save-trace writes one workload"),
         (["replay", "steady", "--set", "num_speculative_tokens=3"], "say with --acceptance how likely"),
-        (["replay", "steady", "--set", "num_disk_blocks=9", "host_caching=on"], "a disk's transfers are not simulated"),
-        (
-            ["replay", "steady", "--set", "num_disk_blocks=9"],
-            "no engine has such settings: a disk is behind host blocks",
-        ),
         (["replay", "steady", "--set", "min_copied_tokens=-1"], "min_copied_tokens is -1; it must be at least 1."),
         (["replay", "steady", "--set", "pinned_share=2"], "pinned_share is 2.0; it must be at least 0 and less than 1"),
         (["replay", "steady", "--set", "target_itl_s=0"], "target_itl_s is 0.0; it must be a number of seconds above"),

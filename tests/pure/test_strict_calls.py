@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from engine.text.grammars.closing import close
-from engine.text.grammars.trial import to_guidance
+from engine.text.grammars.spec import close_schema
+from engine.text.grammars.trial_process import to_guidance
 from engine.text.tools.dialects import DIALECTS
 from engine.text.tools.offered import OfferedTool
 from engine.text.tools.parser import ToolParser
 from engine.text.tools.pieces import CallArguments, CallBegin
 from engine.text.tools.strict import free_text_grammar
-from server.protocol.structured import ResponseFormat
+from server.openai.structured import ResponseFormat
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -160,7 +160,7 @@ CLOSED = {**OBJECT, "additionalProperties": False}
 )
 def test_strict_closes_objects_that_name_their_properties(schema: Any, closed: Any) -> None:
     before = json.dumps(schema)
-    assert close(schema) == closed
+    assert close_schema(schema) == closed
     assert json.dumps(schema) == before
 
 
@@ -168,7 +168,7 @@ def test_a_schema_too_deep_to_be_looked_through_is_left_to_the_compiler() -> Non
     deep: Any = OBJECT
     for _ in range(5000):
         deep = {"items": deep}
-    assert close(deep) is deep
+    assert close_schema(deep) is deep
 
 
 def test_response_formats_are_closed_where_they_are_strict_and_bounded_in_space() -> None:

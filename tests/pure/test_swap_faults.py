@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from engine.core.errors import CopyError
 from engine.core.fake_runner import FakeRunner
-from engine.core.kv.swap_costs import SwapCosts
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
@@ -59,7 +58,7 @@ def test_whatever_fails_on_the_way_only_work_is_lost(
     fault_at: int,
     num_done: tuple[int, int | None],
 ) -> None:
-    driver = tiered(depth, num_blocks=9, num_host_blocks=num_host, num_disk_blocks=20, swap_costs=SwapCosts())
+    driver = tiered(depth, num_blocks=9, num_host_blocks=num_host, num_disk_blocks=20)
     for i in range(4):  # more than the pool holds, once they have got on
         driver.add(request(f"crowd{i}", prompt(i, 7), max_tokens=20, seed=i, eos_token_ids=frozenset()))
     for _ in range(12):

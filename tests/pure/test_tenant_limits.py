@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from engine.core.errors import ConfigError, OverloadedError
-from server.protocol.usage import Usage
+from server.openai.usage import Usage
 from server.telemetry.tenant_metrics import TenantMetrics
 from server.tenancy.tenancy import Account, Tenancy
 from server.tenancy.tenant_file import DEFAULT, Tenant, read_tenants
@@ -141,7 +141,7 @@ def account(clock: Clock, **terms: int) -> Account:
 
 def answer(account: Account, num_prompt: int, num_generated: int) -> None:
     account.open([request(prompt=tuple(range(num_prompt)))])
-    account.close(Usage.of(num_prompt, num_generated, 0, None), num_generated, None)
+    account.close(Usage.of(num_prompt, num_generated), num_generated, None)
 
 
 def test_requests_at_once_are_limited() -> None:
@@ -153,7 +153,7 @@ def test_requests_at_once_are_limited() -> None:
         held.check(6.0)
     assert refused.value.retry_after_s == 3.0
     assert held.headers() == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
-    held.close(Usage.of(3, 1, 0, None), 1, None)
+    held.close(Usage.of(3, 1), 1, None)
     held.check(6.0)
 
 

@@ -6,14 +6,10 @@ import random
 
 import pytest
 
-from engine.core.kv import tier
-from engine.core.kv.swap_costs import SwapCosts
-from engine.core.stats import CacheTier, TransferKind
+from engine.core.kv import tier, tiers
+from engine.core.stats import TransferKind
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
-
-EVER = 1000.0
-SLOW = SwapCosts(token_s=1.0)
 
 
 def prompt(first: int, length: int = 17) -> tuple[int, ...]:
@@ -22,8 +18,8 @@ def prompt(first: int, length: int = 17) -> tuple[int, ...]:
 
 def tiered(depth: int = 0, **changes: object) -> Driver:
     """A pool of 12 blocks of four tokens, with host blocks and a disk behind it, both larger."""
-    tiers = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60, "swap_costs": SLOW}
-    return Driver(config(**(tiers | changes)), depth)  # type: ignore[arg-type]
+    sizes = {"num_blocks": 12, "num_host_blocks": 40, "host_caching": True, "num_disk_blocks": 60}
+    return Driver(config(**(sizes | changes)), depth)  # type: ignore[arg-type]
 
 
 def serve(driver: Driver, name: str, asked: tuple[int, ...], **params: object) -> tuple[int, int, int]:
@@ -41,9 +37,9 @@ def serve(driver: Driver, name: str, asked: tuple[int, ...], **params: object) -
 def restarted(driver: Driver, **changes: object) -> Driver:
     """Another process that finds the same disk."""
     other = tiered(**changes)
-    kept = driver.scheduler.tiers.disk
+    kept = driver.scheduler.tiers.stores["disk"]
     by_age = sorted((slot, digest) for digest, slot in kept._block_of.items())
-    other.scheduler.tiers.restore([(digest, slot) for slot, digest in by_age])
+    other.scheduler.tiers.restore("disk", [(digest, slot) for slot, digest in by_age])
     other.slots = dict(driver.slots)
     return other
 
@@ -56,15 +52,7 @@ def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
     pool, host, disk = serve(driver, "again", prompt(0))
     assert pool + host == 16
     assert host > 0 == disk
-    assert driver.scheduler.stats.prefix_hits == {CacheTier.POOL: pool, CacheTier.HOST: host, CacheTier.DISK: 0}
-    driver.check_streams()
-
-
-def test_too_little_is_computed_rather_than_brought_back() -> None:
-    driver = tiered(num_disk_blocks=0, swap_costs=SwapCosts(trip_s=9.0))
-    for index in range(4):
-        serve(driver, f"first{index}", prompt(10 * index))
-    assert serve(driver, "again", prompt(0))[1:] == (0, 0)
+    assert driver.scheduler.stats.prefix_hits == {"pool": pool, "host": host, "disk": 0}
     driver.check_streams()
 
 
@@ -78,16 +66,17 @@ def test_a_restart_finds_on_the_disk_what_was_cached(depth: int) -> None:
     other = restarted(driver, depth=depth)
     for index in range(4):
         assert serve(other, f"again{index}", prompt(10 * index)) == (0, 0, 16)
-    assert other.scheduler.stats.transferred[TransferKind.FETCH] == 16
+    assert other.scheduler.stats.transferred[TransferKind.LOAD] == 16
     assert serve(other, "and again", prompt(30))[2] == 0
     other.check_streams()
 
 
-def test_what_is_being_read_is_waited_for_no_longer_than_computing_takes() -> None:
+def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "MAX_PARKED_S", 0.08)
     driver = tiered()
     serve(driver, "first", prompt(0))
     driver.spill()
-    other = restarted(driver, swap_costs=SwapCosts(token_s=0.005))  # 16 tokens: 80 ms
+    other = restarted(driver)
     other.add(request("again", prompt(0)))
     waited = 0
     while not other.launch():
@@ -99,6 +88,63 @@ def test_what_is_being_read_is_waited_for_no_longer_than_computing_takes() -> No
     other.check_streams()
 
 
+def test_a_parked_request_holds_up_no_other() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    other.add(request("parked", prompt(0)))
+    other.add(request("later", prompt(30)))
+    assert other.scheduler.has_parked
+    assert other.scheduler.stats.num_waiting == 2
+    assert other.launch()
+    assert {piece.num_prompt for piece in other.launched[0][0].slices} == {17}
+    assert len(other.scheduler.running) == 1
+    other.drain()
+    assert other.prompts["parked", 0].num_disk_tokens == 16
+    other.check_streams()
+
+
+def test_a_report_that_comes_twice_is_ignored() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    other.add(request("again", prompt(0)))
+    transfers = other.scheduler.tiers.start()
+    for transfer in transfers:
+        other.runner.transfer(transfer, other.slots)
+        for is_good in (True, True, False):
+            other.scheduler.transferred([(transfer, is_good)])
+    other.scheduler.check_integrity()
+    assert other.scheduler.stats.transferred[TransferKind.LOAD] == 4
+    assert not other.scheduler.stats.failed_transfers[TransferKind.LOAD]
+    other.drain()
+    other.check_streams()
+
+
+def test_late_bytes_reach_no_new_owner() -> None:
+    """A request goes on without its blocks and ends; what arrives after that is in nobody's page table."""
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver, num_host_blocks=10)
+    other.add(request("again", prompt(0)))
+    transfers = other.scheduler.tiers.start()
+    while other.scheduler.has_work:
+        other.now += 1.0
+        if other.launch():
+            other.commit()
+    for index in range(8):
+        serve(other, f"crowd{index}", prompt(3 * index), max_tokens=9)
+    for transfer in transfers:
+        other.runner.transfer(transfer, other.slots)
+    other.scheduler.transferred([(transfer, True) for transfer in transfers])
+    for index in range(8):
+        serve(other, f"crowd again{index}", prompt(3 * index), max_tokens=9)
+    other.check_streams()
+
+
 def test_two_who_wait_for_the_same_read_it_once() -> None:
     driver = tiered()
     serve(driver, "first", prompt(0))
@@ -107,7 +153,7 @@ def test_two_who_wait_for_the_same_read_it_once() -> None:
     for name in ("a", "b"):
         other.add(request(name, prompt(0), seed=3))
     other.drain()
-    assert other.scheduler.stats.transferred[TransferKind.FETCH] == 4
+    assert other.scheduler.stats.transferred[TransferKind.LOAD] == 4
     other.check_streams()
 
 
@@ -133,8 +179,10 @@ def test_what_cannot_be_read_is_computed_and_not_asked_for_again() -> None:
     other.transfer(is_good=False)
     other.drain()
     assert other.prompts["again", 0].num_cached_tokens == 0
-    assert other.scheduler.stats.failed_transfers[TransferKind.FETCH] == 4
-    assert other.scheduler.tiers.disk.pool.num_cached == 1, "of five, that with what was generated was not asked for"
+    assert other.scheduler.stats.failed_transfers[TransferKind.LOAD] == 4
+    assert other.scheduler.tiers.stores["disk"].pool.num_cached == 1, (
+        "of five, that with what was generated was not asked for"
+    )
     other.check_streams()
 
 
@@ -143,7 +191,7 @@ def test_what_cannot_be_written_is_not_said_to_be_there() -> None:
     serve(driver, "first", prompt(0))
     driver.scheduler.tiers.spill()
     driver.transfer(is_good=False)
-    assert driver.scheduler.tiers.disk.pool.num_free == 60
+    assert driver.scheduler.tiers.stores["disk"].pool.num_free == 60
     driver.scheduler.check_integrity()
 
 
@@ -155,7 +203,7 @@ def test_a_spill_that_fails_is_forgotten() -> None:
     driver.scheduler.tiers.spill()
     driver.scheduler.check_integrity()
     assert driver.scheduler.tiers.host.pool.num_held == 0
-    assert driver.scheduler.tiers.disk.pool.num_free == 60
+    assert driver.scheduler.tiers.stores["disk"].pool.num_free == 60
 
 
 def test_many_slots_are_checked_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +268,6 @@ def test_whatever_happens_to_copies_on_their_way_nobody_reads_what_is_not_there(
             "depth": depth,
             "eviction": eviction,
             "num_blocks": 10,
-            "swap_costs": SwapCosts(token_s=chance.choice((0.0, 0.01, EVER))),
         }
         driver = tiered(**changes, **sizes) if driver is None else restarted(driver, **changes)
         aborted: set[str] = set()

@@ -160,6 +160,10 @@ class BlockPool:
         """True if a writer must copy the block first."""
         return self._refs[block] > 1
 
+    def is_held(self, block: int) -> bool:
+        """True if a block has any holder."""
+        return self._refs[block] > 0
+
     def index(self, block: int) -> None:
         """The prefix cache can now find this held block: keep its content when the last holder leaves."""
         assert self._refs[block] > 0 or block in self._indexed

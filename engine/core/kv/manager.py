@@ -3,7 +3,8 @@
     lookup, prefetch                       hints about a waiting sequence; nothing is taken
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
     publish, leave, hide                   what is computed can be found by others, or not
-    suspend, resume, discard, free         a sequence is preempted, comes back, ends
+    suspend, discard, free                 a sequence is preempted, with a ticket to resume from; or it ends
+    import_prefix, finish, cancel          K/V that another engine computed
     begin, committed, rolled_back          a step that moves blocks
 
 Three rules live here. A whole prompt is claimed in one go, so a prompt that has started never stalls for memory. A block
@@ -13,22 +14,18 @@ before heads, so the prefix cache evicts them first. Owned by the scheduler, eng
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import Grant, InFlightStep
-from engine.core.kv.page_table import NEVER, blocks_for
+from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
-from engine.core.kv.swap import SwapSpace
-from engine.core.kv.swap_belief import SwapBelief
-from engine.core.kv.tiers import Tiers, Transfer
+from engine.core.kv.tiers import Report, Tiers
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
-from engine.core.step import Moves
 from engine.core.types import Request
 
 
@@ -36,16 +33,15 @@ class KVCacheManager:
     """Blocks and runner rows, allocated and freed sequence by sequence."""
 
     def __init__(self, config: SchedulerConfig, stats: Stats, times: StepTime) -> None:
-        """`times` says what computing takes, which copies have to be faster than."""
+        """`times` estimates what computing takes, which bounds how long a request waits for a store."""
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._min_copied = config.min_copied_tokens
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
-        self._costs = SwapBelief(config.swap_costs, config.block_size, times, stats)
-        self.tiers = Tiers(config, stats, self._pins, self._costs)
-        self._swap = SwapSpace(config, self.tiers, self._costs)
+        self.tiers = Tiers(config, stats, self._pins, times)
         self._listener = self.tiers if config.host_caching else None
+        self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = PrefixCache(
@@ -87,34 +83,41 @@ class KVCacheManager:
         if pool.num_available < missing + reserve:
             pool.free(*reversed(hits))
             return None
-        restored, source, num_copied = [], -1, 0
-        if is_reading and not seq.kv.host_blocks:  # else it has all that was computed of it
-            restored = self.tiers.find(seq, len(hits))
-            source, num_copied = self._find_start(seq, len(hits) + len(restored), missing + reserve)
+        loads, ticket, source, num_copied = list[int](), seq.kv.ticket, -1, 0
+        num_loaded = len(hits) * size  # positions, with those before
+        if ticket is not None and ticket.num_tokens > num_loaded:
+            loads, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
+        elif is_reading:
+            loads = self.tiers.find(seq, len(hits))
+            num_loaded += len(loads) * size
+            source, num_copied = self._find_start(seq, len(hits) + len(loads), missing + reserve)
         pool.found(hits)
-        self.tiers.take(seq, restored)  # before the pool gives up blocks for it, which may drive others out of there
+        self.tiers.take(seq, loads)  # before the pool gives up blocks for it, which may drive others out of there
         seq.kv.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
         to_fill = seq.kv.blocks[len(hits) :]
-        copies = [(source, to_fill[len(restored)])] if num_copied else []
+        copies = [(source, to_fill[len(loads)])] if num_copied else []
         if num_copied:
             pool.free(source)
-        seq.num_computed = seq.num_planned = (len(hits) + len(restored)) * size + num_copied
+        seq.num_computed = seq.num_planned = num_loaded + num_copied
         seq.kv.num_published = len(hits)
         seq.kv.writable_until = seq.kv.capacity
         if self._caching:
             seq.kv.next_publish = (len(hits) + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
+        self.discard(seq)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
-        return Grant(copies, list(zip(restored, to_fill, strict=False)), restored, len(hits) * size)
+        return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
 
-    def prefetch(self, seq: Sequence, now: float) -> None:
-        """Have a waiting sequence's blocks read that are on a disk only."""
-        if self._caching and self.tiers.disk.pool.num_blocks and not seq.needs_every_position:
-            self.tiers.prefetch(seq, len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1)), now)
+    def prefetch(self, seq: Sequence, now: float) -> bool:
+        """Load a new sequence's blocks that only a store has; True if it is to be parked for them."""
+        if not (self._caching and self.tiers.stores) or seq.needs_every_position:
+            return False
+        num_found = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
+        return self.tiers.prefetch(seq, num_found, now)
 
     def lookup(self, seq: Sequence) -> int:
-        """Positions of a waiting sequence that the prefix cache would spare it, what is on its way from the disk included."""
+        """Return how many positions of a waiting sequence are cached, or on their way from a store."""
         if not self._caching or seq.needs_every_position:
             return 0
         num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
@@ -190,34 +193,42 @@ class KVCacheManager:
         sharer.kv.shares_tail = sharer.num_planned % self.block_size != 0
         sharer.kv.writable_until = 0 if sharer.kv.shares_tail else sharer.kv.capacity
 
+    # -- K/V of other engines ----------------------------------------------------------------------------------------
+
     def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
-        """The cached blocks that hold a prompt's beginning, at most so many."""
+        """Return the cached blocks that hold a prompt's beginning, at most so many."""
         return self._cache.match(list(names), tokens, num_blocks * self.block_size)
 
-    def adopt_prefix(
-        self,
-        names: Seq[bytes],
-        tokens: Seq[int],
-        num_blocks: int,
-        num_reserved: int,
-        fill: Callable[[int, list[int]], None],
-    ) -> int:
-        """Have the cache hold a prompt's first blocks, as far as blocks are available beyond `num_reserved`.
+    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
+        """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        `fill` is given how many it has, and the blocks after them to write to. Returns how many it has then.
+        They are to be filled, then `finish` or `cancel` is called once. Nobody finds or reuses them meanwhile, so bytes
+        that arrive late reach no other owner.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
         for block in hits:
             pool.fork(block)
-        count = min(num_blocks - len(hits), max(pool.num_available - num_reserved, 0))
-        blocks = hits + pool.alloc_many(count, after=hits[-1] if hits else -1)
-        try:
-            fill(len(hits), blocks[len(hits) :])
-            self._cache.register(chain, tokens, blocks, len(hits), len(blocks))
-        finally:
-            pool.free(*reversed(blocks))
-        return len(blocks)
+        count = min(num_blocks - len(hits), max(pool.num_available - reserve, 0))
+        imported = PrefixImport(chain, tokens, hits, len(hits))
+        imported.blocks += pool.alloc_many(count, after=hits[-1] if hits else -1)
+        self.tiers.host.overwritten(imported.to_fill)
+        self._imports[imported] = None
+        return imported
+
+    def finish(self, imported: PrefixImport) -> int:
+        """Have the cache find blocks that were imported and filled; returns how many of the prompt's it has."""
+        if imported not in self._imports:
+            return 0
+        self._cache.register(imported.chain, imported.tokens, imported.blocks, imported.num_found, len(imported.blocks))
+        self.cancel(imported)
+        return len(imported.blocks)
+
+    def cancel(self, imported: PrefixImport) -> None:
+        """Let go of an import's blocks, once nothing writes to them any more."""
+        if imported in self._imports:
+            del self._imports[imported]
+            self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""
@@ -259,21 +270,25 @@ class KVCacheManager:
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
-    def suspend(self, seq: Sequence) -> None:
-        """Have what is computed of a preempted sequence copied to host memory, where that pays; before it is freed."""
-        self._swap.save(seq)
+    def suspend(self, seq: Sequence) -> bool:
+        """Save what is computed of a preempted sequence as a ticket, before it is freed; False if it is to be recomputed.
 
-    def resume(self, seq: Sequence) -> Grant:
-        """Load what was copied of a suspended sequence, which has been allocated."""
-        return Grant(*self._swap.restore(seq))
+        Allocating the sequence again uses the ticket. What is lost of it meanwhile is recomputed.
+        """
+        kv = seq.kv
+        kv.ticket = self.tiers.host.save(seq)
+        kv.num_saved = 0 if kv.ticket is None else kv.ticket.num_tokens
+        return kv.ticket is not None
 
-    def discard(self, seq: Sequence, in_flight: deque[InFlightStep]) -> None:
-        """Forget the copy of a suspended sequence."""
-        self._swap.discard(seq, in_flight)
+    def discard(self, seq: Sequence) -> None:
+        """Let go of a sequence's ticket, if it has one."""
+        if seq.kv.ticket is not None:
+            self.tiers.host.discard(seq.kv.ticket)
+            seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Blocks cannot be copied to host memory and back: nothing is from now on."""
-        self.tiers.give_up()
+        """Stop copying blocks to host memory and back: it fails. Suspended sequences are recomputed."""
+        self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -283,36 +298,29 @@ class KVCacheManager:
 
     def begin(self) -> list[tuple[int, int]]:
         """A step is planned: return what it copies out first, (block of the pool, host block)."""
-        return self.tiers.take_due()
+        return self.tiers.host.take_due()
 
     def committed(self, step: InFlightStep) -> None:
-        """A step is done: what it copied out is there."""
-        self._swap.settle(step)
+        """A step is done: what it copied out is in host memory."""
         self.tiers.settle(step, is_done=True)
 
     def rolled_back(self, step: InFlightStep) -> None:
-        """Nothing of a step was done: what it was to copy out never came."""
-        self._swap.settle(step)
+        """Nothing of a step was done: what it was to copy out never arrived."""
         self.tiers.settle(step, is_done=False)
 
     def dropped(self, step: InFlightStep) -> None:
         """A step was not launched, for nothing was left in it."""
-        self._swap.settle(step)
+        self.tiers.host.release(step.host_blocks)
 
-    def learn(self, moves: Moves) -> None:
-        """What copies took."""
-        if moves.num_blocks:
-            self._costs.learn(moves)
-
-    def transferred(self, finished: Iterable[tuple[Transfer, bool]]) -> None:
-        """Blocks have gone between host memory and the disk, or have failed to."""
-        for transfer, is_good in finished:
-            self.tiers.finish(transfer, is_good=is_good)
+    def transferred(self, reports: Iterable[Report]) -> list[Sequence]:
+        """Take in the ends of transfers; returns the sequences that wait for nothing more."""
+        return self.tiers.finish(reports)
 
     def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
-        self._swap.check_integrity(living, in_flight)
-        self.pool.check_integrity(seq.kv.blocks for seq in living)
+        self.tiers.check_integrity([step.host_blocks for step in in_flight])
+        imported = [each.blocks for each in self._imports]
+        self.pool.check_integrity([*(seq.kv.blocks for seq in living), *imported])
         self._cache.check_integrity()
         self._pins.check_integrity()
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])

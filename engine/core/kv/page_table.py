@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 NEVER = sys.maxsize
 
@@ -15,6 +16,23 @@ NEVER = sys.maxsize
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Return the number of blocks that `num_tokens` positions occupy."""
     return -(-num_tokens // block_size)
+
+
+class Layout(NamedTuple):
+    """What two engines have to agree on to exchange blocks."""
+
+    fingerprint: str  # of the weights, the types and the layout of a block
+    block_size: int  # tokens
+    block_bytes: int
+
+
+class Ticket:
+    """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks; see host_tier.py."""
+
+    __slots__ = ("blocks", "num_tokens")
+
+    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+        self.blocks, self.num_tokens = blocks, num_tokens
 
 
 class SequenceKV:
@@ -25,17 +43,16 @@ class SequenceKV:
         "block_size",
         "blocks",
         "chain",
-        "host_blocks",
         "is_cacheable",
         "next_publish",
         "num_awaited",
-        "num_from_disk",
-        "num_from_host",
+        "num_from",
         "num_pinned",
         "num_published",
         "num_saved",
         "shares_tail",
         "slots",
+        "ticket",
         "writable_until",
     )
 
@@ -46,12 +63,11 @@ class SequenceKV:
         self.is_cacheable = bool(names[0])
         self.slots: list[int] = []  # runner rows: one, or one a choice until the prompt of n > 1 is computed
         self.num_pinned = 0  # of the first positions
-        # Positions that it was first admitted with from lower tiers.
-        self.num_from_host = self.num_from_disk = 0
+        self.num_from: dict[str, int] = {}  # positions that it was first admitted with, by the tier below the pool
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
         self.awaits_until_s = 0.0  # ... and when it is admitted without them
-        self.host_blocks: list[int] = []  # of a swapped one: the host block of each logical block ...
-        self.num_saved = 0  # ... and the positions that they hold
+        self.ticket: Ticket | None = None  # from being preempted until it resumes
+        self.num_saved = 0  # positions that its ticket had when it was preempted last
         self.clear()
 
     def clear(self) -> None:
@@ -75,3 +91,20 @@ class SequenceKV:
         self.chain = list(other.chain)
         self.num_published = other.num_published
         self.next_publish = other.next_publish
+
+
+class PrefixImport:
+    """Blocks of the pool for a prompt's first blocks, whose K/V another engine computed; none is in a page table.
+
+    The first `num_found` of `blocks` were cached already.
+    """
+
+    __slots__ = ("blocks", "chain", "num_found", "tokens")
+
+    def __init__(self, chain: list[bytes], tokens: Seq[int], blocks: list[int], num_found: int) -> None:
+        self.chain, self.tokens, self.blocks, self.num_found = chain, tokens, blocks, num_found
+
+    @property
+    def to_fill(self) -> list[int]:
+        """The blocks that the K/V is to be written to."""
+        return self.blocks[self.num_found :]

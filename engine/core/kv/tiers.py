@@ -1,269 +1,271 @@
-"""Where blocks that the pool gives up still are: in host memory, and on a disk behind it. The books; others move bytes.
+"""Decides what moves between the pool, host memory and the stores behind it; engine/runtime/transports moves the bytes.
 
-    leaves     a cached block of the pool is about to be written to: the next plan copies it to a host block first
-    find       host blocks that go on where the pool's end; the plan that admits their sequence copies them in
-    prefetch   a request was queued whose prompt goes on on the disk: that is read into host blocks meanwhile
-    spill      in an idle moment what is new in the pool goes to the disk too, so that it survives the process
+    find        host blocks that continue a prompt where the pool's blocks end: the plan that admits it copies them in
+    prefetch    a request arrived whose prompt continues in a store: these blocks are loaded to host blocks, and the
+                request is parked until they are there or a deadline has passed
+    spill       in an idle moment, new blocks of the pool are saved to the stores too, to survive the process
+    start       the transfers that a transport is to begin; those that were given out are reported to `finish`
 
-What has come to a host block goes on to the disk. Host blocks are one pool with those of preempted sequences, who come
-first; what is only cached takes no pinned one's place. Owned by the scheduler, engine thread; a BlockStore's own thread carries out what is between host and disk.
+Whatever arrives in host memory is saved to every store that lacks it. A host block that a transfer writes to is held by
+the transfer alone until it is reported, whatever happens to the request that waits for it, so late bytes never reach
+another owner. A report that comes twice is ignored. A store is any keeper of blocks behind host memory, such as a disk;
+core knows it by name, size and content. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
+from engine.core.kv.host_tier import HostTier
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import name_block
-from engine.core.kv.swap_belief import SwapBelief
 from engine.core.kv.tier import Tier
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
 
-MAX_STORES = 16  # on their way to the disk at once; of what comes faster than a disk writes, some is not kept
+MAX_PARKED_S = 0.5  # that a request waits for its transfers, while the time to compute it is unknown
+MAX_TRANSFERS = (
+    16  # under way, beyond which no save begins: if blocks come faster than a store writes, some are not saved
+)
 
 
 class Transfer(NamedTuple):
-    """One block between host memory and the disk."""
+    """One block on its way between host memory and a store."""
 
+    transfer_id: int
+    tier: str  # the store's name
     kind: TransferKind
-    digest: bytes
+    name: bytes  # of the content
     host_block: int
-    slot: int
+    slot: int  # of the store
 
 
-class BlockStore(Protocol):
-    """A disk. Transfers are carried out beside the engine thread."""
+Report = tuple[Transfer, bool]  # a transfer that ended, and whether it succeeded
+
+
+class Transport(Protocol):
+    """A store's byte mover. It carries out transfers beside the engine thread and never blocks it."""
 
     def start(self, transfers: Iterable[Transfer]) -> None:
-        """Queue them, fetches first. None begins before the copies of all plans that were launched are done."""
+        """Queue transfers, loads first. None begins before the copies of all plans that were launched are done."""
         ...
 
-    def finished(self, wait_s: float) -> list[tuple[Transfer, bool]]:
-        """Those that ended since the last call, and whether well; waits so long for one if there is none."""
+    def finished(self, wait_s: float) -> list[Report]:
+        """Return the transfers that ended since the last call; if there are none, wait up to `wait_s` for one."""
         ...
 
     def close(self) -> None:
-        """Finish what is queued, and let go."""
+        """Finish what is queued, and release everything."""
         ...
 
 
 class Tiers:
-    """Host blocks, disk slots, and what moves between them."""
+    """Host blocks, the stores' slots, and the transfers between them."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins, costs: SwapBelief) -> None:
-        self._stats = stats
+    def __init__(self, config: SchedulerConfig, stats: Stats, pins: Pins, times: StepTime) -> None:
+        self._stats, self._times = stats, times
         self._size = config.block_size
-        self._costs = costs
-        self._is_caching = config.host_caching
-        num_host, num_disk, share = config.num_host_blocks, config.num_disk_blocks, config.pinned_share
-        self.host = Tier(num_host, config.eviction, self._left_host, pins, int(num_host * share))
-        self.disk = Tier(num_disk, "lru", None, pins, int(num_disk * share))
-        pins.targets += (self.host, self.disk)
-        self.due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
-        self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight
-        self._fresh: dict[bytes, int] = {}  # blocks of the pool that came since and were not spilled, oldest first
-        self._landed: dict[bytes, int] = {}  # host blocks that are to go to the disk, oldest first
-        self._staged: list[tuple[int, Transfer]] = []  # blocks of the pool that the last spill copies to the host
-        self._orders: list[Transfer] = []  # for the store, which has not been told yet
-        self._under_way: dict[bytes, Transfer] = {}  # and these, until they end
-        self._waiting: dict[bytes, list[Sequence]] = {}  # for what is fetched
-        self._unused: set[int] = set()  # host blocks that were fetched and found by nobody since
+        num_host, share = config.num_host_blocks, config.pinned_share
+        self.host = HostTier(num_host, config.block_size, config.eviction, pins, int(num_host * share))
+        self.stores = {name: Tier(num_slots, "lru", pins, int(num_slots * share)) for name, num_slots in config.stores}
+        pins.targets += (self.host, *self.stores.values())
+        self._fresh: dict[bytes, int] = {}  # new blocks of the pool that were not spilled yet, oldest first
+        self._staged: list[tuple[bytes, int, int]] = []  # (name, block, host block) of the last spill
+        self._landed: dict[bytes, int] = {}  # host blocks that are to be saved, oldest first
+        self._num_begun = 0
+        self._orders: list[Transfer] = []  # not yet given to a transport
+        self._under_way: dict[int, Transfer] = {}  # by id, until they are reported
+        self._loading: set[bytes] = set()
+        self._saving: set[tuple[str, bytes]] = set()
+        self._parked: dict[bytes, list[Sequence]] = {}  # sequences by the names that they wait for
 
     # -- the pool and host memory --------------------------------------------------------------------------------------
 
-    def appeared(self, digest: bytes, block: int) -> None:
-        """The prefix cache can find a block."""
-        if self.disk.pool.num_blocks:
-            self._fresh[digest] = block
+    def appeared(self, name: bytes, block: int) -> None:
+        """The prefix cache can find a block of the pool."""
+        if self.stores:
+            self._fresh[name] = block
 
-    def leaves(self, digest: bytes, block: int) -> None:
-        """The prefix cache gives a block up: have it copied, unless the host has it."""
-        self._fresh.pop(digest, None)
-        pool = self.host.pool
-        if self.host.find(digest) < 0 and pool.num_expendable and not self._costs.is_given_up:
-            host = pool.alloc()
-            self.due[host] = block
-            self.host.put(digest, host)
-            pool.free(host)
+    def leaves(self, name: bytes, block: int) -> None:
+        """The pool evicts a cached block."""
+        self._fresh.pop(name, None)
+        self.host.offload(name, block)
 
     def find(self, seq: Sequence, first: int) -> list[int]:
-        """Host blocks that continue a sequence's tokens from block `first` on, if they are worth being copied."""
+        """Return the host blocks that continue a sequence's tokens from block `first` on."""
         found: list[int] = []
-        if self._is_caching:
+        if self.host.pool.num_blocks and not self.host.is_given_up:
             for index in range(first, (len(seq.tokens) - 1) // self._size):
                 host = self.host.find(name_block(seq.kv.chain, seq.tokens, index, self._size))
                 if host < 0:
                     break
                 found.append(host)
-        return found if self._costs.pays_to_bring(first * self._size, len(found) * self._size) else []
+        return found
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
-        """Hold what a sequence was admitted with, and note where it had been."""
-        seq.kv.num_from_disk = self._size * len(self._unused.intersection(found))
-        seq.kv.num_from_host = self._size * len(found) - seq.kv.num_from_disk
-        self._unused.difference_update(found)
+        """Hold the host blocks that a sequence is admitted with, and count its tokens by the tier they came from."""
+        if found and not seq.is_resuming:
+            seq.kv.num_from = {}
+            for host in found:
+                tier = self.host.origins.get(host, "host")
+                seq.kv.num_from[tier] = seq.kv.num_from.get(tier, 0) + self._size
         self.host.pool.found(found)
         for host in found:
+            self.host.origins.pop(host, None)
             self.host.pool.fork(host)
 
-    def take_due(self) -> list[tuple[int, int]]:
-        """What the plan that is being made has to copy out: (block of the pool, host block)."""
-        if not self.due:
-            return []
-        due = [(block, host) for host, block in self.due.items()]
-        self._num_copies.update(self.due.keys())
-        self.due.clear()
-        return due
-
     def settle(self, step: InFlightStep, *, is_done: bool) -> None:
-        """A plan was committed; or taken back, and what it was to copy out never came."""
-        for _, host in step.swap_out:
-            self._num_copies[host] -= 1
-            if self._num_copies[host]:
-                continue
-            del self._num_copies[host]
-            if host in self.due:
-                continue
-            digest = self.host.content(host)
-            if not is_done:
-                self.host.forget(host)
-            elif digest is not None and self.disk.pool.num_blocks:
-                self._landed[digest] = host
+        """Take in the end of a step, committed or rolled back."""
+        arrived = self.host.settle(step, is_done=is_done)
+        if self.stores:
+            self._landed.update(arrived)
 
-    def give_up(self) -> None:
-        """Nothing is copied any more. What was to be copied out and is nobody's never will be."""
-        self._costs.is_given_up = True
-        for host in self.due:
-            self.host.forget(host)
-        self.due.clear()
+    # -- host memory and the stores ------------------------------------------------------------------------------------
 
-    def _left_host(self, host: int) -> None:
-        self.due.pop(host, None)
-        self._unused.discard(host)
+    def prefetch(self, seq: Sequence, first: int, now: float) -> bool:
+        """Load what the stores have of a prompt from block `first` on; True if the sequence is to be parked for it.
 
-    # -- host memory and the disk --------------------------------------------------------------------------------------
-
-    def prefetch(self, seq: Sequence, first: int, now: float) -> None:
-        """Have read what the disk has of a prompt behind its first blocks.
-
-        The sequence waits for it, and who is behind it too, but no longer than that would take to compute.
+        The deadline is when computing these blocks would be done.
         """
-        host, wanted = self.host, list[bytes]()
-        for index in range(first, (len(seq.tokens) - 1) // self._size):
-            digest = name_block(seq.kv.chain, seq.tokens, index, self._size)
-            if host.find(digest) < 0:
-                if self.disk.find(digest) < 0 or len(wanted) >= host.pool.num_blocks // 2:
+        wanted = [] if self.host.is_given_up else self._find_stored(seq, first)
+        for name, tier in wanted:
+            if name not in self._loading:
+                if not self.host.pool.num_expendable:
                     break
-                wanted.append(digest)
-        if not wanted or not self._costs.pays_to_bring(first * self._size, len(wanted) * self._size):
-            return
-        for digest in wanted:
-            if digest not in self._under_way:
-                if not host.pool.num_expendable:
-                    break
-                slot = self.disk.find(digest)
-                self.disk.pool.fork(slot)
-                self._order(Transfer(TransferKind.FETCH, digest, host.pool.alloc(), slot))
-            self._waiting.setdefault(digest, []).append(seq)
+                slot = self.stores[tier].find(name)
+                self.stores[tier].pool.fork(slot)
+                self._loading.add(name)
+                self._begin(tier, TransferKind.LOAD, name, self.host.pool.alloc(), slot)
+            self._parked.setdefault(name, []).append(seq)
             seq.kv.num_awaited += 1
-        seq.kv.awaits_until_s = now + self._costs.compute_s(first * self._size, len(wanted) * self._size)
+        computed_s = self._times.chunk_s(first * self._size, len(wanted) * self._size)
+        seq.kv.awaits_until_s = now + (computed_s if self._times.is_known else MAX_PARKED_S)
+        return seq.kv.num_awaited > 0
 
-    @property
-    def is_fetching(self) -> bool:
-        """True while a sequence may wait for what is on its way."""
-        return bool(self._waiting)
+    def _find_stored(self, seq: Sequence, first: int) -> list[tuple[bytes, str]]:
+        """Return the names that a store has and host memory lacks, and the stores, up to the first that neither has."""
+        wanted: list[tuple[bytes, str]] = []
+        for index in range(first, (len(seq.tokens) - 1) // self._size):
+            name = name_block(seq.kv.chain, seq.tokens, index, self._size)
+            if self.host.find(name) < 0:
+                tier = next((tier for tier, store in self.stores.items() if store.find(name) >= 0), None)
+                if tier is None or len(wanted) >= self.host.pool.num_blocks // 2:
+                    break
+                wanted.append((name, tier))
+        return wanted
 
     @property
     def is_transferring(self) -> bool:
         """True while anything is on its way, or is to go."""
-        return bool(self._under_way or (self._fresh and self._spills))
+        return bool(self._under_way or (self._fresh and self._can_spill))
 
     def spill(self) -> list[tuple[int, int]]:
-        """What is to be copied to the host at once, so that it can go to the disk: (block of the pool, host block)."""
+        """Return the copies that bring new blocks of the pool to host memory to be saved: (block, host block)."""
         self.unstage()
-        while self._fresh and self._spills:
-            digest = next(iter(self._fresh))
-            block = self._fresh.pop(digest)
-            if self.host.find(digest) < 0 and self._lacks(digest):
-                transfer = Transfer(TransferKind.STORE, digest, self.host.pool.alloc(), self.disk.pool.alloc())
-                self._staged.append((block, transfer))
-        return [(block, transfer.host_block) for block, transfer in self._staged]
+        while self._fresh and self._can_spill:
+            name = next(iter(self._fresh))
+            block = self._fresh.pop(name)
+            if self.host.find(name) < 0 and self._lacking(name):
+                self._staged.append((name, block, self.host.pool.alloc()))
+        return [(block, host) for _, block, host in self._staged]
 
     def unstage(self) -> None:
-        """The copies of the last spill never came about."""
-        for _, transfer in self._staged:
-            self.host.pool.free(transfer.host_block)
-            self.disk.pool.free(transfer.slot)
+        """The copies of the last spill never happened."""
+        for _, _, host in self._staged:
+            self.host.pool.free(host)
         self._staged.clear()
 
-    def take_orders(self) -> list[Transfer]:
-        """What the store is to begin: of the plans made so far, all were launched."""
-        for _, transfer in self._staged:
-            self._order(transfer)
-        self._staged.clear()
-        while self._landed and self._takes_stores:
-            digest = next(iter(self._landed))
-            host = self._landed.pop(digest)
-            is_there = self.host.find(digest) == host and host not in self._num_copies and host not in self.due
-            if is_there and self._lacks(digest):
-                self.host.pool.fork(host)
-                self._order(Transfer(TransferKind.STORE, digest, host, self.disk.pool.alloc()))
+    def start(self) -> list[Transfer]:
+        """Return the transfers that are to begin; all plans made so far were launched."""
+        for name, _, host in self._staged:
+            self._save(name, host)
+        self.unstage()
+        while self._landed and self._may_save:
+            name = next(iter(self._landed))
+            host = self._landed.pop(name)
+            if self.host.has_content(name, host):
+                self._save(name, host)
         orders, self._orders = self._orders, []
         return orders
 
-    def finish(self, transfer: Transfer, *, is_good: bool) -> None:
-        """The store is done with one."""
-        kind, digest, host, slot = transfer
-        del self._under_way[digest]
-        if kind is TransferKind.FETCH and not is_good:
-            self.disk.forget(slot)  # what cannot be read once is not asked for again
-        elif kind is TransferKind.FETCH and self.host.find(digest) < 0:
-            self.host.put(digest, host)
-            self._unused.add(host)
-        elif kind is TransferKind.STORE and is_good:
-            self.disk.put(digest, slot)
-        self.host.pool.free(host)
-        self.disk.pool.free(slot)
-        for seq in self._waiting.pop(digest, ()):
-            seq.kv.num_awaited -= 1
-        counts = self._stats.transferred if is_good else self._stats.failed_transfers
-        counts[kind] += 1
+    def finish(self, reports: Iterable[Report]) -> list[Sequence]:
+        """Take in the ends of transfers; returns the sequences that wait for nothing more."""
+        ready: list[Sequence] = []
+        for (transfer_id, tier, kind, name, host, slot), is_good in reports:
+            if self._under_way.pop(transfer_id, None) is None:
+                continue  # it was reported before
+            store = self.stores[tier]
+            if kind is TransferKind.SAVE:
+                self._saving.discard((tier, name))
+                if is_good:
+                    store.put(name, slot)
+            else:
+                self._loading.discard(name)
+                if not is_good:
+                    store.forget(slot)  # what cannot be read once is not asked for again
+                elif self.host.find(name) < 0:
+                    self.host.put(name, host)
+                    self.host.origins[host] = tier
+                for seq in self._parked.pop(name, ()):
+                    seq.kv.num_awaited -= 1
+                    if not seq.kv.num_awaited:
+                        ready.append(seq)
+            self.host.pool.free(host)
+            store.pool.free(slot)
+            counts = self._stats.transferred if is_good else self._stats.failed_transfers
+            counts[kind] += 1
+        return ready
 
-    def restore(self, kept: Iterable[tuple[bytes, int]]) -> None:
-        """What a disk has from before, (digest, slot), oldest first. Once, before anything else."""
-        slots = self.disk.pool.alloc_many(self.disk.pool.num_blocks)
-        for digest, slot in kept:
-            self.disk.put(digest, slot)
-            self.disk.pool.free(slot)
+    def restore(self, tier: str, kept: Iterable[tuple[bytes, int]]) -> None:
+        """Take in what a store has from before, (name, slot), oldest first. Once, before anything else."""
+        store = self.stores[tier]
+        slots = store.pool.alloc_many(store.pool.num_blocks)
+        for name, slot in kept:
+            store.put(name, slot)
+            store.pool.free(slot)
         for slot in slots:
-            if self.disk.content(slot) is None:
-                self.disk.pool.free(slot)
+            if store.content(slot) is None:
+                store.pool.free(slot)
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless `holders` and the transfers hold what is held of host blocks and slots."""
-        transfers = [*self._under_way.values(), *(transfer for _, transfer in self._staged)]
-        self.host.check_integrity([*holders, [transfer.host_block for transfer in transfers]])
-        self.disk.check_integrity([[transfer.slot for transfer in transfers]])
-        assert self._waiting.keys() <= self._under_way.keys(), "somebody waits for what nobody fetches"
+        transfers = list(self._under_way.values())
+        hosts = [transfer.host_block for transfer in transfers] + [host for _, _, host in self._staged]
+        self.host.check_integrity([*holders, hosts])
+        for tier, store in self.stores.items():
+            store.check_integrity([[transfer.slot for transfer in transfers if transfer.tier == tier]])
+        assert self._parked.keys() <= self._loading, "a sequence waits for a block that is not being loaded"
 
     @property
-    def _spills(self) -> bool:
-        return self._takes_stores and self.host.pool.num_expendable > 0 and not self._costs.is_given_up
+    def _may_save(self) -> bool:
+        return len(self._under_way) + len(self._staged) < MAX_TRANSFERS
 
     @property
-    def _takes_stores(self) -> bool:
-        return len(self._under_way) + len(self._staged) < MAX_STORES and self.disk.pool.num_expendable > 0
+    def _can_spill(self) -> bool:
+        return self._may_save and self.host.pool.num_expendable > 0 and not self.host.is_given_up
 
-    def _lacks(self, digest: bytes) -> bool:
-        """The disk has not got it, nor is it on its way."""
-        return self.disk.find(digest) < 0 and digest not in self._under_way
+    def _lacking(self, name: bytes) -> list[str]:
+        """Return the stores that lack a content and have room for it."""
+        return [
+            tier
+            for tier, store in self.stores.items()
+            if store.find(name) < 0 and (tier, name) not in self._saving and store.pool.num_expendable
+        ]
 
-    def _order(self, transfer: Transfer) -> None:
-        self._under_way[transfer.digest] = transfer
+    def _save(self, name: bytes, host: int) -> None:
+        """Save a host block to every store that lacks it."""
+        for tier in self._lacking(name):
+            self.host.pool.fork(host)
+            self._saving.add((tier, name))
+            self._begin(tier, TransferKind.SAVE, name, host, self.stores[tier].pool.alloc())
+
+    def _begin(self, tier: str, kind: TransferKind, name: bytes, host: int, slot: int) -> None:
+        self._num_begun += 1
+        transfer = Transfer(self._num_begun, tier, kind, name, host, slot)
+        self._under_way[transfer.transfer_id] = transfer
         self._orders.append(transfer)

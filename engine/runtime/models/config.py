@@ -1,6 +1,6 @@
-"""What a decoder of the Llama lineage is, as numbers and choices: all that layers.py and decoder.py look at.
+"""The numbers and choices that define a decoder of the Llama lineage.
 
-models/families.py fills a ModelConfig in, from a checkpoint's own words; nothing past that point reads a config.json.
+layers.py and decoder.py read nothing else. models/families.py fills in a ModelConfig from a checkpoint's config.json; no later code reads that file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from engine.runtime.models.rope_config import RopeConfig
 
 
 class Activation(Enum):
-    """What the gate of an MLP goes through."""
+    """The activation function of an MLP's gate."""
 
     SILU = auto()
     GELU_TANH = auto()
@@ -20,7 +20,7 @@ class Activation(Enum):
 
 
 class NormPlacement(Enum):
-    """Where a layer norms: what goes into attention and MLP, what comes out of them, or both."""
+    """What a layer normalises: the inputs of attention and MLP, their outputs, or both."""
 
     PRE = auto()
     POST = auto()
@@ -28,7 +28,7 @@ class NormPlacement(Enum):
 
 
 class QKNorm(Enum):
-    """Whether queries and keys are normed before they are rotated: each head alone, or all heads as one vector."""
+    """How queries and keys are normalised before rotation: by head, or all heads as one."""
 
     NONE = auto()
     HEAD = auto()
@@ -37,7 +37,7 @@ class QKNorm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """How one layer differs from its neighbours. `window` None sees everything; `rope` None has no positions."""
+    """One layer's settings. `window` None attends to everything; `rope` None: no positions."""
 
     window: int | None
     rope: RopeConfig | None
@@ -75,7 +75,7 @@ class ModelConfig:
 
     @property
     def num_weights(self) -> int:
-        """Elements of the matrices, which are nearly all that is allocated."""
+        """Return the elements of all matrices, which are nearly all of the allocation."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size)
         return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2) + len(self.layers) * layer

@@ -1,7 +1,7 @@
-"""The config.json of a model folder and the names of its weights, as the models read them; without torch, so early.
+"""Reads config.json and the names of weight files of a model folder, without torch.
 
-A checkpoint of the Gemma 3 lineage with vision holds the text model's settings under `text_config`; they stand in for the
-whole, as the text model is served alone.
+A Gemma 3 checkpoint with vision holds the text model's settings under `text_config`; they replace the whole config, because
+the text model is served alone.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.regular_file import check_regular, read_json, reason
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.servable import refuse_unservable
 
 INDEX = "model.safetensors.index.json"
-_MAX_BYTES = 64 << 20  # an index of the largest checkpoints takes 10 MB
+_MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 # The sizes that Gemma 3's published checkpoints with vision leave out, as transformers' Gemma3TextConfig has them.
 _GEMMA3 = {
     "vocab_size": 262_208,
@@ -33,7 +33,7 @@ _GEMMA3 = {
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint. Raises ModelLoadError."""
+    """Return the JSON object in a file of a checkpoint. Raises ModelLoadError."""
     try:
         values = read_json(path, _MAX_BYTES)
     except FileNotFoundError:
@@ -48,7 +48,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The settings of the language model in a folder. Raises ModelLoadError, also for a kind that cannot be served."""
+    """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
     values = read_object(folder / "config.json")
     refuse_unservable(values, str(folder / "config.json"))
     text = values.get("text_config")
@@ -59,14 +59,14 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def is_native(config: EngineConfig, path: Path) -> bool:
-    """Whether Quire's own decoder runs the model, and not transformers' code."""
+    """Return whether Quire's decoder runs the model, instead of transformers' code."""
     if config.model_impl != "auto":
         return config.model_impl == "quire"
     return path.suffix == ".gguf" or read_model_config(path).get("model_type") in FAMILIES
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or the shards its index names. Raises ModelLoadError."""
+    """Return a checkpoint's safetensors files, one or shards. Raises ModelLoadError."""
     single, index = folder / "model.safetensors", folder / INDEX
     if index.exists():
         files = [folder / name for name in _shard_names(index)]

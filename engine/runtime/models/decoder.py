@@ -1,7 +1,7 @@
-"""The decoder of the Llama lineage: one class, and a ModelConfig says which of its forms.
+"""The decoder of the Llama lineage: one class, configured by a ModelConfig.
 
-Made empty on its device, filled through `tensors` by a loader, then `finish`ed; after that the engine thread calls
-`forward` and `logits`. It knows tokens and positions, never sequences, blocks or slots.
+It is created empty on its device, filled through `tensors` by a loader, and completed by `finish`. Then the engine thread
+calls `forward` and `logits`. It knows tokens and positions, not sequences, blocks or slots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.runtime.native.decoder import LayerParts, NativeDecoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.weights.checkpoint import Keep
 
-# Before attention, after it, before the MLP, after it: what checkpoints call these norms, where a layer has them.
+# Checkpoint names of the norms before attention, after it, before the MLP and after it.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
     NormPlacement.PRE: ("input_layernorm", None, "post_attention_layernorm", None),
     NormPlacement.POST: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -76,8 +76,9 @@ class DecoderLayer:
         attention: LayerAttention,
         adapters: LayerAdapters | None,
     ) -> Tensor:
-        """Add what the layer before has left, `delta`, to the residual stream x [T, hidden], in place, and go on from
-        there; returns what this one leaves. A sum and the norm of it are one pass over memory where they can be."""
+        """Add the previous layer's output `delta` to x [T, hidden]; return this layer's output.
+
+        The sum and its norm are one pass over memory where possible."""
         normed = self._before_attention.add(x, delta, self._scale)
         attended = self._after_attention(self._attention(normed, angles, attention, adapters))
         return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale), adapters))
@@ -103,7 +104,7 @@ class DecoderLayer:
                 )
 
     def _matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """All of them, in the order of Place."""
+        """Return all matrices, in the order of Place."""
         yield from (("self_attn", matrix) for matrix in self._attention.matrices())
         yield from (("mlp", matrix) for matrix in self._mlp.matrices())
 
@@ -114,7 +115,7 @@ class DecoderLayer:
             norm.finish()
 
     def parts(self, rotary: int | None) -> LayerParts | None:
-        """For the native library, or None if it does not hold every matrix."""
+        """Return the layer for the native library, None if that lacks a matrix."""
         matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
         linears = [linear.args for linear in matrices if linear.args is not None]
         if len(linears) < len(matrices):
@@ -125,7 +126,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A CausalLM. `served_len` is the longest sequence it will see, which some rope scalings must know."""
+    """A CausalLM; some rope scalings need `served_len`, the longest sequence it will see."""
 
     graph_safe = True
 
@@ -156,7 +157,7 @@ class Decoder:
         self._config = config
         self._embedding = make.empty(config.vocab_size, config.hidden_size)
         self._embed: Callable[[Tensor], Tensor] = self._look_up
-        # Rounded to the weights' type, as Gemma's published code does.
+        # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [DecoderLayer(index, config, make) for index in range(len(config.layers))]
         self._norm = RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset)
@@ -165,7 +166,7 @@ class Decoder:
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
-        # Which rotary turns each layer; the entry after the last rotary is the None of a layer without positions.
+        # The rotary of each layer; the index after the last rotary stands for a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     def _look_up(self, ids: Tensor) -> Tensor:
@@ -173,7 +174,7 @@ class Decoder:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native library does the products."""
+        """Return whether the native library computes the products."""
         return self._head.is_native
 
     def forward(
@@ -184,7 +185,7 @@ class Decoder:
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
     ) -> Tensor:
-        """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
+        """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         if self._native is not None and attention.paged_step is not None:
             return self._native.forward(ids, positions, attention.paged_step, rows, adapters)
         x = self._embed(ids)
@@ -200,8 +201,8 @@ class Decoder:
         return self._norm.add(x, delta, self._config.residual_multiplier)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab_size], in `out` if it is given."""
-        # Rounded to bfloat16, logits of 25 would lie 0.125 apart, and the two best often on the same number.
+        """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
+        # In bfloat16, logits near 25 would be 0.125 apart, and the two best would often be equal.
         logits = self._head.in_float32(hidden, out)
         if self._config.logit_multiplier != 1.0:
             logits.mul_(self._config.logit_multiplier)
@@ -210,7 +211,7 @@ class Decoder:
         return logits
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight under its checkpoint name, as a view to be filled."""
+        """Return every weight under its checkpoint name, as a view to fill."""
         named = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
         if not self._config.tied_head:
             named["lm_head.weight"] = self._head.weight
@@ -219,7 +220,7 @@ class Decoder:
         return named
 
     def keepers(self) -> dict[str, Keep]:
-        """Where matrices go that stay quantised or become fp8, under their checkpoint names; `tensors` has them as well."""
+        """Return sinks for matrices that stay quantised or become fp8, by checkpoint name."""
         head = "model.embed_tokens.weight" if self._config.tied_head else "lm_head.weight"
         named: dict[str, Keep] = {head: partial(self._head.keep, 0)}
         for index, layer in enumerate(self._layers):
@@ -227,15 +228,15 @@ class Decoder:
         return named
 
     def adapter_targets(self) -> dict[str, Target]:
-        """What adapters can change, under checkpoint names."""
+        """Return the matrices that adapters can change, by checkpoint name."""
         layers = enumerate(self._layers)
         return {f"model.layers.{i}.{name}": target for i, layer in layers for name, target in layer.adapter_targets(i)}
 
     def finish(self) -> None:
-        """Fold and pack what was loaded; views from `tensors` are dead afterwards.
+        """Fold and pack the loaded weights; views from `tensors` are invalid afterwards.
 
-        A tied matrix is held once: packed for the head, its rows are read from there. (Quantised or packed for oneDNN it
-        does not give its rows back, and then the embedding stays beside it.)
+        A tied matrix is held once: it is packed for the head, and the embedding reads its rows from there. If it is
+        quantised, or packed for oneDNN, its rows cannot be read, and the embedding is kept as well.
         """
         for layer in self._layers:
             layer.finish()
@@ -247,7 +248,7 @@ class Decoder:
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:
-        """The same model for the native library, where that is here and holds every matrix."""
+        """Describe the model to the native library, if that holds every matrix."""
         library, config = native(), self._config
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.parts(rope) for layer, rope in zip(self._layers, ropes, strict=True)]

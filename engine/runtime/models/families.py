@@ -1,7 +1,7 @@
-"""The model families of the Llama lineage, each as its differences from the common reading of a config.json.
+"""The model families of the Llama lineage, each as its differences from the others.
 
-A new family is one function, one line in FAMILIES and one tiny-config test; a family never calls another. What a
-family does not understand it refuses by name: a setting that changes the answer is never skipped.
+A new family is one function, one line in FAMILIES and one tiny-config test; a family never calls another. A family refuses
+by name every setting that it does not implement and that would change the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
-    """The ModelConfig of a config.json; `source` is named in errors."""
+    """Return the ModelConfig of a config.json; `source` is named in errors."""
     hf = HFConfig(values, source)
     family = FAMILIES.get(hf.text("model_type"))
     if family is None:
@@ -40,7 +40,7 @@ def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
 
 
 def llama(hf: HFConfig) -> ModelConfig:
-    """Llama 1 to 3.3, SmolLM2, and the many that took its shape."""
+    """Llama 1 to 3.3, SmolLM2, and other models of the same architecture."""
     return replace(_common(hf), mlp_bias=hf.flag("mlp_bias"))
 
 
@@ -58,7 +58,7 @@ def qwen3(hf: HFConfig) -> ModelConfig:
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
-    """Every fourth layer knows no positions; those layers are the ones that may have a window."""
+    """SmolLM3: every fourth layer has no positions; only those may have a window."""
     num_layers, every = _num_layers(hf), hf.size("no_rope_layer_interval", 4)
     turned = hf.numbers("no_rope_layers") if hf.has("no_rope_layers") else [(i + 1) % every for i in range(num_layers)]
     if len(turned) != num_layers:
@@ -82,19 +82,19 @@ def phi3(hf: HFConfig) -> ModelConfig:
 
 
 def gemma(hf: HFConfig) -> ModelConfig:
-    # The first Gemma checkpoints say "gelu" and mean its tanh approximation.
+    # The first Gemma checkpoints say "gelu" for its tanh approximation.
     return replace(_gemma_common(hf), activation=Activation.GELU_TANH)
 
 
 def gemma2(hf: HFConfig) -> ModelConfig:
-    """Windows on every other layer, soft-capped scores and logits, norms on both sides."""
+    """Gemma 2: windows on every other layer, soft caps, norms on both sides."""
     types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
     return replace(
         _gemma_common(hf),
         activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         norm_placement=NormPlacement.SANDWICH,
         attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-        # null switches a cap off, absence means the family's own
+        # null switches a cap off, absence means the family's default
         attention_softcap=hf.optional_positive("attn_logit_softcapping")
         if "attn_logit_softcapping" in hf.values
         else 50.0,
@@ -106,7 +106,7 @@ def gemma2(hf: HFConfig) -> ModelConfig:
 
 
 def gemma3(hf: HFConfig) -> ModelConfig:
-    """The text model: five window layers with a short rope base to one full layer with a long one."""
+    """Gemma 3's text model: five window layers with a short rope base to one full layer."""
     period = hf.size("sliding_window_pattern", 6)
     types = [_SLIDING if (i + 1) % period else _FULL for i in range(_num_layers(hf))]
     ropes = _ropes_by_type(hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
@@ -139,7 +139,7 @@ def olmo2(hf: HFConfig) -> ModelConfig:
 
 
 def olmo3(hf: HFConfig) -> ModelConfig:
-    """OLMo 2 with windows on three layers of four; only the full layers stretch their rope."""
+    """OLMo 2 with windows on three layers of four; only full layers scale their rope."""
     types = [_SLIDING if (i + 1) % 4 else _FULL for i in range(_num_layers(hf))]
     theta = hf.positive("rope_theta", 500_000.0)
     ropes = _ropes_by_type(hf, types, local_theta=theta, theta=theta)
@@ -168,7 +168,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
 
 
 def _common(hf: HFConfig) -> ModelConfig:
-    """What all families spell alike."""
+    """Return the settings that all families name alike."""
     num_heads, bias = hf.size("num_attention_heads"), hf.flag("attention_bias")
     return ModelConfig(
         vocab_size=hf.size("vocab_size"),
@@ -189,7 +189,7 @@ def _common(hf: HFConfig) -> ModelConfig:
 
 
 def _gemma_common(hf: HFConfig) -> ModelConfig:
-    """What the generations of Gemma share."""
+    """Return the settings that the generations of Gemma share."""
     hf.refuse("use_bidirectional_attention", "generation needs causal attention")
     return replace(
         _common(hf),
@@ -221,14 +221,14 @@ def _activation(hf: HFConfig, key: str, default: str) -> Activation:
 def _layers(
     hf: HFConfig, *, windows: Sequence[int | None] | None = None, ropes: Sequence[RopeConfig | None] | None = None
 ) -> tuple[LayerConfig, ...]:
-    """All layers; without `windows` none has one, without `ropes` all have the same."""
+    """Return all layers; without `ropes` all have the same rope."""
     windows = windows or [None] * _num_layers(hf)
     ropes = ropes or [_rope(hf)] * _num_layers(hf)
     return tuple(LayerConfig(window, rope) for window, rope in zip(windows, ropes, strict=True))
 
 
 def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:
-    """`layer_types`, or the family's own `types` where a checkpoint names none."""
+    """Return `layer_types`, or the family's default `types`."""
     types = hf.texts("layer_types") if hf.has("layer_types") else types
     if len(types) != _num_layers(hf) or not {_SLIDING, _FULL}.issuperset(types):
         raise hf.error("layer_types", f"{_num_layers(hf)} entries, each {_SLIDING} or {_FULL}")
@@ -247,13 +247,13 @@ def _qwen_windows(hf: HFConfig) -> list[int | None]:
 
 
 def _rope(hf: HFConfig, theta: float = 10_000.0) -> RopeConfig:
-    """One rope for all layers: `rope_parameters` as transformers 5 writes it, else `rope_theta` and `rope_scaling`."""
+    """Return one rope for all layers, from `rope_parameters` (transformers 5) or older keys."""
     params = hf.section("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
     return _rope_from(hf, params, theta=hf.positive("rope_theta", theta))
 
 
 def _ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, theta: float) -> list[RopeConfig | None]:
-    """One rope for window layers, one for full ones: nested as transformers 5 writes them, or flat as before it."""
+    """Return the ropes of window and full layers: nested (transformers 5), or flat."""
     nested = hf.section("rope_parameters")
     full = nested.section(_FULL) if nested.values else hf.section("rope_scaling")
     ropes = {

@@ -1,7 +1,7 @@
 """Typed access to a checkpoint's config.json.
 
-Families read their settings through this; it knows the spelling of Hugging Face, no model. As in that library, null
-means absent. A value that is missing or of the wrong type is a ModelLoadError naming the key.
+Families read their settings through this module, which knows Hugging Face's spelling but no model. As in that library, null
+means absent. A value that is missing or of the wrong type is a ModelLoadError that names the key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HFConfig:
         return self._read(key, int, default)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1, and no more than anything in memory can have of."""
+        """Return an integer of at least 1, within the bounds of memory."""
         if self.integer(key, default) < 1:
             raise self.error(key, "an integer of at least 1")
         if self.integer(key, default) > _MAX_SIZE:
@@ -36,7 +36,7 @@ class HFConfig:
         return self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.values.get(key)
         if type(value) is int and abs(value) < _MAX_SIZE:  # JSON writes 10000.0 and 10000 alike
             return float(value)
@@ -46,7 +46,7 @@ class HFConfig:
         return found
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         found = self.number(key, default)
         if found <= 0:
             raise self.error(key, "a number above 0")
@@ -71,21 +71,21 @@ class HFConfig:
         return self.positive(key) if self.has(key) else None
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of finite numbers."""
+        """Return a list of finite numbers."""
         values = self._list(key)
         if not all(isinstance(value, (int, float)) and abs(value) < _MAX_SIZE for value in values):
             raise self.error(key, "a list of finite numbers")
         return tuple(float(value) for value in values)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         values = self._list(key)
         if not all(isinstance(value, str) for value in values):
             raise self.error(key, "a list of strings")
         return tuple(values)
 
     def section(self, key: str) -> HFConfig:
-        """The object under `key`; an empty one where it is absent."""
+        """Return the object under `key`; an empty one if it is absent."""
         value = self.values.get(key)
         if value is None:
             value = {}
@@ -97,13 +97,13 @@ class HFConfig:
         return self.values.get(key) is not None
 
     def error(self, key: str, wanted: str) -> ModelLoadError:
-        """The error for a value Quire cannot use; `wanted` says what it can."""
+        """Return the error for an unusable value; `wanted` names the usable ones."""
         value = self.values.get(key)
         found = "is missing" if value is None else f"is {value!r:.200}"
         return ModelLoadError(f"{self.source}: {key!r} {found}; Quire needs {wanted}.")
 
     def refuse(self, key: str, why: str) -> None:
-        """Raise if the setting is on: it would change the answer and is not implemented."""
+        """Raise if the setting is on: it changes the answer and is not implemented."""
         if self.values.get(key):
             raise ModelLoadError(
                 f"{self.source}: {key!r} is {self.values[key]!r:.200}, which Quire cannot serve: {why}."

@@ -1,8 +1,8 @@
-"""The parts of a decoder layer over a flat batch of tokens: norm, attention, MLP, embedding.
+"""The parts of a decoder layer over a flat token batch: norm, attention, MLP, embedding.
 
-Plain objects holding tensors; the engine thread calls them. A part that belongs to a checkpoint names its tensors by
-the checkpoint's own keys (`tensors`), as views into the merged weights, so that loading is one copy. Each torch call
-costs about 5 us on a CPU and there are thirty layers: the number of calls is kept down on purpose.
+Plain objects that hold tensors; the engine thread calls them. Each part names its tensors by the checkpoint's keys
+(`tensors`), as views into the merged weights, so loading is one copy. A torch call costs about 5 us on a CPU and there are
+thirty layers, so the code makes few calls.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]
 Angles = tuple[Tensor, Tensor]
-# What a step's adapters add to the product of x with a matrix of one layer.
+# The terms that a step's adapters add to the product of x with a matrix of one layer.
 LayerAdapters = Callable[[Place, Tensor], Sequence[Addend]]
 
 
 class Maker(NamedTuple):
-    """Where and in what type weights are made."""
+    """The device and type of new weights."""
 
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization = Quantization.NONE  # of linears; to fp8, where their sides allow it
+    quantization: Quantization = Quantization.NONE  # of linears; fp8 where their dimensions allow it
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -49,32 +49,32 @@ class Maker(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A linear, and the names under which checkpoints hold its parts: one, or as many as `rows` says, top to bottom."""
+    """A linear, and the checkpoint names of its parts, one for each entry of `rows`."""
 
     linear: Linear
     names: Sequence[str]
     rows: Sequence[int] = ()
 
     def tensors(self) -> Named:
-        """The parts, as views to be filled."""
+        """Return the parts, as views to fill."""
         for name, first_row, num_rows in self.parts():
             yield f"{name}.weight", self.linear.weight.narrow(0, first_row, num_rows)
             if self.linear.bias is not None:
                 yield f"{name}.bias", self.linear.bias.narrow(0, first_row, num_rows)
 
     def keepers(self) -> Iterator[tuple[str, Keep]]:
-        """Where the parts go that stay as their file has them."""
+        """Return the sinks of parts that keep their file's format."""
         for name, first_row, _ in self.parts():
             yield f"{name}.weight", partial(self.linear.keep, first_row)
 
     def parts(self) -> Iterator[tuple[str, int, int]]:
-        """Name, first row and number of rows of each."""
+        """Yield name, first row and number of rows of each part."""
         rows = self.rows if len(self.names) > 1 else self.linear.shape[:1]
         yield from zip(self.names, accumulate(rows, initial=0), rows, strict=False)
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension, computed in float32 and rounded once.
+    """x / rms(x) * weight over the last dimension, in float32 and rounded once.
 
     With `offset` the scale is 1 + weight and stays in float32, as Gemma needs it.
     """
@@ -87,7 +87,7 @@ class RMSNorm:
         self._offset = offset
 
     def finish(self) -> None:
-        """Fold the offset in, once loaded."""
+        """Fold in the offset after loading."""
         if self._offset:
             self.weight.add_(1.0)
 
@@ -100,7 +100,7 @@ class RMSNorm:
 
 
 class NoNorm:
-    """The norm that is not there."""
+    """A norm that does nothing."""
 
     __slots__ = ()
 
@@ -113,7 +113,7 @@ class NoNorm:
 
 
 class HeadNorm:
-    """RMSNorm of every query and key head, both in one pass over [T, heads, head_dim]."""
+    """RMSNorm of every query and key head, in one pass over [T, heads, head_dim]."""
 
     __slots__ = ("_heads", "_offset", "_scale", "eps", "k", "q")
 
@@ -174,7 +174,7 @@ class Attention:
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         self._index = index
         self._num_heads = config.num_heads
-        self._heads = config.num_heads + config.num_kv_heads  # those that are normed and rotated
+        self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated
         self._shape = (-1, self._heads + config.num_kv_heads, config.head_dim)
         self._merged = config.merged_checkpoint
         width = config.num_heads * config.head_dim
@@ -186,9 +186,9 @@ class Attention:
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
-        """x [T, hidden]; `angles` from Rotary, None for a layer without positions.
+        """Compute attention for x [T, hidden]; `angles` from Rotary, None without positions.
 
-        What `attention` gets are views into wider rows: a token's heads lie together, tokens do not.
+        The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
         qkv = self.qkv(x, _addends(adapters, Place.QKV, x)).view(self._shape)
         if attention.from_projected is not None:
@@ -206,7 +206,7 @@ class Attention:
         return self.o(x, _addends(adapters, Place.O, x))
 
     def _norm_whole(self, qkv: Tensor) -> Tensor:
-        """Norms that a Rotation does not know, in place."""
+        """Apply, in place, the norms that a Rotation does not cover."""
         if isinstance(self._norm, FullNorm):
             qk = qkv[:, : self._heads]
             qk.copy_(self._norm(qk))
@@ -238,7 +238,7 @@ class Attention:
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights of the norms of queries and keys."""
+        """Return the weights of the norms of queries and keys."""
         return (None, None) if self._norm is None else (self._norm.q.weight, self._norm.k.weight)
 
 

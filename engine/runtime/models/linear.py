@@ -1,14 +1,14 @@
 """The one matrix product of every model: y = x W^T + b.
 
-All linears go through `Linear`, so a cheaper way to hold or multiply a weight is built here and models never know. On
-a CPU the weight is packed once, for the first of these that the machine has:
+All linears go through `Linear`, so other ways to store or multiply a weight are added here, and models do not change. On
+a CPU the weight is packed once, for the first of these that applies:
 
-- the native library's product with quantised weights: rows of a GGUF file as they are, or int8, where it was asked for.
-- the native library's product. Each sum is taken in one order, so a row's result is the same bits whatever else is in
-  the batch: a seeded request says the same alone and in a crowd.
-- oneDNN's layout, through operators private to torch, which are therefore tried on a small matrix first: 23 ms a step
-  of the default model instead of 35.
-- F.linear, when neither works.
+- the native library's product with quantised weights: rows of a GGUF file as stored, or int8 on request.
+- the native library's product. Each sum has one order, so a row's result has the same bits in any batch, and a seeded
+  request gives the same text alone and in a full batch.
+- oneDNN's layout, through private operators of torch, which are tried on a small matrix first: 23 ms a step of the
+  default model instead of 35.
+- F.linear, if none of these works.
 
 On CUDA it is F.linear, or where the weight is made as float8_e4m3fn the product of cuda/fp8_linear.py, for which rows
 are quantised as they are kept.
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
     from engine.runtime.cuda.fp8_linear import Fp8Linear
 
 Kernel = Callable[[Tensor], Tensor]
-FP8_MULTIPLE = 16  # of both sides of a weight; the product asks for it
-FP8_FIRST_CAPABILITY = (9, 0)  # of cards; the first with a product of which every row has a scale
+FP8_MULTIPLE = 16  # multiple required of both dimensions of a weight
+FP8_FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that scales every row
 _NATIVE = (PackedLinear, QuantisedLinear)
-_CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as quire_cpu.h has them
+_CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as in quire_cpu.h
 
 
 class Quantization(Enum):
-    """What becomes of the weights of linears, by the names that --quantization has."""
+    """How weights of linears are stored, by the names of --quantization."""
 
     NONE = "none"
-    GGUF = "gguf"  # they stay as their file has them
+    GGUF = "gguf"  # as stored in the file
     INT8 = "int8"
     FP8 = "fp8"
 
 
 class Addend(NamedTuple):
-    """What joins some rows of a product before its activation: low [R, rank] up^T. rows [R] int64 ascend.
+    """A term added to some rows of a product before its activation: low [R, rank] up^T.
 
-    `up` was made for the same activation, so that its rows are packed alike; it does not apply it.
+    rows [R] int64 ascend. `up` is packed for the same activation but does not apply it.
     """
 
     rows: Tensor
@@ -64,10 +64,10 @@ class Addend(NamedTuple):
 
 
 class Linear:
-    """A weight [outputs, inputs] and perhaps a bias [outputs]; uninitialised until a checkpoint fills them.
+    """A weight [outputs, inputs] and an optional bias, uninitialised until filled.
 
-    A part of the weight may be `keep`t as its file has it instead; what is then not written of `weight` takes no memory.
-    One of float8_e4m3fn has to be: numbers without their scales would be copied there.
+    A part of the weight may be `keep`t in its file's format instead; the unwritten part of `weight` then takes no memory.
+    A weight of float8_e4m3fn must be kept, because copying would lose the scales.
     With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
     """
 
@@ -83,22 +83,25 @@ class Linear:
     ) -> None:
         self.weight = weight
         self.bias = bias
-        self.shape = (weight.shape[0], weight.shape[1])  # which is known of a packed weight too
+        self.shape = (weight.shape[0], weight.shape[1])  # known for a packed weight too
         self._quantization = quantization
         self._activation = activation
         self._kept: dict[int, StoredTensor] = {}
         self._kernel: Kernel = self._plain
         self._fp8: Fp8Linear | None = None
         if weight.dtype == torch.float8_e4m3fn:
-            from engine.runtime.cuda.fp8_linear import Fp8Linear  # imports Triton, which CPUs go without
+            from engine.runtime.cuda.fp8_linear import Fp8Linear  # imports Triton, which a CPU-only machine may lack
 
             self._kernel = self._fp8 = Fp8Linear(weight, bias)
 
     def __call__(self, x: Tensor, addends: Sequence[Addend] = ()) -> Tensor:
-        """x [T, inputs] -> [T, outputs], half as many with an activation. No row is in two addends."""
+        """Return [T, outputs] of x [T, inputs], half as many outputs with an activation.
+
+        No row is in two addends.
+        """
         if isinstance(self._kernel, _NATIVE):
             packed = [PackedAddend(rows, low, up.args) for rows, low, up in addends if up.args is not None]
-            assert len(packed) == len(addends), "what the library adds to, it has packed"
+            assert len(packed) == len(addends), "a matrix with addends is packed"
             return self._kernel(x, addends=packed)
         y = self._kernel(x)
         for rows, low, up in addends:
@@ -106,8 +109,9 @@ class Linear:
         return y if self._activation is None else act_mul(y, self._activation)
 
     def in_float32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The product in float32, in `out` if it is given. Its sums are not rounded in between where the native library
-        makes it, or CUDA from weights of 16 bits."""
+        """Return the product in float32, in `out` if given.
+
+        The sums are not rounded in between if the native library computes it, or CUDA from weights of 16 bits."""
         if isinstance(self._kernel, _NATIVE):
             y = self._kernel(x, torch.float32)
         elif self._kernel == self._plain and self._activation is None and _has_float32_products(x.device, x.dtype):
@@ -121,20 +125,20 @@ class Linear:
 
     @property
     def rows(self) -> Callable[[Tensor], Tensor] | None:
-        """Rows of the packed weight by number, ids [T] -> [T, inputs], where it gives them back as they were."""
+        """Return unpacked rows [T, inputs] of the weight for ids [T], where that is possible."""
         return self._kernel.rows if isinstance(self._kernel, PackedLinear) else None
 
     def keep(self, first_row: int, stored: StoredTensor) -> None:
-        """Rows `first_row` and on are to stay quantised, as `stored` has them; in fp8 they are quantised at once."""
+        """Keep rows from `first_row` on quantised, as in `stored`; fp8 quantises them now."""
         if self._fp8 is not None:
             self._fp8.load(first_row, stored.shape[0], stored.copy_to)
         else:
             self._kept[first_row] = stored
 
     def pack(self, arena: Arena | None = None) -> None:
-        """Reorder the loaded weight for this machine, if that helps. `weight` is empty afterwards, if it did.
+        """Reorder the loaded weight for this machine if that helps; then `weight` is empty.
 
-        One of its own type goes to `arena`, if one is given.
+        The native library's packed weight goes to `arena`, if given.
         """
         if self.weight.device.type != "cpu" or self._fp8 is not None:
             return
@@ -157,21 +161,21 @@ class Linear:
 
     @property
     def args(self) -> LinearArgs | None:
-        """The packed matrix as the native library knows it, where it multiplies it."""
+        """Return the native library's description of the packed matrix, if it multiplies it."""
         return self._kernel.args if isinstance(self._kernel, _NATIVE) else None
 
     @property
     def activation(self) -> Activation | None:
-        """Of the product."""
+        """Return the activation of the product."""
         return self._activation
 
     @property
     def is_native(self) -> bool:
-        """Whether the native library multiplies it."""
+        """Return whether the native library multiplies the weight."""
         return isinstance(self._kernel, _NATIVE)
 
     def _quantised(self) -> list[QuantisedRows]:
-        """The kept parts, if they are the whole; else none, and they are written to `weight`, where the others are."""
+        """Return the kept parts if they are the whole weight; else write them to `weight`."""
         kept, self._kept = sorted(self._kept.items()), {}
         if sum(stored.shape[0] for _, stored in kept) == self.weight.shape[0]:
             return [stored.quantised() for _, stored in kept if stored.quantised is not None]
@@ -185,7 +189,7 @@ class Linear:
 
 @cache
 def _has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies numbers of 16 bits to float32 here, which it does on CUDA."""
+    """Return whether torch computes float32 products of 16-bit numbers (on CUDA)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
@@ -202,7 +206,7 @@ def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _prepacking_works(dtype: torch.dtype) -> bool:
-    """Whether the private operators exist here and agree with F.linear."""
+    """Return whether the private operators exist here and agree with F.linear."""
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(96, 64, generator=generator).to(dtype), torch.randn(3, 64, generator=generator).to(dtype)
     try:

@@ -1,6 +1,6 @@
-"""From an EngineConfig to a CausalLM with its weights in place. Runs once, at start-up.
+"""Loads the model of an EngineConfig, with its weights. Runs once, at start-up.
 
-The decoder of models/decoder.py serves the families it knows; transformers' own code, through the adapter, the rest.
+models/decoder.py serves the families that it implements; transformers' code, through the adapter, serves the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.core.config import EngineConfig, num_loras
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import CausalLM
@@ -31,13 +31,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
-    """Build the model on `device` in `dtype` and fill it, telling `report` how far it is."""
+    """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
     path = resolve_model_path(config.model, config.revision)
     use_decoder = is_native(config, path)
     quantization = _resolve_quantization(config, path, device, use_decoder)
     if quantization is Quantization.FP8:
         _require_fp8(device, dtype)
-    if num_loras(config):
+    if config.num_loras:
         _require_adaptable(config, dtype, quantization, use_decoder)
     try:
         if use_decoder:
@@ -54,7 +54,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """`--dtype`, or for auto the checkpoint's own; a CPU takes bfloat16 only where it can multiply it."""
+    """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 only if it multiplies it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     path = resolve_model_path(config.model, config.revision)
@@ -65,10 +65,10 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> Quantization:
-    """What --quantization comes to; auto leaves a GGUF file's weights as they are unless another format was named.
+    """Return the format for --quantization; auto keeps a GGUF file's unless --dtype is set.
 
-    The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto asks for
-    more. Raises ConfigError for what cannot be done here.
+    The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto dequantises for
+    them. Raises ConfigError for a format that is not available here.
     """
     asked, has_gguf = config.quantization, _is_gguf(path) and config.load_format != "dummy"
     library = native()
@@ -96,7 +96,7 @@ def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device
 
 
 def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError where torch has no product of fp8 rows."""
+    """Raise ConfigError if torch has no product of fp8 rows here."""
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_FIRST_CAPABILITY:
         reason = (
@@ -115,7 +115,7 @@ def _require_fp8(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _require_adaptable(config: EngineConfig, dtype: torch.dtype, quantization: Quantization, use_decoder: bool) -> None:
-    """Raise ConfigError where the model's products cannot have anything added."""
+    """Raise ConfigError if the model's products do not support addends."""
     flag = "--lora-modules names adapters" if config.lora_modules else "--allow-runtime-lora-updating is on"
     if not use_decoder:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _load_decoder(
 
 
 def _fp8_keepers(targets: Mapping[str, Tensor], keepers: Mapping[str, Keep], report: Report) -> dict[str, Keep]:
-    """Of the matrices that become fp8. The head does not, for its logits decide; nor does what its sides forbid."""
+    """Return the sinks of matrices that become fp8: not the head, nor unsuitable shapes."""
     kept = {name: keep for name, keep in keepers.items() if targets[name].dtype == torch.float8_e4m3fn}
     num_plain = len(keepers) - 1 - len(kept)
     plain = f"; {num_plain}, of sides that are no multiples of {FP8_MULTIPLE}, stay as they are" if num_plain else ""
@@ -198,9 +198,9 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; emulated, it is many times slower than float32.
+    """Return whether this CPU has bfloat16 instructions; emulation is much slower than float32.
 
-    Read from the kernel's list and not timed, so that a machine chooses the same numbers at every start.
+    The kernel's list is read instead of timing products, so that a machine makes the same choice at every start.
     """
     try:
         features = set(_CPU_FEATURES.read_text().split())

@@ -1,4 +1,4 @@
-"""What layers are made of, on whichever device they are: Triton's kernels on CUDA, else native/ops.py. Engine thread."""
+"""The operations of layers: Triton kernels on CUDA, else native/ops.py. Engine thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
-    """residual [T, width] += alpha * delta, in place; returns residual / rms(residual) * weight."""
+    """Add alpha * delta to residual [T, width] in place; return its RMSNorm times weight."""
     if uses_triton(residual):
         from engine.runtime.cuda import norm
 

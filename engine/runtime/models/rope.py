@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the cos and sin of a step, from the frequencies of rope_config.py, and the rotation."""
+"""Rotary position embeddings: the cos and sin of a step, and the rotation."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Rotary:
 
     @property
     def frequencies(self) -> tuple[Tensor, float]:
-        """Of each pair of dimensions [dim / 2], and the magnitude."""
+        """Return the frequencies of each pair of dimensions [dim / 2], and the magnitude."""
         return self._inverse[: len(self._inverse) // 2], self._magnitude
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and signed sin, each [T, dim] in the model's dtype."""
+        """Return cos and signed sin of positions [T], each [T, dim] in the model's dtype."""
         angles = positions.float()[:, None] * self._inverse
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Turn the first `dim` dimensions of each head of x [T, heads, head_dim]; x itself may be overwritten.
+    """Rotate the first `dim` dimensions of each head of x [T, heads, head_dim].
 
-    The sign of the half that is negated lives in `signed_sin`, which leaves three operations.
+    x may be overwritten. `signed_sin` contains the sign of the negated half, which leaves three operations.
     """
     if x.device.type == "cpu":
         rotate_heads(x, cos, signed_sin, x.shape[1])

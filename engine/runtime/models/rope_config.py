@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Frequencies(NamedTuple):
-    """inverse [dim / 2], float32, radians a position; `magnitude` multiplies cos and sin."""
+    """inverse [dim / 2] float32, in radians a position; `magnitude` scales cos and sin."""
 
     inverse: Tensor
     magnitude: float = 1.0
 
 
 class Basis(NamedTuple):
-    """What every scaling starts from: base wavelength, dimensions that turn, longest sequence to be served."""
+    """The input of every scaling: base wavelength, rotated dimensions, longest sequence."""
 
     theta: float
     dim: int
@@ -50,14 +50,14 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """What one layer's rotary embedding is: base wavelength, how many of a head's dimensions turn, and the scaling."""
+    """One layer's rotary embedding: base wavelength, rotated dimensions, and the scaling."""
 
     theta: float
     dim: int
     scaling: Scaling
 
     def frequencies(self, served_len: int) -> Frequencies:
-        """For sequences of up to `served_len` positions. Raises ModelLoadError for settings that give none."""
+        """Return the frequencies for up to `served_len` positions. Raises ModelLoadError."""
         try:
             found = self.scaling.frequencies(Basis(self.theta, self.dim, served_len))
         except (ArithmeticError, ValueError) as error:
@@ -117,7 +117,7 @@ class Llama3:
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """NTK by parts: dimensions that turn often are kept, slow ones interpolated, and attention is sharpened."""
+    """NTK by parts: fast dimensions kept, slow ones interpolated, attention sharpened."""
 
     factor: float
     trained_len: int
@@ -146,7 +146,7 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """A factor a dimension, found by search: one list up to `trained_len` positions, another beyond."""
+    """A factor for each dimension: one list up to `trained_len` positions, another beyond."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -161,7 +161,7 @@ class LongRope:
 
 
 class RopeReader(NamedTuple):
-    """What the readers below share: the rope object, the trained length, the dimensions turned, the context."""
+    """Shared by the readers below: the rope object, trained length, rotated dimensions, context."""
 
     params: HFConfig
     trained_len: int
@@ -225,7 +225,7 @@ _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
 
 
 def read_rope(params: HFConfig, config: HFConfig, *, theta: float, head_dim: int, max_positions: int) -> RopeConfig:
-    """A RopeConfig from a `rope_parameters` or `rope_scaling` object of `config`; `theta` is for where it has none."""
+    """Return a RopeConfig from `rope_parameters` or `rope_scaling`; `theta` is the default base."""
     partial = params.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     kind = params.text("rope_type", params.text("type", "default"))
     if kind not in _SCALINGS:

@@ -1,7 +1,7 @@
-"""Refuses the kinds of models that cannot be served, by the words of their config.json; no torch.
+"""Refuses kinds of models that cannot be served, from their config.json, without torch.
 
-Quire serves causal language models whose state is keys and values. The tables name the kinds of the library transformers
-that are something else; models/families.py and models/transformers_adapter.py refuse the rest as they read a config.
+Quire serves causal language models whose state is keys and values. The tables list transformers' other kinds;
+models/families.py and models/transformers_adapter.py refuse the remaining ones while they read a config.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _RECURRENT = (
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
-# Their code in transformers computes attention itself, so that a paged pool cannot take its place.
+# Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (
     "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt",
     "reformer", "stablelm", "xglm", "xlnet",
 )  # fmt: skip
 _SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
-_WITH_TEXT_TOWER = ("gemma3",)  # served without their other inputs; config_file.py
+_WITH_TEXT_TOWER = ("gemma3",)  # served as text models, see config_file.py
 # Endings of the class names under `architectures` whose heads do not predict the next token.
 _OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MaskedLM", "RewardModel")
 
@@ -45,7 +45,7 @@ _MAX_SIZE = 1 << 40  # of any other size; what is allocated is checked against t
 
 
 def refuse_unservable(values: Mapping[str, Any], source: str) -> None:
-    """Raise ModelLoadError for a kind of model that cannot be served, saying what could be served instead."""
+    """Raise ModelLoadError for a model that cannot be served, naming an alternative."""
     found = _why(values)
     if found is not None:
         raise ModelLoadError(f"{source}: {found}.")
@@ -96,7 +96,7 @@ def _why(values: Mapping[str, Any]) -> str | None:
 
 
 def _check_counts(values: Mapping[str, Any], source: str) -> None:
-    """Raise for numbers that no model has, before anything is made in such numbers."""
+    """Raise for implausible sizes, before anything of that size is allocated."""
     for key, value in values.items():
         most = _MAX_LAYERS if key in _LAYER_COUNTS else _MAX_EXPERTS if key in _EXPERT_COUNTS else _MAX_SIZE
         if type(value) is int and abs(value) > most:

@@ -1,6 +1,6 @@
-"""Where a model lies: a folder, a .gguf file, or a name on the Hugging Face hub that becomes a folder.
+"""Finds a model: a folder, a .gguf file, or a Hugging Face id that is downloaded.
 
-No torch here: whoever needs the tokenizer beside the weights may ask as well.
+Imports no torch, because the tokenizer's loader uses it too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from engine.core.errors import ModelLoadError
 
 # Weights only as safetensors, beside them configuration and tokenizer; never pickles, never code.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-_DUPLICATES = ("consolidated*", "*/*")  # the same weights again, as their makers or other programs lay them out
+_DUPLICATES = ("consolidated*", "*/*")  # duplicates of the weights in other formats
 
 
 @cache
 def resolve_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local folder or .gguf file of `model`, downloading it from the hub if it is a name there.
+    """Return the local folder or .gguf file of `model`, downloading it from the hub if needed.
 
-    Without `weights` only the small files are downloaded, from which a model may be refused.
+    Without `weights` only the small files are downloaded, which is enough to refuse a model.
     """
     path = Path(model).expanduser()
     try:
@@ -45,7 +45,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
                 model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_DUPLICATES)
             )
         )
-    except (OSError, ValueError) as error:  # the hub's errors derive from one or the other
+    except (OSError, ValueError) as error:  # base classes of the hub's errors
         reason = " ".join(str(error).split()).split(". ")[0]
         raise ModelLoadError(
             f"{model!r} is not a local path and could not be fetched from the Hugging Face hub ({reason:.300}); check "

@@ -1,9 +1,9 @@
-"""Any other causal LM: transformers' own code for everything but attention, which goes to Quire's pool.
+"""Runs other causal LMs with transformers' code, over Quire's paged attention.
 
-The packed batch enters as one row, [1, T], with explicit positions and no cache; transformers calls the one attention
-function registered here, and the LayerAttention of the step reaches it through the model's keyword arguments. What
-each layer asks of attention (heads, scale, window, sinks) is not guessed from the config but overheard once, in a
-forward pass over two tokens. A model whose state is not keys and values cannot work and is refused by name.
+The batch enters as one row, [1, T], with explicit positions and no cache. Transformers calls the attention function
+registered here, and the step's LayerAttention reaches it through the model's keyword arguments. The attention settings of
+each layer (heads, scale, window, sinks) are not guessed from the config but recorded in one forward pass over two tokens.
+A model whose state is not keys and values is refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionSpec, LayerAttention
@@ -63,16 +63,16 @@ class TransformersModel:
         self.max_model_len = max_model_len
         self.dtype: torch.dtype = model.dtype
         self.is_native = False
-        self.graph_safe = False  # what other code does on the host in between, nobody here knows
+        self.graph_safe = False  # other code may run on the host in between
         self._body = model.get_decoder()
         self._head = model
-        # The head's forward also scales and caps; giving it a body that returns known states keeps all of that.
+        # The head's forward also scales and caps; a body that returns given states keeps that behaviour.
         self._given = _Given()
         model.set_submodule(_name_of(self._body, model), self._given)
         self.vocab_size, self.attention_specs = self._overhear(next(model.parameters()).device, source)
 
     def _overhear(self, device: torch.device, source: str) -> tuple[int, Sequence[AttentionSpec]]:
-        """The width of the logits and what each layer asks of attention, from the model itself."""
+        """Return the width of the logits and each layer's attention settings, from a forward pass."""
         ears, positions = _Overhear(source), torch.arange(2, device=device)
         try:
             with torch.inference_mode():
@@ -83,13 +83,13 @@ class TransformersModel:
             raise
         except Exception as error:
             raise _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})") from error
-        # This attention mixes no tokens, so a second token that knows the first has heard of it some other way.
+        # This attention mixes no tokens, so a second token that depends on the first got it another way.
         if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2, equal_nan=True):
-            raise _refusal(source, "its tokens reach each other outside of attention")
+            raise _refusal(source, "its tokens affect each other outside of attention")
         return vocab_size, ears.specs(self._body.config.get_text_config().num_hidden_layers)
 
     def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
-        """ids, positions [T] -> final, normed hidden states of `rows` [R], or of all: [R, hidden]."""
+        """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         output = self._body(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, quire_attention=attention
         )
@@ -97,7 +97,7 @@ class TransformersModel:
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Hidden states [R, hidden] -> float32 logits [R, vocab_size], in `out` if it is given."""
+        """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
         self._given.states = hidden[None]
         logits: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
         return logits.float() if out is None else out.copy_(logits)
@@ -105,13 +105,13 @@ class TransformersModel:
 
 @dataclass
 class _States(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not typed
-    """The outputs that any head may look for, of a body that has only hidden states."""
+    """The outputs that a head may read from a body, hidden states only."""
 
     cross_attentions: None = None
 
 
 class _Given(nn.Module):
-    """Stands where a model's body was and returns the states it was given."""
+    """Replaces a model's body and returns the states that it was given."""
 
     states: Tensor | None = None
 
@@ -121,7 +121,7 @@ class _Given(nn.Module):
 
 
 class _Overhear:
-    """Notes what every layer asks of attention, and answers with its values."""
+    """Records each layer's attention settings, and returns its values."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -166,7 +166,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function transformers calls: query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
+    """The attention function for transformers: [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
     width = max(query.shape[-1], value.shape[-1])  # one for all in the pool; zeros change no score and add nothing
     q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module types its attributes as Tensor | Module
@@ -198,7 +198,7 @@ def _check(module: nn.Module, mask: Tensor | None) -> None:
 
 
 def read_foreign_config(path: Path) -> Any:
-    """The config of a model folder as transformers reads it. Raises ModelLoadError for a model that cannot be served."""
+    """Return a model folder's config. Raises ModelLoadError for one that cannot be served."""
     read_model_config(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -225,7 +225,7 @@ def read_foreign_config(path: Path) -> Any:
 
 
 def _num_weights(hf_config: Any, path: Path) -> int:
-    """Elements of the model's parameters, counted without memory for them."""
+    """Return the number of the model's parameters, without allocating them."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=_IMPLEMENTATION)
@@ -281,7 +281,7 @@ def _max_positions(hf_config: Any, path: Path) -> int:
 
 
 def _fix_ropes(model: nn.Module, served_len: int, path: Path) -> None:
-    """Fix length-dependent rope scalings for the longest sequence served: keys are cached rotated, batches are mixed."""
+    """Fix length-dependent rope scalings for the longest sequence: keys are cached rotated."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if kind in ("longrope", "dynamic"):

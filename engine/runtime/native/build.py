@@ -1,8 +1,8 @@
-"""Where the native library's machine code comes from: the package, a cache, or a C compiler, in this order.
+"""Finds the native library: in the package, in a cache, or by compiling it.
 
-A file is trusted if its name carries the digest of these very sources. Compiling happens once per machine and takes
-some seconds; the result moves into place by a rename, so processes that start together do not disturb one another.
-Whatever goes wrong here is a line in the debug log: the callers then do without. Any thread; knows no torch.
+A file is trusted if its name has the digest of these sources. Compiling happens once a machine and takes some seconds; the
+result is renamed into place, so processes that start together do not disturb one another. A failure is a line in the debug
+log, and the callers use torch instead. Any thread; knows no torch.
 
 `python -m engine.runtime.native.build` compiles into the package itself, for a wheel.
 """
@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 def find_library() -> Path | None:
-    """A shared library made from the sources beside this file, or None if there is none and none can be made."""
+    """Return the shared library of these sources, None if it is neither found nor compiled."""
     packaged, compiler = _packaged(), _compiler()
     if packaged.exists():
         return packaged
     if compiler is None:
-        _log.debug("no native kernels: none are packaged for this machine, and none of %s is here", _COMPILERS)
+        _log.debug("no native kernels: none are packaged for this machine, and no compiler was found (%s)", _COMPILERS)
         return None
     try:
         return _compile_cached(compiler)
@@ -43,7 +43,7 @@ def find_library() -> Path | None:
 
 
 def must_compile() -> bool:
-    """Whether find_library will take its time: nothing is packaged or cached, but there is a compiler."""
+    """Return whether find_library will compile: a compiler exists, and no library does."""
     compiler = _compiler()
     return compiler is not None and not _packaged().exists() and not _cached(compiler).exists()
 
@@ -58,7 +58,7 @@ def _compiler() -> str | None:
 
 @cache
 def source_digest() -> str:
-    """Names the sources, how they are compiled and for which kind of machine."""
+    """Return a digest of the sources, the compiler's options and the kind of machine."""
     digest = hashlib.sha256(" ".join((*_FLAGS, platform.system(), platform.machine())).encode())
     for path in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
@@ -66,7 +66,9 @@ def source_digest() -> str:
 
 
 def compile_library(compiler: str, target: Path) -> None:
-    """Compile, the sources side by side, and link. Raises RuntimeError with the compiler's words, OSError, or
+    """Compile the sources in parallel and link.
+
+    Raises RuntimeError with the compiler's message, OSError, or
     SubprocessError."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as workers:
         sources = sorted(_HERE.glob("*.c"))
@@ -85,7 +87,7 @@ def _run(*command: str) -> None:
 
 def _cached(compiler: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
-    # The compiler is told apart by its file: asking for its version would cost every start a process.
+    # The compiler is identified by its file: asking for its version would cost every start a process.
     about = Path(compiler).resolve().stat()
     key = hashlib.sha256(f"{compiler} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:8]
     return folder / f"quire_cpu-{source_digest()}-{key}.so"

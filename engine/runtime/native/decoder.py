@@ -1,7 +1,7 @@
-"""A decoder handed to the C library: the whole forward pass of a step is one call, and no Python runs in between.
+"""Runs a decoder in the C library: the forward pass of a step is one call.
 
-What is built here are descriptions: addresses of tensors that the decoder and the pool go on owning. models/decoder.py
-says the same operations one by one, in torch; that is the definition, and what runs wherever this cannot. Engine thread.
+This module builds descriptions: addresses of tensors that the decoder and the pool own. models/decoder.py does the same
+operations one by one in torch; it is the definition, and runs wherever the library cannot. Engine thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.runtime.native.library import (
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What the library needs of the pool and of the step at hand to attend by itself."""
+    """The parts of the pool and the step that the library needs for attention."""
 
     pools: Sequence[Pool]  # one a layer
     store: StoreArgs
@@ -68,7 +68,12 @@ class NativeDecoder:
         An embedding given as LinearArgs is the matrix of a head that is tied to it.
         """
         self._library, self._decoder = library, description
-        self._tensors = (embedding, norm, [inverse for inverse, _ in rotaries], layers)  # kept alive: C has addresses
+        self._tensors = (
+            embedding,
+            norm,
+            [inverse for inverse, _ in rotaries],
+            layers,
+        )  # kept alive: C holds their addresses
         self._layers = (LayerArgs * len(layers))(*map(_layer, layers))
         self._rotaries = (RotaryArgs * len(rotaries))(
             *(RotaryArgs(inverse.data_ptr(), 2 * len(inverse), magnitude) for inverse, magnitude in rotaries)
@@ -89,7 +94,7 @@ class NativeDecoder:
         rows: Tensor | None,
         adapters: Sequence[AdapterRows],
     ) -> Tensor:
-        """ids, positions [T] int64 -> normed hidden states of `rows` [R] int64, or of all, [R, hidden]."""
+        """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
         if self._bound is not step:
             self._bind(step)
         num_rows = len(ids) if rows is None else len(rows)
@@ -107,7 +112,7 @@ class NativeDecoder:
     def _bind(self, step: PagedStep) -> None:
         for layer, pool in zip(self._layers, step.pools, strict=True):
             layer.pool = pool
-            layer.pool.dtype = self._decoder.dtype  # whatever the pool holds
+            layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step
 
 

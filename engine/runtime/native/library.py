@@ -1,7 +1,7 @@
-"""The C library seen from Python: its structures, its entry points, and which of its instruction sets is in use.
+"""Binds the C library: structures, entry points, and the choice of instruction set.
 
-ctypes lets go of the GIL for the length of a call. Nothing here checks shapes: the callers, which hold the tensors, do.
-The library has a team of threads of its own (team.c). Engine thread.
+ctypes releases the GIL during a call. This module does not check shapes; the callers, which hold the tensors, do. The
+library has its own team of threads (team.c). Engine thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def _fields(**groups: type) -> Sequence[tuple[str, type]]:
-    """Fields of one structure: names joined by underscores twice, in the header's order."""
+    """Return a structure's fields, in the header's order, from names joined by two underscores."""
     return [(name, kind) for names, kind in groups.items() for name in names.split("__")]
 
 
@@ -86,7 +86,7 @@ class WeightFormat(IntEnum):
 
 
 class LinearArgs(Structure):
-    """A packed weight and its bias, and the activation of one that is gates and ups; 0 is none."""
+    """A packed weight and its bias; `activation` is 0 unless the weight is gates and ups."""
 
     _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype__activation=c_int32)
 
@@ -178,19 +178,19 @@ class DecoderArgs(Structure):
 
 
 class LowRankArgs(Structure):
-    """Two thin matrices, of which the second is an addend's `up`; without a first one, nothing."""
+    """Two thin matrices, the second an addend's `up`; without the first, no term."""
 
     _fields_ = _fields(down__up=LinearArgs)
 
 
 class AdapterLayerArgs(Structure):
-    """What an adapter adds to a layer's products."""
+    """The terms that an adapter adds to a layer's products."""
 
     _fields_ = _fields(qkv__o__gate_up__down=LowRankArgs)
 
 
 class AdaptersArgs(Structure):
-    """The adapters of a step, and which of them each row has."""
+    """The adapters of a step, and the adapter of each row."""
 
     _fields_ = _fields(layers__of_rows=c_void_p, num=c_int64)
 
@@ -205,13 +205,13 @@ class ForwardArgs(Structure):
     )
 
 
-# How one row is drawn: top_p, temperature, lowest_score, top_k, seed, position. Packed, not a Structure: there is one for
-# each token of a step, and this takes a tenth of the time.
+# How one row is drawn: top_p, temperature, lowest_score, top_k, seed, position. Packed instead of a Structure: there is
+# one for each token of a step, and packing takes a tenth of the time.
 DRAW = Struct("dffiQQ")
 
 
 class SampleArgs(Structure):
-    """ids = one token for each row of logits, which are overwritten."""
+    """ids = one token for each row of logits; the logits are overwritten."""
 
     _fields_ = [
         ("logits", c_void_p),
@@ -221,7 +221,7 @@ class SampleArgs(Structure):
 
 
 class Library:
-    """The loaded kernels. Each method takes its structure and raises ComputeError if memory runs out."""
+    """The loaded kernels; each method raises ComputeError if memory runs out."""
 
     def __init__(self, path: str) -> None:
         """Raises OSError if the file cannot be loaded here."""
@@ -261,24 +261,24 @@ class Library:
         self.isa = isa
 
     def use_threads(self, num_threads: int) -> None:
-        """How many threads a call may take, the caller's own included."""
+        """Set how many threads a call may use, the calling one included."""
         self._set_threads(num_threads)
         self.num_threads = num_threads
 
     def keep_memory(self) -> None:
-        """From now on what is freed stays with the process, up to 256 MiB, for the next step to take."""
+        """Keep freed memory in the process from now on, up to 256 MiB, for the next step."""
         self._keep_memory()
 
     def gemm_pack(self, weight: int, linear: LinearArgs) -> None:
-        """Reorder the matrix at an address to where `linear` has it: zeros, with room for n rounded up to PANEL rows."""
+        """Pack the matrix at an address into `linear`'s memory: zeros, n rounded up to PANEL."""
         self._gemm_pack(weight, linear.packed, linear.n, linear.k, linear.format, linear.activation)
 
     def low_dtype(self, up: LinearArgs) -> torch.dtype:
-        """The type of what is multiplied with `up` on its way into another product."""
+        """Return the type of the factors that `up` is multiplied with."""
         return next(dtype for dtype, code in DTYPES.items() if code == self._low_dtype(up))
 
     def quant_bytes(self, format: WeightFormat, num_rows: int, num_columns: int) -> int:  # noqa: A002 - as C has it
-        """Bytes of a packed matrix in a quantised format."""
+        """Return the bytes of a packed matrix in a quantised format."""
         return int(self._quant_bytes(format, num_rows, num_columns))
 
 
@@ -298,12 +298,12 @@ _switch = {"is_on": True}
 
 
 def native() -> Library | None:
-    """The library, loaded once, or None where it is missing, switched off or unusable."""
+    """Return the library, None if it is missing, switched off or unusable."""
     return _load() if _switch["is_on"] else None
 
 
 def choose_kernels(setting: str) -> None:
-    """Decide for the whole process what `native` gives: CPU_KERNELS in core/config.py are the choices.
+    """Set the kernels that `native` returns, from CPU_KERNELS in core/config.py.
 
     Raises ConfigError for an instruction set that this machine does not have.
     """

@@ -1,4 +1,4 @@
-"""The library's operations on tensors, each with the torch operations that say the same where it is missing.
+"""The library's operations on tensors, with torch operations as a fallback.
 
 Results agree with float64 to one rounding of the tensor's type. CPU tensors; those whose rows are not dense, or of a
 type the library does not know, go through torch. Engine thread.
@@ -27,12 +27,12 @@ from engine.runtime.native.library import (
     native,
 )
 
-PANEL = 32  # weight rows that lie side by side, as in quire_cpu.h
+PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
 _FORMATS = {torch.float32: WeightFormat.F32, torch.bfloat16: WeightFormat.BF16}
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
-    """residual [T, width] += alpha * delta, in place; returns residual / rms(residual) * weight.
+    """Add alpha * delta to residual [T, width] in place; return its RMSNorm times weight.
 
     `weight` [width] is of the residual's type or float32.
     """
@@ -64,10 +64,11 @@ def rotate_heads(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Norm (given `norms`, the weights [head_dim] for queries and for keys) and turn every head of qk, in place.
+    """Normalise and rotate every head of qk, in place.
 
-    qk [T, heads, head_dim]: num_heads query heads, then the key heads; tokens may lie apart. cos and signed_sin
-    [T, rope_dim] are of qk's type, as Rotary makes them, the sign of the negated half inside signed_sin.
+    `norms` are the weights [head_dim] of queries and keys, if heads are normalised.
+    qk [T, heads, head_dim] has num_heads query heads, then the key heads; tokens need not be adjacent. cos and signed_sin
+    [T, rope_dim] are of qk's type, as Rotary makes them; signed_sin contains the sign of the negated half.
     """
     dim, rope_dim = qk.shape[2], cos.shape[-1]
     library = _library_for(qk, cos, signed_sin, *(norms or ()))
@@ -94,7 +95,7 @@ def rotate_heads(
 
 
 class PackedLinear:
-    """A matrix [outputs, inputs] in panels: y = x W^T + b with float32 sums, each row the same bits in any batch."""
+    """A matrix [outputs, inputs] in panels: y = x W^T + b, with the same bits in any batch."""
 
     __slots__ = ("_bias", "_library", "_packed", "args")
 
@@ -106,9 +107,9 @@ class PackedLinear:
         activation: int = 0,
         arena: Arena | None = None,
     ) -> None:
-        """`weight` [outputs, inputs], one that `fits`; it is copied, to `arena` or where all weights are, and can be let go.
+        """Pack `weight` [outputs, inputs], which must `fit`, into `arena` or the default one.
 
-        With an activation (a code of quire_cpu.h) it is gates and then ups, and y = activation(gates) * ups.
+        With an activation (a code of quire_cpu.h) the weight is gates and then ups, and y = activation(gates) * ups.
         """
         num_outputs, num_inputs = weight.shape
         assert self.fits(weight)
@@ -122,27 +123,27 @@ class PackedLinear:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether this is a matrix that the library can multiply."""
+        """Return whether the library can multiply this matrix."""
         is_known = weight.dtype in _FORMATS and weight.device.type == "cpu"
         return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of W as they were, ids [T] int64 -> [T, inputs]: what an embedding does that shares its matrix."""
+        """Return unpacked rows [T, inputs] for ids [T] int64, for a tied embedding."""
         out = torch.empty(len(ids), self.args.k)
         args = EmbedArgs(self._packed.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, self.args.dtype, 1, 1.0)
         self._library.embed(args)
         return out.to(self._packed.dtype)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
-        """x [T, inputs], contiguous and of the weight's type -> [T, outputs], of that type too or, unrounded, float32."""
+        """Return [T, outputs] in the weight's type or, unrounded, float32, for contiguous x."""
         assert x.dtype is self._packed.dtype
         return multiply(self._library, self.args, x, dtype, addends)
 
 
 class PackedAddend(NamedTuple):
-    """What joins the sums of some rows of a product, before its bias and activation: low [R, rank] up^T.
+    """A term added to some rows of a product before bias and activation: low [R, rank] up^T.
 
-    rows [R] int64 ascend. `up` is packed as the matrix is that it is added to: as many rows, the same activation.
+    rows [R] int64 ascend. `up` is packed like the matrix that it is added to: as many rows, the same activation.
     """
 
     rows: Tensor
@@ -157,14 +158,14 @@ def multiply(
     dtype: torch.dtype | None = None,
     addends: Sequence[PackedAddend] = (),
 ) -> Tensor:
-    """x [T, inputs], contiguous and of the linear's type -> [T, columns] in `dtype`, that type or float32."""
+    """Return [T, columns] in `dtype` (its own or float32) for contiguous x [T, inputs]."""
     assert x.is_contiguous()
     assert x.shape[1] == linear.k
     y = torch.empty(x.shape[0], linear.num_columns, dtype=dtype or x.dtype)
     args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
     args.y_dtype = DTYPES[y.dtype]
     lows = [addend.low.to(library.low_dtype(addend.up)).contiguous() for addend in addends]
-    of_rows = torch.zeros(len(x) if addends else 0, 2, dtype=torch.int64)  # addresses, as struct addend has them
+    of_rows = torch.zeros(len(x) if addends else 0, 2, dtype=torch.int64)  # addresses, in the layout of struct addend
     for (rows, _, up), low in zip(addends, lows, strict=True):
         assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
         of_rows[rows, 0] = addressof(up)
@@ -176,7 +177,7 @@ def multiply(
 
 
 def _library_for(*tensors: Tensor) -> Library | None:
-    """The library, if it can read all of these."""
+    """Return the library, if it can read all of these tensors."""
     library = native()
     is_fit = all(x.dtype in DTYPES and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
     return library if is_fit else None

@@ -1,6 +1,6 @@
-"""Weights that stay quantised in memory, and their products: rows of a GGUF file as they are, or int8 made here.
+"""Products with weights that stay quantised: rows of a GGUF file, or int8 made here.
 
-x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs. Made at
+x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs. Built at
 start-up, called by the engine thread.
 """
 
@@ -18,14 +18,14 @@ from engine.runtime.native.ops import PANEL, PackedAddend, multiply
 
 
 class QuantisedRows(NamedTuple):
-    """Rows of a matrix as a GGUF file holds them, [rows, bytes of a row]; `kind` is the file's number for the type."""
+    """Rows of a matrix as in a GGUF file, [rows, bytes of a row]; `kind` is GGUF's type."""
 
     kind: int
     rows: np.ndarray
 
 
 class _Needs(NamedTuple):
-    """What a format must have to hold a type's weights without loss: bits, scales for every 16 inputs, minimums."""
+    """What a format needs to hold a type without loss: bits, finer scales, minimums."""
 
     bits: int
     has_halves: bool
@@ -42,7 +42,7 @@ _NEEDS = {
     13: _Needs(8, True, True),  # Q5_K
     14: _Needs(8, True, False),  # Q6_K
 }
-_FORMATS = {  # what each has, smallest first
+_FORMATS = {  # the properties of each format, smallest first
     WeightFormat.Q4: _Needs(4, False, False),
     WeightFormat.Q4_MIN: _Needs(4, False, True),
     WeightFormat.Q8: _Needs(8, False, False),
@@ -52,19 +52,19 @@ _FORMATS = {  # what each has, smallest first
 
 
 def is_served_quantised(kind: int) -> bool:
-    """Whether a GGUF type is multiplied as it is."""
+    """Return whether a GGUF type is multiplied as stored."""
     return kind in _NEEDS
 
 
 def format_for(kinds: Sequence[int]) -> WeightFormat:
-    """The smallest format that holds all of these types without loss, for matrices that were merged from several."""
+    """Return the smallest format that holds all these types without loss."""
     needs = [_NEEDS[kind] for kind in kinds]
     wanted = _Needs(*map(max, *needs, needs[0]))
     return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=True)))
 
 
 class QuantisedLinear:
-    """A matrix [outputs, inputs] of quantised weights: y = x W^T + b, each row the same bits in any batch."""
+    """A quantised matrix [outputs, inputs]: y = x W^T + b, with the same bits in any batch."""
 
     __slots__ = ("_bias", "_library", "_packed", "_scales", "args")
 
@@ -77,7 +77,7 @@ class QuantisedLinear:
         bias: Tensor | None,
         activation: int = 0,
     ) -> None:
-        """Zeros, for x of `dtype`; the bias is of that type. What an activation means, PackedLinear says."""
+        """Allocate zeros, for x and bias of `dtype`. PackedLinear explains `activation`."""
         assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
         num_outputs, num_inputs = shape
         self._library, self._bias = library, bias
@@ -101,7 +101,7 @@ class QuantisedLinear:
         bias: Tensor | None,
         activation: int = 0,
     ) -> QuantisedLinear:
-        """The rows of one matrix, in parts that may be of several types."""
+        """Pack the rows of one matrix, in parts that may be of several types."""
         shape = (sum(len(part.rows) for part in parts), num_inputs)
         made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias, activation)
         first_row = 0
@@ -113,7 +113,7 @@ class QuantisedLinear:
 
     @classmethod
     def int8(cls, library: Library, weight: Tensor, bias: Tensor | None, activation: int = 0) -> QuantisedLinear:
-        """Round a float matrix, with one scale for each of its rows."""
+        """Quantise a float matrix, with one scale for each row."""
         assert weight.is_contiguous()
         made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias, activation)
         made._fill(weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), 0, DTYPES[weight.dtype])
@@ -127,6 +127,6 @@ class QuantisedLinear:
         self._library.quant_pack(source)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
-        """x [T, inputs], contiguous and of the type it was made for -> [T, outputs], of that type too or float32."""
+        """Return [T, outputs] in x's type or float32, for contiguous x [T, inputs]."""
         assert DTYPES[x.dtype] == self.args.dtype
         return multiply(self._library, self.args, x, dtype, addends)

@@ -1,6 +1,6 @@
-"""Tokens that a row of logits must not draw, because they would complete a bad word. Engine thread.
+"""Finds tokens that would complete a bad word, which rows must not draw.
 
-A decode step may be launched before the host knows the last token. Such a ban is conditional: the device compares the
+Engine thread. A decode step may be launched before the host knows the last token. Then the ban is conditional: the device compares the
 token that was drawn for the slot.
 """
 
@@ -13,7 +13,7 @@ from engine.core.step import SequenceSlice
 
 
 class Ban(NamedTuple):
-    """A token that a row must not draw: always, or if the last token drawn for `slot` is `drawn`."""
+    """A banned token of a row: always, or if the last token drawn for `slot` is `drawn`."""
 
     row: int
     token: int
@@ -22,12 +22,12 @@ class Ban(NamedTuple):
 
 
 def bad_endings(row: int, piece: SequenceSlice) -> Iterator[Ban]:
-    """Yield the bans for a slice's draw: its answer ends with all but the last token of a bad word, or may do so."""
+    """Yield the bans of a slice whose answer ends, or may end, with the start of a bad word."""
     position = piece.start + piece.num_tokens
     for word in piece.params.bad_words:
         begin, num_before = position - len(word) + 1, len(word) - 1
         if begin < piece.num_prompt:
-            continue  # the prompt is not a part of the answer
+            continue  # the prompt is not part of the answer
         known = piece.tokens[begin:position] if num_before else ()
         if tuple(known) != word[: len(known)]:
             continue

@@ -1,12 +1,12 @@
-"""Keeps the draws of constrained rows within their grammars: a matcher for each slot, and a bit mask for each row.
+"""Keeps draws within their grammars: a matcher for each slot, a bit mask for each row.
 
-    step N:    launch -> masks, from what is known of all tokens before -> draw
+    step N:    launch -> masks, from all tokens before -> draw
     step N+1:  launch -> `settle` step N: wait for its tokens, advance the matchers -> masks -> draw
 
-So masks are filled while the device computes, and only a batch that has constrained rows waits for the tokens of the
-step before, which by then are there or nearly so. A matcher is a function of its sequence's tokens: one that is lost (a
-preemption, a choice that forks off, a step that is taken back) is made again from them. A sequence with drafts has a
-row behind each: its matcher takes them in one by one for their masks, and gives them back. Engine thread.
+Masks are computed while the device runs, and only a batch with constrained rows waits for the tokens of the previous step,
+which are there by then or soon. A matcher is a function of its sequence's tokens: one that is lost (by a preemption, a fork,
+a rolled back step) is rebuilt from them. A sequence with drafts has a row after each draft: its matcher consumes the drafts
+one by one for their masks, and is then rewound. Engine thread.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _BITS = np.arange(32)  # of a mask's word
 
 
 class Constrained(NamedTuple):
-    """A row of logits whose token a grammar has to allow."""
+    """A row of logits whose token a grammar must allow."""
 
     row: int  # in the step's ids
     at: int  # in the logits
     slot: int
     piece: SequenceSlice
     grammar: Grammar
-    banned: frozenset[int] = frozenset()  # tokens not wanted, unless the grammar has nothing else
+    banned: frozenset[int] = frozenset()  # tokens to avoid, unless the grammar allows no other
 
     @property
     def num_tokens(self) -> int:
-        """Of the answer, before this row's."""
+        """Return the answer's tokens before this row's."""
         return self.piece.start + self.piece.num_tokens - self.piece.num_prompt
 
     @property
     def known(self) -> Sequence[int]:
-        """These tokens, but for the last where that is still being drawn."""
+        """Return these tokens, without the last one while it is still being drawn."""
         first = self.piece.num_prompt
         return self.piece.tokens[first : first + self.num_tokens]
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A sequence's matcher, and the tokens it has taken in."""
+    """A sequence's matcher, and the tokens it has consumed."""
 
     seq_id: int
     matcher: Matcher
@@ -66,7 +66,7 @@ class _Slot:
         self.last = token_id
 
     def give_back(self, count: int, last: int) -> None:
-        """Be where it was `count` tokens ago, when `last` was the last."""
+        """Rewind by `count` tokens, to where `last` was the last one."""
         self.matcher.rollback(count)
         self.num_tokens -= count
         self.last = last
@@ -74,7 +74,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the tokens of a step made of its constrained rows."""
+    """The state of a step's constrained rows after its tokens."""
 
     ended: list[int] = field(default_factory=list)  # rows whose answers are complete
     errors: dict[int, str] = field(default_factory=dict)  # by row
@@ -88,12 +88,12 @@ class ConstrainedStep:
         self._failed = {each.row: error for each, slot in rows if (error := slot.matcher.error()) is not None}
         self._outcome: Outcome | None = None
         self.drawn: dict[int, int] = {}  # by slot
-        self.read: Callable[[], Sequence[int]] | None = None  # waits for the step's ids; set once it is launched
+        self.read: Callable[[], Sequence[int]] | None = None  # waits for the step's ids; set after the launch
 
     def settle(self) -> Outcome:
-        """Wait for the tokens and advance the matchers by them; what is asked again is only remembered."""
+        """Wait for the tokens and advance the matchers; later calls return the same result."""
         if self._outcome is None:
-            # A step that found no memory to be launched with is planned anew, its tokens still to be drawn.
+            # A step whose launch ran out of memory is planned again; its tokens are not drawn yet.
             self._outcome = Outcome() if self.read is None else self._advance(self.read())
         return self._outcome
 
@@ -101,10 +101,10 @@ class ConstrainedStep:
         outcome = Outcome(errors=dict(self._failed))
         for each, slot in self._rows:
             if slot.num_tokens != each.num_tokens or not _agrees(slot, each.known, each.num_tokens):
-                continue  # it stands behind a draft that was wrong
+                continue  # it follows a rejected draft
             token_id = self.drawn[each.slot] = ids[each.row]
             if slot.matcher.error() is not None or slot.matcher.is_complete():
-                continue  # the token is void: its sequence has ended, or ends on the error
+                continue  # the token is void: its sequence has ended, or ends with the error
             slot.accept(token_id)
             error = slot.matcher.error()
             if error is not None:
@@ -122,7 +122,7 @@ class Constraints:
         self._last: ConstrainedStep | None = None
 
     def apply(self, logits: Tensor, rows: Sequence[Constrained]) -> ConstrainedStep | None:
-        """Rule out what the grammars do not allow, in place; logits [R, V] float32. None if no row is constrained."""
+        """Mask tokens that the grammars forbid, in place; logits [R, V] float32. Return None if no row is constrained."""
         if self._last is not None:
             self._last.settle()
         step = None
@@ -135,34 +135,34 @@ class Constraints:
             step = ConstrainedStep([(each, slots[each.row]) for each in rows])
             for each in rows:
                 slot = slots[each.row]
-                if slot.num_tokens > each.num_tokens:  # by drafts, and this is the row before them
+                if slot.num_tokens > each.num_tokens:  # by drafts, and this row precedes them
                     slot.give_back(slot.num_tokens - each.num_tokens, each.known[-1] if each.num_tokens else -1)
         self._last = step
         return step
 
     def count_allowed(self, each: Constrained, drafts: Sequence[int]) -> int:
-        """How many of the tokens that may follow a row's the grammar could take in one after the other."""
+        """Return the length of the longest prefix of `tokens` that the row's grammar accepts, without advancing."""
         if self._last is not None:
             self._last.settle()
         return self._catch_up(each).matcher.count_allowed(drafts)
 
     def _catch_up(self, each: Constrained) -> _Slot:
-        """The slot's matcher, with all tokens of the answer so far taken in."""
+        """Return the slot's matcher, advanced by all tokens of the answer so far."""
         slot, known, num_tokens = self._slots.get(each.slot), each.known, each.num_tokens
         if slot is None or slot.seq_id != each.piece.seq_id or not _agrees(slot, known, num_tokens):
             slot = self._slots[each.slot] = _Slot(each.piece.seq_id, each.grammar.start())
         for token_id in known[slot.num_tokens :]:
             slot.accept(token_id)
-        if slot.num_tokens < num_tokens:  # drawn by the step before, and not yet committed
+        if slot.num_tokens < num_tokens:  # drawn by the previous step, not yet committed
             assert self._last is not None
             slot.accept(self._last.drawn[each.slot])
         return slot
 
     def _masks(self, rows: Sequence[Constrained], slots: Sequence[_Slot], vocab_size: int) -> NDArray[np.int32]:
-        """[rows, words]; of a sequence that has ended or failed, whose token is void, everything is allowed."""
+        """Return masks [rows, words]; a sequence that ended or failed allows everything."""
         masks = np.zeros((len(rows), -(-vocab_size // 32)), np.int32)
         for _, run in groupby(range(len(rows)), key=lambda row: type(rows[row].grammar)):
-            first, *others = run  # of one kind, which fills the masks of all its matchers together
+            first, *others = run  # matchers of one kind, whose masks are filled together
             matchers = [slot.matcher for slot in slots[first : first + len(others) + 1]]
             rows[first].grammar.fill_masks(matchers, masks[first:].ctypes.data, masks.shape[1])
         for mask, each, slot in zip(masks, rows, slots, strict=True):
@@ -174,7 +174,7 @@ class Constraints:
 
 
 def _turns(rows: Sequence[Constrained]) -> list[list[Constrained]]:
-    """The first rows of all slots, then the second ones, behind their first drafts, and so on."""
+    """Yield the first rows of all slots, then the second ones (after the first drafts), ..."""
     turns: list[list[Constrained]] = []
     num_before: dict[int, int] = {}
     for each in rows:
@@ -187,14 +187,14 @@ def _turns(rows: Sequence[Constrained]) -> list[list[Constrained]]:
 
 
 def _agrees(slot: _Slot, known: Sequence[int], num_tokens: int) -> bool:
-    """False if the matcher took in a token that was never committed; only its last one can be such."""
+    """Return False if the matcher's last token was never committed."""
     if slot.num_tokens > num_tokens:
         return False
     return not 0 < slot.num_tokens <= len(known) or known[slot.num_tokens - 1] == slot.last
 
 
 def _forbid(mask: NDArray[np.int32], banned: Collection[int]) -> None:
-    """Clear the bits of some tokens, unless that leaves none: then the grammar is complete, and there is no choice."""
+    """Clear the bits of some tokens, unless none would remain."""
     less = mask.view(np.uint32).copy()
     for token_id in banned:
         if token_id >> 5 < len(less):
@@ -211,7 +211,7 @@ def pack_mask(allowed: frozenset[int], vocab_size: int) -> NDArray[np.int32]:
 
 
 def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -> None:
-    """-inf in the places of logits [R, V] whose bits are not set; mask i is of the i-th of `rows`."""
+    """Write -inf to logits [R, V] whose bits are not set; mask i belongs to the i-th of `rows`."""
     if not logits.is_cuda:
         for row, mask in zip(rows, masks, strict=True):
             _mask_on_host(logits[row].numpy(), mask)
@@ -229,7 +229,7 @@ def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -
 
 
 def _mask_on_host(logits: NDArray[np.float32], mask: NDArray[np.int32]) -> None:
-    """Touches as few tokens as may be: most masks allow nearly all or nearly none (half the time of masked_fill_)."""
+    """Mask with few writes, since most masks allow nearly all tokens or nearly none."""
     ruled_out = ~mask
     if np.count_nonzero(mask) < np.count_nonzero(ruled_out):
         allowed = _set_bits(mask, len(logits))
@@ -241,7 +241,7 @@ def _mask_on_host(logits: NDArray[np.float32], mask: NDArray[np.int32]) -> None:
 
 
 def _set_bits(words: NDArray[np.int32], size: int) -> NDArray[np.intp]:
-    """The tokens below `size` whose bits are set, in order."""
+    """Return the tokens below `size` whose bits are set, in order."""
     at = np.flatnonzero(words)
     is_set = np.unpackbits(words[at].view(np.uint8), bitorder="little").view(np.bool_)
     tokens = (at[:, None] * 32 + _BITS).ravel()[is_set]

@@ -1,7 +1,7 @@
-"""One token from each row of logits: greedy, or filtered and by the Gumbel-max trick.
+"""Draws one token from each row of logits: greedy, or by the Gumbel-max trick.
 
-On a CPU the native library does all of it in a pass or two over each row (native/sampling.h): 16 rows of 49,152 cost
-a millisecond. On CUDA it is a few launches (cuda/sampling.py). Where neither is, torch operations draw the same tokens.
+On a CPU the native library takes one or two passes over each row (native/sampling.h): 16 rows of 49,152 take a
+millisecond. On CUDA it is a few launches (cuda/sampling.py). Without either, torch operations draw the same tokens.
 Engine thread.
 """
 
@@ -22,13 +22,13 @@ from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, 
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
-    from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
+    from engine.runtime.cuda.sampling import Penalties  # imports Triton, which a CPU-only machine may lack
 
-_NUM_SETTLED = 8  # float32 leaves no more than these in doubt
+_NUM_SETTLED = 8  # candidates that float32 cannot separate
 
 
 class Wish(NamedTuple):
-    """How one row is to be drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch a filter off."""
+    """How to draw one row. temperature 0 is greedy; top_k 0, top_p 1, min_p 0: no filter."""
 
     temperature: float
     top_k: int
@@ -39,11 +39,11 @@ class Wish(NamedTuple):
 
 
 def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = None) -> Drawn:
-    """logits [R, V] float32, which are consumed -> an id for each row. -inf rules a token out, but not all of a row's.
+    """Return an id for each row of logits [R, V] float32, which are overwritten.
 
-    `penalties` are for the kernels on CUDA, which apply them in passing; elsewhere the logits have been through them.
-    Seeded rows draw the same id on every device, and whatever stands in the other rows. Only where a token's border is
-    decided by the last digits of a sum of probabilities (top_p) may two implementations keep one token more or less.
+    A row needs one logit above -inf. `penalties` are for the CUDA kernels, which apply them in the same pass; elsewhere the caller has applied them. Seeded
+    rows draw the same id on every device and beside any other rows. Only top_p may differ by one token between two
+    implementations, where the last digits of a sum of probabilities decide.
     """
     if uses_triton(logits):
         return _draw_in_triton(logits, wishes, penalties)
@@ -84,18 +84,18 @@ def _native_draw(wish: Wish, vocab_size: int) -> bytes:
 
 
 def as_signed(seed: int) -> int:
-    """The seed's low 64 bits as an int64 has them."""
+    """Return the seed's low 64 bits as an int64."""
     seed &= SEED_MASK
     return seed - (1 << 64) if seed >> 63 else seed
 
 
 def lowest_score(min_p: float) -> float:
-    """Of the tokens that min_p keeps, counted from the best."""
+    """Return the lowest score that min_p keeps, relative to the best."""
     return math.log(min_p) if min_p > 0 else -math.inf
 
 
 def _draw_in_torch(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
-    best = logits.max(-1)  # NaN and +inf come through a maximum, and so does a row of -inf
+    best = logits.max(-1)  # a maximum shows NaN, +inf, and a row of -inf
     ids, is_finite = best.indices, best.values.isfinite()
     drawing = [row for row, wish in enumerate(wishes) if wish.temperature > 0]
     if drawing:
@@ -106,7 +106,7 @@ def _draw_in_torch(logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
 
 
 def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
-    """Temperature, filters, noise; logits [len(wishes), V]. Scores count from the row's best, as the library's do."""
+    """Apply temperature, filters and noise; scores are relative to the row's best."""
     temperature = _on(logits, [wish.temperature for wish in wishes])
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     if any(wish.min_p > 0 for wish in wishes):
@@ -123,7 +123,7 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
 
 
 def _best_with_noise(scores: Tensor, keys: Tensor) -> Tensor:
-    """The winners of scores [R, V] plus noise: candidates in float32, settled in float64, the lower id in a tie."""
+    """Return the argmax of scores plus noise, decided in float64; a tie takes the lower id."""
     vocab_size = scores.shape[1]
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=scores.device)
     candidates = gumbel_noise(keys, tokens).add_(scores).topk(min(_NUM_SETTLED, vocab_size)).indices
@@ -143,5 +143,5 @@ def _on_rows(scores: Tensor, chosen: Sequence[int], change: Callable[[Tensor], N
 
 
 def _on(like: Tensor, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers as a tensor where `like` is."""
+    """Return the numbers as a tensor on the device of `like`."""
     return to_device(values, dtype, like.device)

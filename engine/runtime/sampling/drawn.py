@@ -1,4 +1,4 @@
-"""What a draw gives, whoever makes it."""
+"""The result of a draw, of any implementation."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ class Drawn(NamedTuple):
     """A token for each of R rows."""
 
     ids: Tensor  # [R] int64
-    is_finite: Tensor  # [R] bool; False where the logits are not, and the id is void
+    is_finite: Tensor  # [R] bool; False if the logits are not finite, which makes the id void

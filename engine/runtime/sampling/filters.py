@@ -1,7 +1,7 @@
-"""Which tokens may be drawn at all: min_p, top_k and top_p, on rows of scores (log probabilities relative to the best).
+"""The filters min_p, top_k and top_p, on rows of scores relative to the best.
 
-Each sets what it cuts to -inf, in place. Equal scores at the border are kept together, so the result does not depend
-on the order of a sort.
+Each sets the scores it removes to -inf, in place. Equal scores at the limit are all kept, so the result does not depend on
+the order of a sort.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ _WIDTHS = (128, 2048)  # of 49,152 tokens, on 2 cores: the best 128 of 16 rows t
 
 
 def keep_min_p(scores: Tensor, lowest: Tensor) -> None:
-    """Keep tokens at least min_p times as likely as the likeliest; scores [R, V], lowest [R] is log(min_p)."""
+    """Keep tokens at least min_p times as likely as the best; lowest [R] is log(min_p)."""
     scores.masked_fill_(scores < lowest[:, None], -torch.inf)
 
 
 def keep_top_k(scores: Tensor, top_k: Tensor, most: int) -> None:
-    """Keep the top_k likeliest; scores [R, V], top_k [R] int64 from 1 to `most`."""
+    """Keep the top_k best tokens; scores [R, V], top_k [R] int64 from 1 to `most`."""
     best = scores.topk(most, dim=-1).values
     scores.masked_fill_(scores < best.gather(-1, top_k[:, None] - 1), -torch.inf)
 
 
 def keep_top_p(scores: Tensor, top_p: Tensor) -> None:
-    """Keep the smallest set of likeliest tokens whose mass reaches top_p; scores [R, V], top_p [R] float64."""
+    """Keep the smallest set of best tokens whose mass reaches top_p [R] float64."""
     best, mass = _best_with_mass_before(scores, top_p)
     is_kept = mass < top_p[:, None]
-    is_kept[:, 0] = True  # the likeliest token stays at any top_p
+    is_kept[:, 0] = True  # the most likely token is always kept
     border = best.masked_fill_(~is_kept, torch.inf).amin(-1, keepdim=True)
     scores.masked_fill_(scores < border, -torch.inf)
 
 
 def _best_with_mass_before(scores: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The best scores, in order, wide enough to cover top_p in every row, and the mass before each of them."""
+    """Return the best scores in order, enough for top_p, and the mass before each."""
     total = scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
-    # Looking whether a width suffices waits for the device: worth it on the CPU, where a full sort is slow.
+    # Checking a width waits for the device: worth it on the CPU only, where a full sort is slow.
     widths = [] if scores.is_cuda else [width for width in _WIDTHS if width < scores.shape[-1]]
     for width in [*widths, scores.shape[-1]]:
         best = (

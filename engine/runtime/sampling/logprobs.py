@@ -1,4 +1,4 @@
-"""Log probabilities of chosen tokens and of the best alternatives, from the model's raw logits."""
+"""Log probabilities of chosen tokens and the best alternatives, from raw logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Logprobs(NamedTuple):
     top_values: Tensor  # [R, k] float32
 
     def to_types(self, num_top: Sequence[int]) -> list[TokenLogprob]:
-        """As plain numbers, `num_top[r]` alternatives for row r. The tensors must be on the host."""
+        """Return plain numbers, `num_top[r]` alternatives for row r; tensors on the host."""
         columns = zip(*(tensor.tolist() for tensor in self), num_top, strict=True)
         return [
             TokenLogprob(chosen, value, rank, tuple(zip(ids[:num], values[:num], strict=True)))
@@ -30,7 +30,7 @@ class Logprobs(NamedTuple):
 
 
 def gather_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> Logprobs:
-    """logits [R, V] float32, chosen [R] int64."""
+    """Return the log probabilities of logits [R, V] float32 for chosen [R] int64."""
     logprobs = torch.log_softmax(logits, dim=-1)
     values = logprobs.gather(-1, chosen[:, None])
     top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)

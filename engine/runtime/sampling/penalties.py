@@ -1,8 +1,8 @@
-"""What a sequence has said so far, on the device, and what that does to its next logits.
+"""Applies repetition, frequency and presence penalties from ids kept on the device.
 
-Each slot keeps its sequence's ids in one growing tensor, extended by the few that are new at each step; it is begun
-anew when the slot changes hands. An id that the host does not know yet (overlap) is taken from `last_ids` on the
-device. Only the tokens that occurred are touched, never a vocabulary-sized table. Engine thread.
+Each slot keeps its sequence's ids in one growing tensor, extended by the few new ones at each step, and cleared when another
+sequence takes the slot. An id that the host does not know yet (overlap) is read from `last_ids` on the device. Only tokens
+that occurred are touched, never a vocabulary-sized table. Engine thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.runtime.transfer import to_device
 
 
 def is_penalized(params: SamplingParams) -> bool:
-    """Whether any of the three penalties is on."""
+    """Return whether any of the three penalties is on."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -32,13 +32,13 @@ class _Slot:
 
 
 class History:
-    """The ids of the sequences that need them, by slot."""
+    """The ids of penalised sequences, by slot."""
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
 
     def ids(self, piece: SequenceSlice, last_ids: Tensor) -> Tensor:
-        """All ids of the slice's sequence up to the slice's end, [start + num_tokens] int64."""
+        """Return the sequence's ids up to the slice's end, [start + num_tokens] int64."""
         stop = piece.start + piece.num_tokens
         slot = self._slots.get(piece.slot)
         if slot is None or slot.seq_id != piece.seq_id:
@@ -46,7 +46,7 @@ class History:
         if stop > slot.ids.shape[0]:
             slot.ids = torch.cat([slot.ids, slot.ids.new_empty(stop)])  # at least doubles
         known = min(len(piece.tokens), stop)
-        slot.length = min(slot.length, piece.start)  # what was written from here on may have been drafts
+        slot.length = min(slot.length, piece.start)  # entries from here on may have been drafts
         if slot.length < known:
             slot.ids[slot.length : known] = to_device(piece.tokens[slot.length : known], torch.int64, last_ids.device)
         if known < stop:
@@ -56,7 +56,7 @@ class History:
 
 
 class Penalized(NamedTuple):
-    """One row of logits that is to be penalized."""
+    """One row of logits to penalise."""
 
     row: int
     params: SamplingParams
@@ -65,7 +65,7 @@ class Penalized(NamedTuple):
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[Penalized]) -> None:
-    """Change logits [R, V] in place: repetition over prompt and answer, then frequency and presence over the answer."""
+    """Penalise logits [R, V] in place: repetition first, then frequency and presence."""
     flat = logits.view(-1)
     repeated = [r for r in rows if r.params.repetition_penalty != 1.0]
     if repeated:
@@ -87,5 +87,5 @@ def _places(rows: Sequence[Penalized], ids: Sequence[Tensor], vocab_size: int) -
 
 
 def _spread(values: Sequence[float], ids: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Each row's value, once for each of its ids."""
+    """Repeat each row's value for each of its ids."""
     return torch.cat([like.new_full(each.shape, value) for value, each in zip(values, ids, strict=True)])

@@ -1,8 +1,8 @@
-"""Logits become token ids: one batch of rows, each with its own parameters.
+"""Turns logits into token ids: one batch of rows, each with its own parameters.
 
 The order is OpenAI's and vLLM's: allowed_token_ids, logit_bias, bad_words and min_tokens, penalties, temperature, min_p,
-top_k, top_p, then the draw; and before it, where it cannot matter, what a grammar rules out (constraint.py, which alone may
-wait for the step before). Rows that ask for none of these cost one argmax. On CUDA the edits are kernels (cuda/mask.py,
+top_k, top_p, then the draw. Grammar masks (constraint.py, which alone may wait for the previous step) come before it, where
+their position does not matter. Rows without any of these cost one argmax. On CUDA the edits are kernels (cuda/mask.py,
 cuda/sampling_edits.py and cuda/sampling.py), elsewhere torch operations. Nothing else waits for a GPU. Engine thread.
 """
 
@@ -29,15 +29,15 @@ from engine.runtime.speculation.base import one_by_one
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
-    from engine.runtime.cuda.sampling import Penalties  # imports Triton, which CPUs go without
+    from engine.runtime.cuda.sampling import Penalties  # imports Triton, which a CPU-only machine may lack
     from engine.runtime.cuda.sampling_edits import TokenCounts
 
 
 class Sampled(NamedTuple):
-    """What was drawn for R rows, on the device."""
+    """The ids drawn for R rows, on the device."""
 
     ids: Tensor  # [R] int64
-    is_finite: Tensor  # [R] bool; False where the logits were not, and the id is void
+    is_finite: Tensor  # [R] bool; False if the logits were not finite, which makes the id void
     logprobs: Logprobs | None  # for `logprob_rows` alone
     logprob_rows: Sequence[int]
     constrained: ConstrainedStep | None = None
@@ -45,28 +45,30 @@ class Sampled(NamedTuple):
 
 class _Row(NamedTuple):
     place: int  # in the step's ids
-    at: int  # its row in the logits, the same unless only some are drawn
+    at: int  # its row in the logits; the same index unless only some rows are drawn
     piece: SequenceSlice
     sample: Sample
     params: SamplingParams
-    position: int  # where the drawn token will stand
+    position: int  # the drawn token's position
 
 
 class Sampler:
-    """Keeps histories for penalties, masks of allowed tokens, and matchers of grammars; all else follows from plan and logits."""
+    """Draws every sample of a plan; keeps penalty histories, token masks and matchers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = History()
         self._constraints = Constraints()
-        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}  # by slot: whose, and what allowed_token_ids leaves
-        self._counts: TokenCounts | None = None  # the history's place on CUDA, from the first penalty on
+        self._masks: dict[
+            int, tuple[int, NDArray[np.int32]]
+        ] = {}  # by slot: the sequence, and the mask of its allowed_token_ids
+        self._counts: TokenCounts | None = None  # replaces the history on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
-        """Draw a token for every sample and behind every draft, in plan order; logits [R, V] float32 are consumed.
+        """Draw a token for every sample and after every draft, in plan order.
 
-        `last_ids` [slots] int64 is read for ids not yet known to the host, then holds the new ones. Where `drawn` has what
-        was drawn from the logits as they are, only rows that are not plain are drawn again, and it is changed in place.
+        logits [R, V] float32 are overwritten. `last_ids` [slots] int64 is read for ids not yet known to the host, then holds the new ones. If `drawn` has ids drawn
+        from the raw logits, only rows that are not plain are drawn again, and `drawn` is changed in place.
         """
         rows = _rows(plan)
         if drawn is not None:
@@ -78,7 +80,7 @@ class Sampler:
         edited = [row for row in rows if _is_edited(row.piece)]
         penalties = None
         self._keep_allowed(logits, edited)
-        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text a slot
+        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text for each slot
             penalties = self._edit_in_triton(logits, edited, last_ids)
         elif edited:
             self._edit(logits, edited, last_ids)
@@ -97,20 +99,20 @@ class Sampler:
         return Sampled(ids, is_finite, logprobs, indices, constrained)
 
     def count_allowed(self, piece: SequenceSlice, drafts: Sequence[int]) -> int:
-        """How many of a slice's drafts its grammar, if it has one, could take in; all tokens before them are known."""
+        """Return how many of a slice's drafts its grammar accepts; all without one."""
         grammar = piece.params.grammar
         if grammar is None:
             return len(drafts)
         return self._constraints.count_allowed(Constrained(0, 0, piece.samples[0].slot, piece, grammar), drafts)
 
     def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
-        """Rule out all but the tokens that a row allows, in place."""
+        """Mask all but a row's allowed tokens, in place."""
         masks = {row.at: self._mask(row, logits.shape[1]) for row in rows if row.params.allowed_token_ids is not None}
         if masks:
             apply_masks(logits, masks, np.stack(list(masks.values())))
 
     def _mask(self, row: _Row, vocab_size: int) -> NDArray[np.int32]:
-        """Return what a row allows; packed once for each sequence, which asks for the same at every step."""
+        """Return a row's mask of allowed tokens, packed once for each sequence."""
         allowed, slot, seq_id = row.params.allowed_token_ids, row.sample.slot, row.piece.seq_id
         assert allowed is not None
         if slot not in self._masks or self._masks[slot][0] != seq_id:
@@ -118,7 +120,7 @@ class Sampler:
         return self._masks[slot][1]
 
     def _edit(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
-        """What changes the logits of single tokens, in place."""
+        """Edit the logits of single tokens, in place."""
         vocab_size = logits.shape[1]
         flat = logits.view(-1)
         biases = [(row.at * vocab_size + token, bias) for row in rows for token, bias in row.params.logit_bias]
@@ -130,7 +132,7 @@ class Sampler:
             at = self._long([ban.row * vocab_size + ban.token for ban in bans])
             drawn, slots = self._long([ban.drawn for ban in bans]), self._long([ban.slot for ban in bans])
             is_hit = (drawn < 0) | (last_ids[slots] == drawn)
-            # A minimum, since a token may be banned in several ways of which one is hit.
+            # A minimum, because a token may be banned by several entries of which one applies.
             flat.scatter_reduce_(0, at, torch.where(is_hit, -torch.inf, torch.inf), "amin")
         penalized = [
             Penalized(row.at, row.params, self._history.ids(row.piece, last_ids), row.piece.num_prompt)
@@ -141,7 +143,7 @@ class Sampler:
             apply_penalties(logits, penalized)
 
     def _edit_in_triton(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> Penalties | None:
-        """The same but for the penalties, which are returned for the draw."""
+        """Edit as above with kernels, except penalties, which are returned for the draw."""
         from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
 
         num_rows, vocab_size = logits.shape
@@ -166,7 +168,7 @@ class Sampler:
 
 
 def wishes(plan: StepPlan) -> list[Wish]:
-    """How the samples of a plan are drawn from logits that nothing has edited."""
+    """Return how a plan's samples are drawn from unedited logits."""
     return [_wish(row) for row in _rows(plan)]
 
 
@@ -180,14 +182,14 @@ def _rows(plan: StepPlan) -> list[_Row]:
 
 
 def is_plain(piece: SequenceSlice) -> bool:
-    """Whether a slice's draw takes no more than the logits, temperature, filters and noise, and nobody asks for more."""
+    """Return whether a draw needs only logits, temperature, filters and noise."""
     params = piece.params
     asks_more = params.logprobs is not None or params.grammar is not None
     return not asks_more and not _is_edited(piece)
 
 
 def _is_edited(piece: SequenceSlice) -> bool:
-    """Whether logits of single tokens may change before the draw."""
+    """Return whether logits of single tokens may change before the draw."""
     params = piece.params
     if params.logit_bias or params.bad_words or params.allowed_token_ids is not None:
         return True
@@ -195,7 +197,7 @@ def _is_edited(piece: SequenceSlice) -> bool:
 
 
 def _constrained(row: _Row) -> Constrained:
-    """A row for its grammar. An answer that shall not end yet, or go on behind its end, ends where nothing else is left."""
+    """Return the constrained row; below min_tokens it ends only if nothing else is allowed."""
     params = row.params
     assert params.grammar is not None
     unwanted: frozenset[int] = frozenset()
@@ -218,7 +220,7 @@ def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[Ban]:
 
 
 def _too_early(piece: SequenceSlice) -> frozenset[int]:
-    """Tokens that would end the sequence before its min_tokens. Of a constrained one the grammar's mask sees to them."""
+    """Return tokens that would end the sequence before min_tokens; grammars mask theirs."""
     params = piece.params
     if params.grammar is not None or not _is_too_short(piece):
         return frozenset()

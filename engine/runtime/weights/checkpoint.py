@@ -1,7 +1,7 @@
-"""What every weight file looks like to a model: a config.json, and named tensors to be copied out one at a time.
+"""The interface of weight files: a config.json, and named tensors to copy one at a time.
 
-GGUF files are translated to Hugging Face's words by their reader, so models know one spelling. Loading happens once,
-on the thread that builds the engine.
+The GGUF reader translates names to Hugging Face's, so models know one spelling. Loading happens once, on the thread that
+builds the engine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engine.runtime.native.quantised import QuantisedRows
 Report = Callable[[Progress], None]
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MARGIN = 1 << 24  # elements by which a config may be wrong and still be compared tensor by tensor
-# Buffers that old checkpoints carry and every model computes for itself.
+_MARGIN = 1 << 24  # elements of difference up to which tensors are compared one by one
+# Buffers in old checkpoints that every model computes itself.
 _COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a file. `copy_to` reads, converts and writes it into a tensor of the same shape, nothing kept.
+    """One tensor of a file; `copy_to` converts it into a tensor of the same shape.
 
-    `quantised` reads the rows as they are, if they can be multiplied so.
+    `quantised` returns the rows as stored, if they can be multiplied in that format.
     """
 
     name: str
@@ -45,11 +45,11 @@ Keep = Callable[[StoredTensor], None]
 class Checkpoint(Protocol):
     """An open checkpoint."""
 
-    config: Mapping[str, Any]  # as config.json spells it
+    config: Mapping[str, Any]  # as in config.json
     source: str  # for errors: the file the config came from
 
     def tensors(self) -> Iterable[StoredTensor]:
-        """Every tensor, file by file. Nothing is read before a tensor's `copy_to`."""
+        """Yield every tensor, file by file; a tensor is read by its `copy_to`."""
         ...
 
 
@@ -61,10 +61,10 @@ def fill(
     tied_head: bool,
     keepers: Mapping[str, Keep] | None = None,
 ) -> None:
-    """Copy a checkpoint into a model's empty weights: each exactly once, none missing, none left over.
+    """Copy a checkpoint into a model's empty weights, each exactly once.
 
-    Quantised tensors that have a keeper go there as they are, in place of the copy, and so does all that becomes fp8; an
-    embedding that is the head as well is copied too.
+    Quantised tensors with a keeper go there as stored instead of being copied, and so do tensors that become fp8. An
+    embedding that is also the head is copied as well.
     """
     keepers = keepers or {}
     stored = [tensor for tensor in checkpoint.tensors() if not tensor.name.endswith(_COMPUTED)]
@@ -98,9 +98,9 @@ def fill(
 
 
 def check_size(checkpoint: Checkpoint, num_weights: int) -> None:
-    """Raise before memory is taken for a config that calls for far more weights than the files hold.
+    """Raise, before allocating, if a config needs far more weights than the files hold.
 
-    A smaller difference is left to `fill`, which names the tensor.
+    `fill` reports smaller differences, with the tensor's name.
     """
     stored = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors())
     if num_weights > 2 * stored + _MARGIN:
@@ -110,7 +110,7 @@ def check_size(checkpoint: Checkpoint, num_weights: int) -> None:
 
 
 def _require_tied(head: StoredTensor, embedding: Tensor) -> None:
-    """A checkpoint may hold a tied head a second time, but not another one."""
+    """Raise if a checkpoint holds a tied head that differs from the embedding."""
     second = torch.empty(head.shape, dtype=embedding.dtype)
     head.copy_to(second)
     if not torch.equal(second, embedding.cpu()):

@@ -1,7 +1,7 @@
-"""Random weights for a config.json alone, so that any size can be benchmarked without its checkpoint.
+"""Random weights for a config.json, to benchmark any size without a checkpoint.
 
-Seeded, and of a scale that keeps activations sane. A few million numbers are drawn once and repeated, because drawing
-billions would take a minute.
+Seeded, and scaled to keep activations finite. A few million numbers are drawn once and repeated, because drawing billions
+would take a minute.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.runtime.host_memory import available_memory
 from engine.runtime.weights.checkpoint import Keep, Report, StoredTensor
 
 _GIB = 1 << 30
-_SCALE = 0.02  # what most models are initialised with
+_SCALE = 0.02  # the usual initialisation
 _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
 
 
 def fill_dummy(
     targets: Mapping[str, Tensor], seed: int, report: Report, keepers: Mapping[str, Keep] | None = None
 ) -> None:
-    """Norms are 1, biases 0, matrices random; those that have a keeper go there."""
+    """Fill norms with 1, biases with 0, matrices with random numbers or their keepers."""
     keepers = keepers or {}
     total, done = sum(target.nbytes for target in targets.values()), 0
     drawn: Tensor | None = None
@@ -48,7 +48,7 @@ def fill_dummy(
 
 
 def check_room(num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise MemoryBudgetError for more random weights than the machine has memory for; a GPU says so itself."""
+    """Raise MemoryBudgetError if random weights exceed main memory; a GPU raises by itself."""
     num_bytes, room = num_weights * dtype.itemsize, available_memory()
     if device.type == "cpu" and num_bytes > room:
         raise MemoryBudgetError(

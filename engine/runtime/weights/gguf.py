@@ -1,8 +1,8 @@
-"""GGUF files as checkpoints: memory-mapped, spoken of in Hugging Face's words, dequantised if a tensor is copied out.
+"""Reads GGUF files as checkpoints: memory-mapped, with Hugging Face's names.
 
-Three things differ by architecture: how tensors are called, whether the rows of Q and K are stored in the order of
-interleaved rotation, and whether norms are stored as 1 + weight. The metadata becomes the config.json that
-weights/gguf_config.py writes.
+A copied tensor is dequantised. Three things differ by architecture: the names of tensors, whether the rows of Q and K are in
+the order of interleaved rotation, and whether norms are stored as 1 + weight. weights/gguf_config.py turns the metadata into
+a config.json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from engine.runtime.weights.gguf_file import GGUFTensor, read_gguf
 _KINDS = (
     Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
 )  # fmt: skip
-# Elements dequantised at a time: they stay in the cache, and torch converts so few without waking its threads, which on
-# a machine with busy neighbours wait for each other (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
+# Elements dequantised at a time. They stay in the cache, and torch converts so few without waking its threads, which wait
+# for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
 _CHUNK = 1 << 15
 
 _NAMES = {
@@ -57,7 +57,7 @@ _NAMES_BY_ARCH = {
     "gemma3": _SANDWICH,
     "olmo2": _AFTER_NORMS,
 }
-_INTERLEAVED = ("llama", "granite", "smollm3")  # llama.cpp turns neighbours (0, 1), transformers halves (0, d / 2)
+_INTERLEAVED = ("llama", "granite", "smollm3")  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
 _OFFSET_NORMS = ("gemma", "gemma2", "gemma3")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -95,16 +95,16 @@ class GGUFCheckpoint:
         stored_offset = np.float32(self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight"))
         step = max(1, _CHUNK // matrix.shape[1])
         for start in range(0, matrix.shape[0], step):
-            with np.errstate(all="ignore"):  # damaged weights; the first forward pass is checked
+            with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
                 part = dequantize(rows[start : start + step], tensor.kind)
-                # The subtraction also makes the copy that torch wants: the map is read-only.
+                # The subtraction also makes the copy that torch needs: the map is read-only.
                 matrix[start : start + step].copy_(torch.from_numpy(part - stored_offset))
 
     def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
         return QuantisedRows(int(tensor.kind), self._ordered(tensor))
 
     def _ordered(self, tensor: GGUFTensor) -> np.ndarray:
-        """A tensor's rows, still quantised, in the order transformers has them."""
+        """Return a tensor's rows, still quantised, in transformers' order."""
         role = tensor.name.split(".")[-2]
         if self._arch not in _INTERLEAVED or role not in ("attn_q", "attn_k"):
             return tensor.rows
@@ -119,7 +119,7 @@ class GGUFCheckpoint:
 
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name not in the table stays as it is."""
+    """Return the name for Hugging Face, as `model.layers.3.self_attn.q_proj.weight`."""
     stem, _, kind = name.rpartition(".")
     layer = _LAYER.fullmatch(stem)
     if layer is None:

@@ -1,7 +1,7 @@
-"""GGUF metadata, rewritten as the config.json that the same model has on the Hugging Face hub.
+"""Rewrites GGUF metadata as the config.json that the model has on the hub.
 
-What a GGUF file does not say (biases, a tied head) is read off its tensors' names; what llama.cpp holds in code (the
-query scale of the Gemma 27B models) is repeated here.
+Facts that a GGUF file does not state (biases, a tied head) are derived from its tensors' names. Facts that llama.cpp holds
+in code (the query scale of the Gemma 27B models) are repeated here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.runtime.models.hf_config import HFConfig
 
 
 class _File(NamedTuple):
-    meta: HFConfig  # the architecture's own keys, without their prefix
+    meta: HFConfig  # the architecture's keys, without their prefix
     shapes: Mapping[str, Sequence[int]]
     ropes: Mapping[str, Sequence[float]]  # rope factors, which GGUF stores as tensors
 
@@ -26,7 +26,7 @@ def hf_config(
     ropes: Mapping[str, Sequence[float]],
     source: str,
 ) -> tuple[str, dict[str, Any]]:
-    """The architecture's name and its config, from metadata, tensor shapes and rope factor tensors."""
+    """Return the architecture and its config, from metadata, shapes and rope factors."""
     arch = HFConfig(metadata, source).text("general.architecture")
     if arch not in _ARCHITECTURES:
         raise ModelLoadError(
@@ -68,7 +68,7 @@ def _common(file: _File) -> dict[str, Any]:
 def _rope_scaling(file: _File) -> dict[str, Any] | None:
     meta, trained = file.meta, file.meta.optional_integer("rope.scaling.original_context_length")
     kind = meta.text("rope.scaling.type", "none")
-    if "rope_freqs.weight" in file.ropes:  # Llama 3's scaling, already worked out as one factor a dimension
+    if "rope_freqs.weight" in file.ropes:  # Llama 3's scaling, precomputed as one factor for each dimension
         factors = list(file.ropes["rope_freqs.weight"])
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
     if "rope_factors_long.weight" in file.ropes:
@@ -126,7 +126,7 @@ def _gemma(_: _File) -> dict[str, Any]:
 
 
 def _query_scalar(file: _File, num_layers_27b: int) -> float:
-    """The 27B model of each generation scales queries by its mean head width, the others by their own."""
+    """Return the query scale: the mean head width for 27B models, head_dim for others."""
     meta = file.meta
     hidden, heads = meta.size("embedding_length"), meta.size("attention.head_count")
     large = meta.size("block_count") == num_layers_27b
@@ -165,7 +165,7 @@ def _granite(file: _File) -> dict[str, Any]:
 
 
 def _olmo2(file: _File) -> dict[str, Any]:
-    window = _window(file)  # OLMo 3 calls itself olmo2 and has windows
+    window = _window(file)  # OLMo 3 is named olmo2 and has windows
     return {"model_type": "olmo3", "sliding_window": window} if window else {"model_type": "olmo2"}
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, as rows of a memory map. What the header says is checked against the file first."""
+"""Reads the tensors of a GGUF file as rows of a memory map, after checking its header."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.gguf_header import TensorInfo, read_header
 
 
 class GGUFTensor(NamedTuple):
-    """`rows` [rows, bytes of a row] is a view of the file; `shape` is outermost first, as torch has it."""
+    """One tensor: `rows` [rows, bytes of a row] is a view; `shape` is outermost first."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class GGUFFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Header and tensors. Raises ModelLoadError for a file that is not whole."""
+    """Return header and tensors. Raises ModelLoadError for an incomplete file."""
     header = read_header(path)
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     try:

@@ -1,6 +1,6 @@
-"""Checkpoints in safetensors: one file, or shards named by an index. Memory-mapped, copied tensor by tensor.
+"""Reads safetensors checkpoints: one file, or the shards of an index, memory-mapped.
 
-Pickled checkpoints (.bin, .pt) are refused: reading one runs code that came with it.
+Pickled checkpoints (.bin, .pt) are refused, because reading one can run code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
 class SafetensorsCheckpoint:
-    """A folder in the layout of the Hugging Face hub. Its weights are looked for when they are asked for."""
+    """A folder in the hub's layout; its weight files are opened when needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,13 +37,13 @@ class SafetensorsCheckpoint:
 
 
 def _language_name(name: str) -> str | None:
-    """A tensor's name as causal models have it; None for those of a vision tower."""
+    """Return a tensor's name in a causal model; None for a vision tower's."""
     if name.removeprefix("model.").startswith(_OTHER_TOWERS):
         return None
     for prefix in ("language_model.model.", "model.language_model."):  # a language model inside another, old and new
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
-    if name.startswith(_BODY):  # a body saved without its head, as embedding models are
+    if name.startswith(_BODY):  # a body saved without its head, like embedding models
         return "model." + name
     return name.removeprefix("language_model.")
 

@@ -1,10 +1,10 @@
-"""Implements engine/core/grammar.py over llguidance: a compiled grammar, and a matcher a sequence.
+"""Implements engine/core/grammar.py over llguidance: a compiled grammar, and a matcher for each sequence.
 
-Made by the maker's worker threads, then the engine thread's alone.
+Built by the builder's worker threads, then used by the engine thread alone.
 
-All matchers of a grammar share its lexer, whose tables grow with what the answers meet. So the memory that a call into the
-library adds to this process is charged to the grammar: one that grew is `is_worn` and not given to new requests, and one
-that grew too much fails the requests that follow it. A lexer that ran into a limit stays broken; it is worn too.
+All matchers of a grammar share its lexer, whose tables grow with the answers. The memory that a call into the library
+adds to this process is therefore charged to the grammar. A grammar that grew is `is_worn` and not given to new requests;
+one that grew too much fails the requests that follow it. A lexer that ran into a limit stays broken; it is worn too.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from engine.core.grammar import Matcher
-from engine.text.grammars.trial import MAX_BUILT_BYTES, build, private_bytes
-from engine.text.grammars.trials import GrammarError, clean
+from engine.text.grammars.trial import GrammarError, clean
+from engine.text.grammars.trial_process import MAX_BUILT_BYTES, build, private_bytes
 
 MAX_GROWN_BYTES = MAX_BUILT_BYTES  # of one grammar while it is followed
 _WORN_BYTES = MAX_GROWN_BYTES // 2
-_FEW = 8  # matchers that are not worth waking other threads for
-_NUM_QUIET = 32  # calls in a row that took less than this, after which a grammar is measured less closely
+_FEW = 8  # so few matchers are not worth waking other threads
+_NUM_QUIET = 32  # calls in a row below _NOTICED_BYTES, after which a grammar is measured less closely
 _NOTICED_BYTES = 16 << 10
 _SUSPECT_BYTES = 1 << 20  # by masks that were filled together
 _STATM = Path("/proc/self/statm")
 
 
 class _Meter:
-    """Reads how much private memory this process has; 0 where the system does not say."""
+    """Reads the private memory of this process; 0 where the system does not report it."""
 
     def __init__(self) -> None:
         self._file = os.open(_STATM, os.O_RDONLY) if _STATM.exists() else None
 
     def read(self) -> int:
-        """Takes 2 us."""
+        """Return the bytes. Takes 2 us."""
         return 0 if self._file is None else private_bytes(os.pread(self._file, 256, 0))
 
 
@@ -43,7 +43,7 @@ _meter = _Meter()
 
 
 class GuidanceMatcher:
-    """One sequence's place in a grammar."""
+    """The position of one sequence in a grammar."""
 
     __slots__ = ("grammar", "inner")
 
@@ -52,7 +52,7 @@ class GuidanceMatcher:
         self.inner = inner
 
     def accept(self, token_id: int) -> None:
-        """Take in a drawn token; one that does not fit is in `error`."""
+        """Advance by a drawn token; a token that does not fit is reported by `error`."""
         if self.grammar.is_quiet:  # its masks are measured, and would grow too
             self.inner.consume_token(token_id)
             return
@@ -61,7 +61,7 @@ class GuidanceMatcher:
         self.grammar.charge(_meter.read() - before)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these could follow."""
+        """Return the length of the longest accepted prefix, without advancing."""
         if self.inner.is_stopped():
             return 0
         before = _meter.read()
@@ -74,11 +74,11 @@ class GuidanceMatcher:
         self.inner.rollback(count)
 
     def is_complete(self) -> bool:
-        """Whether only the end can follow."""
+        """Return True if only the end can follow."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
     def error(self) -> str | None:
-        """What went wrong, in one line."""
+        """Return the error in one line, or None."""
         if self.inner.is_error():
             self.grammar.is_broken = True
             return clean(self.inner.get_error())
@@ -87,25 +87,25 @@ class GuidanceMatcher:
         return None
 
 
-class Vocabulary:
-    """The model's tokens as llguidance has them, and the threads that fill masks together."""
+class GuidanceVocabulary:
+    """The model's tokens in llguidance's form, and the threads that fill masks together."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """Takes 0.2 s for 49,152 tokens, and holds the GIL meanwhile. The trial process has done the same before."""
+        """Takes 0.2 s for 49,152 tokens, holding the GIL. The trial process has done the same before."""
         self.tokens = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(end_ids) or None)
         self.end_ids = end_ids
         self.executor = LLExecutor()
 
 
 class GuidanceGrammar:
-    """A grammar that compiled, from which matchers start."""
+    """A compiled grammar, from which matchers start."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: str, num_bytes: int) -> None:
+    def __init__(self, vocabulary: GuidanceVocabulary, grammar: str, num_bytes: int) -> None:
         """Build a grammar that passed its trial, where it took `num_bytes`. Raises GrammarError."""
         self._executor = vocabulary.executor
         self.end_ids = vocabulary.end_ids
         self.is_broken = False  # a matcher failed, perhaps with the lexer that all share
-        self._is_suspect = False  # something took much memory while masks were filled together
+        self._is_suspect = False  # it may be what took much memory while masks were filled together
         self._built_bytes = num_bytes
         self._grown_bytes = 0
         self._num_quiet = 0
@@ -121,37 +121,37 @@ class GuidanceGrammar:
 
     @property
     def is_worn(self) -> bool:
-        """True if the next request should rather have a new one."""
+        """True if the next request should get a new one."""
         return self.is_broken or self._is_suspect or self._grown_bytes > _WORN_BYTES
 
     @property
     def has_outgrown(self) -> bool:
-        """True if what follows it is to end."""
+        """True if the requests that follow it must fail."""
         return self._grown_bytes > MAX_GROWN_BYTES
 
     @property
     def is_quiet(self) -> bool:
-        """True if it took hardly any memory lately."""
+        """True if its last calls took hardly any memory."""
         return self._num_quiet >= _NUM_QUIET and not self._is_suspect
 
     def charge(self, num_bytes: int) -> None:
-        """Count memory that it was seen to take."""
+        """Count memory that a call took."""
         self._grown_bytes += max(num_bytes, 0)
         self._num_quiet = 0 if num_bytes > _NOTICED_BYTES else self._num_quiet + 1
 
     def share(self, num_bytes: int, num_grammars: int) -> None:
-        """Count its part of what masks took that were filled together; if that is much, it is filled alone from now on."""
+        """Count its share of the memory of masks filled together; if that is much, its masks are filled alone from now on."""
         self._grown_bytes += max(num_bytes, 0) // num_grammars
         self._is_suspect = self._is_suspect or num_bytes > _SUSPECT_BYTES
 
     def start(self) -> GuidanceMatcher:
-        """A matcher before the first token."""
+        """Return a matcher before the first token."""
         return GuidanceMatcher(self, self._first.deep_copy())
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
-        """A row of words for each matcher, many of them on several threads at once.
+        """Fill a row of words for each matcher, many of them on several threads.
 
-        The masks of grammars that took memory lately are filled one by one, so that it is known which of them takes it.
+        The masks of grammars that took memory lately are filled one by one, to find which of them takes it.
         """
         num_bytes = 4 * num_words
         rows = [(matcher, row) for row, matcher in enumerate(matchers) if isinstance(matcher, GuidanceMatcher)]

@@ -1,4 +1,4 @@
-"""What an answer is to be constrained to, as text: the key under which a compiled grammar is kept. Pure data."""
+"""What constrains an answer, as text: the key under which a compiled grammar is cached. Pure data."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 
-class Kind(str, Enum):
-    """In which language a grammar is written."""
+class GrammarKind(str, Enum):
+    """The language in which a grammar is written."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"  # a JSON list of strings
-    GRAMMAR = "grammar"  # Lark as llguidance has it, or GBNF, told apart by its text
+    LARK = "grammar"  # in llguidance's dialect, or GBNF; the text shows which
     STRUCTURAL_TAG = "structural_tag"  # free text in which certain tags begin a constrained part
 
 
 class GrammarSpec(NamedTuple):
-    """One grammar, not yet compiled. `options` are for JSON: see `of_json_schema`."""
+    """A grammar that is not compiled yet. `whitespace` and `is_lenient` are for JSON: see `of_json_schema`."""
 
-    kind: Kind
+    kind: GrammarKind
     text: str
     whitespace: str | None = None
     is_lenient: bool = False
@@ -30,25 +30,70 @@ class GrammarSpec(NamedTuple):
     def of_json_schema(
         cls, schema: Mapping[str, Any] | bool, *, whitespace: str | None = None, is_lenient: bool = False
     ) -> GrammarSpec:
-        """A JSON text that is valid against a schema; whoever constrains a tool's call starts here.
+        """Return the grammar of JSON texts that are valid against a schema.
 
-        A call of one of several tools is `{"anyOf": [{"type": "object", "properties": {"name": {"const": ...},
-        "arguments": <its schema>}, "required": [...], "additionalProperties": False}, ...]}`. `whitespace` is the regex
-        of what may stand between JSON's tokens, "" for nothing. `is_lenient` leaves out keywords that cannot be
-        enforced; else they are refused.
+        `whitespace` is a regex of the text between JSON's tokens, "" for none. `is_lenient` leaves out keywords that
+        cannot be enforced; otherwise they are refused.
         """
         # Not sorted: the order of properties is the order in which they are written.
-        return cls(Kind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), whitespace, is_lenient)
+        return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), whitespace, is_lenient)
 
     @classmethod
     def of_choice(cls, choices: Sequence[str]) -> GrammarSpec:
-        """One of some texts."""
-        return cls(Kind.CHOICE, json.dumps(choices))
+        """Return the grammar of one of several texts."""
+        return cls(GrammarKind.CHOICE, json.dumps(choices))
 
     @classmethod
     def of_lark(cls, text: str) -> GrammarSpec:
-        """A grammar in llguidance's Lark, which can embed JSON schemas (`%json {...}`) and special tokens (`<|name|>`)."""
-        return cls(Kind.GRAMMAR, text)
+        """Return a grammar in llguidance's Lark, which can embed JSON schemas (`%json {...}`) and tokens (`<|name|>`)."""
+        return cls(GrammarKind.LARK, text)
 
 
 ANY_OBJECT = GrammarSpec.of_json_schema({"type": "object"})
+
+# Keywords that say whether an object may have further properties.
+_FURTHER = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+# Keywords that describe the same object elsewhere, so `properties` does not name all of it.
+_ELSEWHERE = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
+_LISTED = ("anyOf", "oneOf", "prefixItems", "items")
+
+
+def close_schema(schema: Any) -> Any:
+    """Return a strict schema with `additionalProperties: false` where an object does not say whether it has others.
+
+    OpenAI asks that every object of a strict schema says so itself. An object that does not is taken to mean it, because
+    a small model would add properties until its tokens end. A schema that joins incomplete parts with `allOf` stays
+    unchanged.
+    """
+    try:
+        return schema if _joins(schema) else _close(schema)
+    except RecursionError:  # it is refused when it is compiled
+        return schema
+
+
+def _joins(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_joins, schema))
+    if not isinstance(schema, dict):
+        return False
+    parts = schema.get("allOf")
+    return (isinstance(parts, list) and len(parts) > 1) or any(map(_joins, schema.values()))
+
+
+def _close(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    for key, value in schema.items():
+        if isinstance(value, dict):
+            if key in _NAMED:
+                closed[key] = {name: _close(inner) for name, inner in value.items()}
+            elif key in _SINGLE:
+                closed[key] = _close(value)
+        elif isinstance(value, list) and key in _LISTED and "properties" not in schema:
+            closed[key] = [_close(inner) for inner in value]
+    if isinstance(schema.get("properties"), dict) and not any(key in schema for key in (*_FURTHER, *_ELSEWHERE)):
+        closed["additionalProperties"] = False
+    return closed

@@ -1,221 +1,151 @@
-"""The processes in which grammars are tried: what hangs, explodes or crashes there harms nothing else.
+"""Tries a grammar in a process of its own, so that one that hangs, explodes or crashes harms nothing else.
 
-    main: loads the model's vocabulary once -> forks a lane for each worker -> each lane forks a child for each grammar
-
-A child does with a grammar what the daemon would do with it (`build`, then masks along random answers), under limits of
-CPU time, wall time and memory that the kernel enforces, and reports the memory that this took. Forked from a process that
-has the vocabulary, it starts in milliseconds, measures nothing but its grammar, and is replaced before it is missed.
-
-Run as a script by engine/text/grammars/trials.py, with one socket a lane. Knows nothing else of Quire, so that it starts
-fast; guidance.py shares `limits`, `build` and `private_bytes`.
+The daemon's end of trial_process.py; used by the worker threads of builder.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
-import resource
+import math
+import re
 import signal
-import sys
-import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from engine.child_process import Ask, ChildError, ChildProcess, Parts
+from engine.core.errors import InvalidRequestError, OverloadedError
+from engine.text.grammars.spec import GrammarKind, GrammarSpec
 
-MAX_BUILT_BYTES = 64 << 20  # of one grammar, with its first masks; a schema of 300 properties takes 42 MiB
-MAX_WALL_S = 20.0  # on a machine so busy that the CPU time does not come together
-_SPARE_BYTES = 48 << 20  # address space for the stacks of the two threads, and what malloc sets aside
-_BUILD_STACK = 16 << 20  # less than what the server builds with: what passes here passes there
-_WALK_STACK = 1 << 20  # less than the threads have on which masks are computed there
-_NUM_WALKS = 3
-_WALK_TOKENS = 24
-_PAGE = resource.getpagesize()
-_STATM = Path("/proc/self/statm")
-
-
-def limits() -> LLParserLimits:
-    """What one grammar may cost to build, and at each token: about 50 ms of CPU time at the most."""
-    return LLParserLimits(
-        initial_lexer_fuel=400_000,  # a schema of 64 KiB with 300 properties takes 200,000
-        step_lexer_fuel=100_000,  # an enum of 4,000 words takes 60,000
-        step_max_items=20_000,
-        max_lexer_states=50_000,  # of all answers together, at 0.4 to 2 KiB
-        verbose_errors=False,  # else a message contains the whole grammar
-    )
+_MAX_ANSWER_S = 60.0  # the process keeps to limits of its own, which are far below
+_RETRY_S = 5.0
+_KEYWORD = re.compile(r'(?:Unimplemented keys: \["|Invalid type: |Unknown format: )([^"\n]+)')
+# A regex and a choice are wrapped in a line of Lark, whose positions mean nothing to the client.
+_WRAPPED = re.compile(r"^at \d+\(\d+\): (invalid regex .* \(in regex\): )?")
+# The library's messages for a grammar that no text can match.
+_PLAIN_WORDS = dict.fromkeys(("", "NoExtension", "NoExtensionBias"), "no text can match it")
+_LIMIT = re.compile(r"too many|too big|fuel|row has \d+ items|too complex", re.IGNORECASE)
+_FORCED = "forced bytes"  # the library reads forced text that spells a special token as that token
 
 
-def build(tokens: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher before its first token. Raises ValueError with the library's words.
-
-    The first mask fills tables that all matchers of this grammar share; here no request waits for it.
-    """
-    first = LLMatcher(tokens, grammar, log_level=0, limits=limits())
-    trial = first.deep_copy()
-    if not trial.is_error():
-        trial.compute_bitmask()
-    if trial.is_error():
-        raise ValueError(trial.get_error())
-    return first
+class GrammarError(InvalidRequestError):
+    """A grammar that cannot be used; the message says why, but not yet which field named it."""
 
 
-def private_bytes(statm: bytes) -> int:
-    """The resident memory of a process that is no file's, of its /proc/PID/statm."""
-    fields = statm.split()
-    return (int(fields[1]) - int(fields[2])) * _PAGE
+class SlowError(GrammarError):
+    """A grammar that takes more CPU time than it was given."""
 
 
-def to_guidance(task: dict[str, Any]) -> str:
-    """The task in llguidance's own form. Raises Exception, of any kind, where that cannot be."""
-    kind, text = task["kind"], task["text"]
-    if kind == "json_schema":
-        options: dict[str, Any] = {"whitespace_pattern": task["whitespace"], "lenient": task["is_lenient"]}
-        if not task["whitespace"]:
-            options = {"whitespace_flexible": False, "lenient": task["is_lenient"]}
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # a TypedDict
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
-    if kind == "structural_tag":
-        return StructTag.to_grammar([StructTag(**tag) for tag in json.loads(text)], assume_special=False)
-    return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
+class Tried(NamedTuple):
+    """A grammar that passed."""
+
+    grammar: str  # in llguidance's form
+    num_bytes: int  # of memory
 
 
-def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
-    """Build one grammar and follow it: {"grammar": for llguidance, "bytes": what it takes}, or {"error": why not}."""
-    before = _statm()
-    built: list[tuple[str, LLMatcher]] = []
+class VocabularySource(NamedTuple):
+    """What the process needs of the model."""
 
-    def make() -> None:
-        grammar = to_guidance(task)
-        built.append((grammar, build(tokens, grammar)))
-
-    error = _on_thread(_BUILD_STACK, make) or _on_thread(_WALK_STACK, lambda: _walk(built[0][1]))
-    if error is not None:
-        return {"error": error}
-    num_bytes = max(private_bytes(_statm()) - private_bytes(before), 0)
-    if num_bytes > MAX_BUILT_BYTES:
-        return {
-            "error": f"it takes {num_bytes >> 20} MiB of memory, more than {MAX_BUILT_BYTES >> 20}; make it smaller"
-        }
-    return {"grammar": built[0][0], "bytes": num_bytes}
+    tokenizer_json: str
+    vocab_size: int
+    end_ids: frozenset[int]
 
 
-def _walk(first: LLMatcher) -> None:
-    """Compute masks along a few random answers. Raises ValueError where the grammar cannot be followed."""
-    chance = random.Random(0)
-    for _ in range(_NUM_WALKS):
-        matcher = first.deep_copy()
-        for _ in range(_WALK_TOKENS):
-            mask = matcher.compute_bitmask()
-            if matcher.is_stopped():
-                break
-            matcher.consume_token(_draw(mask, chance))
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
+class GrammarTrial:
+    """Tries one grammar at a time, in a process that starts with the first one."""
 
+    def __init__(self, source: Callable[[], VocabularySource], *, idle_s: float = math.inf) -> None:
+        """The process ends when no grammar came for `idle_s`; `source` is called whenever one starts."""
+        self._source = source
+        module = "engine.text.grammars.trial_process"
+        self._process = ChildProcess(module, limit_s=_MAX_ANSWER_S, idle_s=idle_s, set_up=self._set_up)
 
-def _draw(mask: bytes, chance: random.Random) -> int:
-    """A token that a mask allows."""
-    at = chance.randrange(len(mask))
-    rest = mask[at:].lstrip(b"\0")
-    at = len(mask) - len(rest)
-    if not rest:
-        at = len(mask) - len(mask.lstrip(b"\0"))
-    if at == len(mask):  # it allows nothing, which the library says at the next step
-        return 0
-    return 8 * at + chance.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+    def run(self, spec: GrammarSpec, *, cpu_s: float) -> Tried:
+        """Return the grammar in llguidance's form, known to build.
 
-
-def _on_thread(stack_bytes: int, work: Callable[[], None]) -> str | None:
-    """Do it with that much stack; what went wrong, in words."""
-    errors: list[str] = []
-
-    def guarded() -> None:
+        Raises GrammarError, or OverloadedError if it was not tried.
+        """
+        task = {**spec._asdict(), "kind": spec.kind.value, "cpu_s": cpu_s}
         try:
-            work()
-        except RecursionError:
-            errors.append("it is nested too deeply")
-        except MemoryError:
-            os.abort()
-        except Exception as error:  # the library raises Exception itself, and whatever its parser of GBNF stumbles over
-            errors.append(str(error) or type(error).__name__)
+            answer = _read(self._process.ask([_json(task)]))
+        except ChildError as error:
+            raise _unavailable() from error
+        if "signal" in answer:
+            raise _reason(answer["signal"], cpu_s)
+        if "error" in answer:
+            message = clean(answer["error"], is_in_lark=spec.kind is GrammarKind.LARK)
+            if _FORCED in message:
+                message = (
+                    "it forces text that spells a special token of this model, which a constrained answer cannot spell"
+                )
+            elif _LIMIT.search(message):
+                message = f"it is too large, or too ambiguous, to be followed ({message}); make it smaller"
+            raise GrammarError(message + _where(spec, answer["error"]))
+        return Tried(answer["grammar"], answer["bytes"])
 
-    threading.stack_size(stack_bytes)
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    return errors[0] if errors else None
+    def close(self) -> None:
+        """End the process for good, even while it is starting. Idempotent."""
+        self._process.close()
 
-
-def _statm() -> bytes:
-    """Of this process; zeros where the system has no such file."""
-    return _STATM.read_bytes() if _STATM.exists() else b"0 0 0"
-
-
-def _limit(cpu_s: float) -> None:
-    """From now on the kernel ends this process when it takes too much; which limit it was shows in the signal."""
-    num_pages = int(_statm().split()[0])
-    if num_pages:
-        size = num_pages * _PAGE + MAX_BUILT_BYTES + _SPARE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))  # the library aborts: SIGABRT
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF
-    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # SIGALRM
-
-
-def _child(task: dict[str, Any], tokens: LLTokenizer, lane: Connection) -> None:
-    """Answer for one grammar, and end."""
-    try:
-        _limit(task["cpu_s"])
-        answer = json.dumps(attempt(task, tokens)).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        lane.send_bytes(answer)
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
+    def _set_up(self, ask: Ask) -> None:
+        source = self._source()
+        document = {"vocab_size": source.vocab_size, "end_ids": sorted(source.end_ids)}
+        answer = _read(ask([_json(document), bytearray(source.tokenizer_json.encode())]))
+        if "error" in answer:
+            reason = clean(str(answer["error"]))
+            raise GrammarError(f"this model's tokenizer cannot be used for structured outputs: {reason}")
 
 
-def serve(lane: Connection, tokens: LLTokenizer) -> None:
-    """Answer one task after the other until the daemon is gone."""
-    while True:
-        try:
-            task = json.loads(lane.recv_bytes())
-        except EOFError:
-            return
-        pid = os.fork()
-        if not pid:
-            _child(task, tokens, lane)
-        status = os.waitpid(pid, 0)[1]
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-            return  # perhaps within its answer, so that this lane is of no use any more
-        if status:
-            lane.send_bytes(json.dumps({"signal": os.WTERMSIG(status)}).encode())
+def _json(document: Any) -> bytearray:
+    return bytearray(json.dumps(document).encode())
 
 
-def main() -> None:
-    """Load the vocabulary that comes over the first lane, then serve all of them."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lanes = [Connection(int(argument)) for argument in sys.argv[1:]]
-    setup = json.loads(lanes[0].recv_bytes())
-    try:
-        tokens = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["end_ids"] or None)
-        build(tokens, 'start: "a"')
-    except Exception as error:  # the library raises ValueError, and a bare one of its own
-        lanes[0].send_bytes(json.dumps({"error": str(error)}).encode())
-        return
-    lanes[0].send_bytes(b"{}")
-    for lane in lanes[1:]:
-        if not os.fork():
-            serve(lane, tokens)
-            os._exit(0)
-    serve(lanes[0], tokens)
+def _read(answer: Parts) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(answer[0])
+    return document
 
 
-if __name__ == "__main__":
-    main()
+def _unavailable() -> OverloadedError:
+    return OverloadedError("Grammars cannot be tried now; try again later.", retry_after_s=_RETRY_S)
+
+
+def _reason(number: int, cpu_s: float) -> Exception:
+    """Return the error that a signal of the kernel stands for."""
+    if number == signal.SIGPROF:
+        return SlowError(f"it takes more than {cpu_s:g} s of CPU time to compile; make it smaller")
+    if number in (signal.SIGALRM, signal.SIGKILL):
+        return _unavailable()  # not the grammar's fault: the child got no CPU time, or was killed
+    if number == signal.SIGABRT:
+        return GrammarError("it takes too much memory to compile; make it smaller")
+    return GrammarError("it is too large, or nested too deeply, to compile; make it smaller")
+
+
+def _where(spec: GrammarSpec, message: str) -> str:
+    """Return " at PATH" for the keyword that a message names; the library does not say where it is."""
+    found = _KEYWORD.search(message) if spec.kind is GrammarKind.JSON_SCHEMA else None
+    path = _path_of(json.loads(spec.text), found[1]) if found else None
+    return f" at {path}" if path else ""
+
+
+def _path_of(schema: Any, keyword: str, path: str = "$") -> str | None:
+    """Return the path of the first place where a schema has the keyword."""
+    items = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    for name, value in items:
+        inner = f"{path}.{name}" if isinstance(name, str) else f"{path}[{name}]"
+        found = inner if name == keyword or value == keyword else _path_of(value, keyword, inner)
+        if found:
+            return found
+    return None
+
+
+def clean(message: str, *, is_in_lark: bool = True) -> str:
+    """Return llguidance's message in one line, without its drawing of the source and its internal names."""
+    lines = []
+    for line in message.splitlines():
+        if line.lstrip()[:1].isdigit() and " | " in line:
+            break  # a drawing of the source follows, which the client has
+        if set(line.strip()) <= {"^"} or line.startswith("<"):
+            continue
+        lines.append(line.strip())
+    text = " ".join(" ".join(lines).split()).rstrip(".")
+    text = text if is_in_lark else _WRAPPED.sub("", text)
+    return _PLAIN_WORDS.get(text, text)

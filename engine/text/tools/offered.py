@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from engine.text.grammars.closing import close
+from engine.text.grammars.spec import close_schema
 
 MAX_CALLS = 16  # of one answer that a grammar makes
 _OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
@@ -28,7 +28,7 @@ class OfferedTool(NamedTuple):
         schema: dict[str, Any] = {"type": "object", **self.parameters}
         if not any(key in schema for key in _OPEN_ENDED):
             schema["additionalProperties"] = False
-        return embedded(close(schema) if self.strict else schema, {**options, "lenient": not self.strict})
+        return embedded(close_schema(schema) if self.strict else schema, {**options, "lenient": not self.strict})
 
 
 def embedded(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:

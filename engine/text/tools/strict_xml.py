@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
-from engine.text.grammars.closing import close
+from engine.text.grammars.spec import close_schema
 from engine.text.tools.offered import OfferedTool, embedded
 from engine.text.tools.xml_parser import (
     CLOSING,
@@ -56,7 +56,7 @@ def free_text_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str,
         if not tool.strict:
             lines.append(f'call_{index}: "{tool.name}>" free')
             continue
-        parameters = close(tool.parameters)
+        parameters = close_schema(tool.parameters)
         required = parameters.get("required", [])
         members = []
         for place, (name, schema) in enumerate(parameters.get("properties", {}).items()):

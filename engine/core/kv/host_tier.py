@@ -1,0 +1,164 @@
+"""Host memory behind the pool: copies of cached blocks, and the tickets of preempted sequences.
+
+    offload    the pool evicts a cached block: the next plan copies it to a host block first
+    save       a preempted sequence gets a ticket: host blocks with the K/V of its first positions
+    release    a ticket or a step no longer needs its host blocks
+
+Both kinds share one pool of host blocks. Full blocks of a ticket are there under their names, so a block that is
+in host memory already is not copied, and any sequence may find it. Blocks without a name (of a sequence that is not
+cacheable, or not full) are private to the ticket. A ticket holds its blocks until its sequence resumes or ends, so
+only cached blocks are evicted for others. Copies ride in plans: out before anything is written to the pool, in after
+the copy-on-write copies. If a step is rolled back its copies never happened, and tickets end before the first block
+that was lost. Owned by the scheduler, engine thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+
+from engine.core.in_flight import InFlightStep
+from engine.core.kv.page_table import Ticket, blocks_for
+from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.tier import Tier
+from engine.core.sequence import Sequence
+
+
+class HostTier(Tier):
+    """Host blocks, and the copies to them that plans have to make."""
+
+    __slots__ = ("_block_size", "_due", "_num_copies", "_tickets", "is_given_up", "origins")
+
+    def __init__(
+        self, num_blocks: int, block_size: int, eviction: str, pins: Container[bytes] = (), max_pinned: int = 0
+    ) -> None:
+        super().__init__(num_blocks, eviction, pins, max_pinned)
+        self._block_size = block_size
+        self._due: dict[int, int] = {}  # host block -> the pool's, for the next plan to copy out
+        self._num_copies: Counter[int] = Counter()  # to each host block, by plans in flight
+        self._tickets: dict[Ticket, None] = {}
+        self.origins: dict[int, str] = {}  # the stores of blocks that were loaded and not found yet
+        self.is_given_up = False  # copies fail here
+
+    def offload(self, digest: bytes, block: int) -> None:
+        """Have a cached block that the pool evicts copied, unless host memory has it or has no room."""
+        if self.find(digest) < 0 and self.pool.num_expendable and not self.is_given_up:
+            host = self.pool.alloc()
+            self._due[host] = block
+            self.put(digest, host)
+            self.pool.free(host)
+
+    def save(self, seq: Sequence) -> Ticket | None:
+        """Have what is computed of a preempted sequence copied, before its blocks are freed; None if it is not worth it.
+
+        One block is computed again as fast as it is waited for. Of more, copying takes a hundredth of the time that
+        computing takes on a CPU, and a quarter or less on a GPU.
+        """
+        kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
+        has_room = self.pool.num_available >= num_blocks and not self.is_given_up
+        if num_blocks < 2 or not has_room or seq.needs_every_position:
+            return None
+        num_named = min(seq.num_computed, len(seq.tokens)) // kv.block_size if kv.is_cacheable else 0
+        blocks: list[int] = []
+        for index in range(num_blocks):
+            digest = name_block(kv.chain, seq.tokens, index, kv.block_size) if index < num_named else None
+            host = -1 if digest is None else self.find(digest)
+            if host >= 0:
+                self.pool.fork(host)
+            else:
+                host = self.pool.alloc()
+                self._due[host] = kv.blocks[index]
+                if digest is not None:
+                    self.put(digest, host)
+            blocks.append(host)
+        ticket = Ticket(blocks, seq.num_computed)
+        self._tickets[ticket] = None
+        return ticket
+
+    def discard(self, ticket: Ticket) -> None:
+        """Let go of a ticket's blocks; those with names stay as cached blocks."""
+        del self._tickets[ticket]
+        self.release(ticket.blocks)
+
+    def release(self, hosts: Iterable[int]) -> None:
+        """Drop one holder of each of these host blocks."""
+        for host in hosts:
+            self.pool.free(host)
+            if self.content(host) is None and not self.pool.is_held(host):
+                self._due.pop(host, None)
+
+    def take_due(self) -> list[tuple[int, int]]:
+        """Return what the plan that is being made copies out: (block of the pool, host block)."""
+        if not self._due:
+            return []
+        due = [(block, host) for host, block in self._due.items()]
+        self._num_copies.update(self._due.keys())
+        self._due.clear()
+        return due
+
+    def settle(self, step: InFlightStep, *, is_done: bool) -> list[tuple[bytes, int]]:
+        """Take in the end of a step, committed or rolled back; returns the contents that arrived, with their blocks."""
+        self.release(step.host_blocks)
+        arrived: list[tuple[bytes, int]] = []
+        for _, host in step.swap_out:
+            self._num_copies[host] -= 1
+            if self._num_copies[host]:
+                continue
+            del self._num_copies[host]
+            if host in self._due:
+                continue
+            digest = self.content(host)
+            if not is_done:
+                self._lose(host)
+            elif digest is not None:
+                arrived.append((digest, host))
+        return arrived
+
+    def has_content(self, digest: bytes, host: int) -> bool:
+        """Return True if a host block has this content, not only will have it."""
+        return self.find(digest) == host and host not in self._num_copies and host not in self._due
+
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """Blocks of the pool are written before the next plan copies them out: these copies are lost."""
+        written = set(blocks)
+        for host in [host for host, block in self._due.items() if block in written]:
+            del self._due[host]
+            self._lose(host)
+
+    def give_up(self) -> None:
+        """Stop copying blocks. Tickets, and copies that are still due, are lost."""
+        self.is_given_up = True
+        for ticket in self._tickets:
+            ticket.num_tokens = 0
+            self.release(ticket.blocks)
+            ticket.blocks.clear()
+        for host in self._due:
+            self.forget(host)
+        self._due.clear()
+
+    def _lose(self, host: int) -> None:
+        """A copy to a host block never happened: it cannot be found, and tickets end before it."""
+        self.forget(host)
+        for ticket in self._tickets:
+            if host in ticket.blocks:
+                at = ticket.blocks.index(host)
+                ticket.num_tokens = min(ticket.num_tokens, at * self._block_size)
+                lost = ticket.blocks[at:]
+                del ticket.blocks[at:]
+                self.release(lost)
+
+    def forget(self, block: int) -> None:
+        """Make a block's content unfindable."""
+        super().forget(block)
+        self.origins.pop(block, None)
+
+    def _evicted(self, block: int) -> None:
+        super()._evicted(block)
+        self._due.pop(block, None)
+        self.origins.pop(block, None)
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""
+        super().check_integrity([*holders, *(ticket.blocks for ticket in self._tickets)])
+        wanted = (self.pool.is_held(host) or self.content(host) is not None for host in self._due)
+        assert all(wanted), "a copy is due to a block that is free"

@@ -1,0 +1,210 @@
+"""A tree of token sequences that replaces token ids by positions in the tree, and back by invented ids.
+
+A recording of lengths must not contain token ids, but the prefix cache compares and sorts them. The recorder walks a
+TokenTree of the real ids and writes down the steps it takes: "follow child 2", "add a child before child 0". The replay
+takes the same steps in a tree of its own. Its invented ids are equal where the real ones are, and sort as they do, as
+packed by prefix_cache.py; nothing else of an id can be read from the steps. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from struct import Struct
+
+MAX_TOKENS = 1 << 23  # in a tree, 8 bytes each: more is not recorded
+_GAP = 1 << 44  # between neighbours: room for 2**18 children on either side, and between them
+_MIDDLE = (1 << 62) | 1  # odd numbers stay clear of the small ids that end an answer
+_ID = Struct("<q")
+
+Step = int  # 0: the leaf grows by a token; n > 0: follow child n - 1; n < 0: add a child before child -n - 1
+Prompt = list[int]  # number of a node, tokens up to there, a Step, tokens in all; without a Step, all are in the tree
+
+
+class TreeFullError(Exception):
+    """The tree holds MAX_TOKENS."""
+
+
+class _Node:
+    """A run of tokens that every sequence through here has."""
+
+    __slots__ = ("children", "number", "parent", "start", "tokens")
+
+    def __init__(self, number: int, parent: _Node | None, start: int, tokens: array[int]) -> None:
+        self.number, self.parent, self.start, self.tokens = number, parent, start, tokens
+        self.children: list[_Node] = []  # sorted by their first tokens
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class TokenTree:
+    """hide_* turn ids into steps, show_* turn steps into invented ids."""
+
+    def __init__(self) -> None:
+        self._nodes = [_Node(0, None, 0, array("q"))]
+        self._places: dict[int, tuple[int, int, _Node]] = {}  # by slot: seq_id, depth, node
+        self._num_tokens = 0
+
+    def hide_prompt(self, tokens: Sequence[int]) -> Prompt:
+        """Return where a prompt leaves the tree, and add the rest of it. Raises TreeFullError."""
+        node, depth = self._walk(tokens, len(tokens))
+        number = node.number
+        if depth == len(tokens):
+            return [number, depth]
+        node, step = self._follow(node, depth, tokens[depth])
+        self._append(node, array("q", tokens[depth + 1 :]))
+        return [number, depth, step, len(tokens)]
+
+    def show_prompt(self, hidden: Prompt) -> list[int]:
+        """Return the invented ids of a prompt."""
+        number, depth, *rest = hidden
+        node = self._nodes[number]
+        tokens = self._path(node, depth)
+        if rest:
+            step, length = rest
+            node, token = self._take(node, depth, step)
+            new = [_to_id(_MIDDLE)] * (length - depth - 1)
+            self._append(node, array("q", new))
+            tokens += [token, *new]
+        return tokens
+
+    def hide_draw(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int, token: int) -> Step:
+        """Return the step from a sequence's first `depth` tokens to the one drawn next. Raises TreeFullError.
+
+        `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative, or a child's draw.
+        """
+        node, step = self._follow(self._locate(slot, seq_id, tokens, depth), depth, token)
+        if slot >= 0:
+            self._places[slot] = seq_id, depth + 1, node
+        return step
+
+    def show_draw(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int, step: Step) -> int:
+        """Return the invented id of a drawn token."""
+        node, token = self._take(self._locate(slot, seq_id, tokens, depth), depth, step)
+        if slot >= 0:
+            self._places[slot] = seq_id, depth + 1, node
+        return token
+
+    def _locate(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int) -> _Node:
+        """Return the node in which a sequence's first `depth` tokens end; quickly if the slot's last draw led there."""
+        known_id, known_depth, node = self._places.get(slot, (-1, -1, self._nodes[0]))
+        if (known_id, known_depth) == (seq_id, depth):
+            while node.parent is not None and depth <= node.start:  # it was split since
+                node = node.parent
+            return node
+        node, found = self._walk(tokens, depth)
+        assert found == depth, "a sequence has tokens that were not recorded"
+        return node
+
+    def _walk(self, tokens: Sequence[int], stop: int) -> tuple[_Node, int]:
+        """Follow the first `stop` tokens as far as the tree has them; returns the last node and the depth in it."""
+        node, depth = self._nodes[0], 0
+        while depth < stop and depth == node.end:
+            at = _index(node, tokens[depth])
+            if at == len(node.children) or node.children[at].tokens[0] != tokens[depth]:
+                break
+            node = node.children[at]
+            wanted = array("q", tokens[depth : min(stop, node.end)])
+            depth += _num_common(node.tokens, wanted)
+        return node, depth
+
+    def _follow(self, node: _Node, depth: int, token: int) -> tuple[_Node, Step]:
+        """Go on by a real token, adding it where it is new."""
+        if depth < node.end:
+            if node.tokens[depth - node.start] == token:
+                return node, 1
+            node = self._split(node, depth)
+        if not node.children and node.parent is not None:
+            self._append(node, array("q", [token]))
+            return node, 0
+        at = _index(node, token)
+        if at < len(node.children) and node.children[at].tokens[0] == token:
+            return node.children[at], at + 1
+        return self._add_child(node, at, token), -at - 1
+
+    def _take(self, node: _Node, depth: int, step: Step) -> tuple[_Node, int]:
+        """Go on by a recorded step; returns the token it leads over."""
+        if step > 0 and depth < node.end:
+            return node, node.tokens[depth - node.start]
+        if step > 0:
+            node = node.children[step - 1]
+            return node, node.tokens[0]
+        if depth < node.end:
+            node = self._split(node, depth)
+        if step == 0:
+            token = _to_id(_MIDDLE)
+            self._append(node, array("q", [token]))
+            return node, token
+        at = -step - 1
+        token = _between([each.tokens[0] for each in node.children[max(at - 1, 0) : at + 1]], is_first=at == 0)
+        return self._add_child(node, at, token), token
+
+    def _split(self, node: _Node, depth: int) -> _Node:
+        """Make a node of the tokens up to `depth`; the old node keeps the rest. Returns the new one."""
+        assert node.parent is not None, "the root has no tokens"
+        at = depth - node.start
+        upper = _Node(len(self._nodes), node.parent, node.start, node.tokens[:at])
+        upper.children = [node]
+        node.parent.children[node.parent.children.index(node)] = upper
+        node.parent, node.start, node.tokens = upper, depth, node.tokens[at:]
+        self._nodes.append(upper)
+        return upper
+
+    def _add_child(self, node: _Node, at: int, token: int) -> _Node:
+        child = _Node(len(self._nodes), node, node.end, array("q"))
+        self._append(child, array("q", [token]))
+        node.children.insert(at, child)
+        self._nodes.append(child)
+        return child
+
+    def _append(self, node: _Node, tokens: array[int]) -> None:
+        self._num_tokens += len(tokens)
+        if self._num_tokens > MAX_TOKENS:
+            raise TreeFullError
+        node.tokens += tokens
+
+    def _path(self, node: _Node, depth: int) -> list[int]:
+        """Return the tokens from the root up to `depth` in a node."""
+        runs = [node.tokens[: depth - node.start]]
+        while node.parent is not None:
+            node = node.parent
+            runs.append(node.tokens)
+        return [token for run in reversed(runs) for token in run]
+
+
+def _key(token: int) -> bytes:
+    """What prefix_cache.py sorts by."""
+    return _ID.pack(token)
+
+
+def _index(node: _Node, token: int) -> int:
+    """Return the place of a child that begins with this token, or where it would go."""
+    return bisect_left(node.children, _key(token), key=lambda child: _key(child.tokens[0]))
+
+
+def _num_common(one: array[int], other: array[int]) -> int:
+    if one == other:
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _to_id(order: int) -> int:
+    """Return the id that sorts as this number does among others."""
+    token: int = _ID.unpack(order.to_bytes(8, "big"))[0]
+    return token
+
+
+def _between(neighbours: Sequence[int], *, is_first: bool) -> int:
+    """Return an id that sorts between two neighbours, or before or after the only one."""
+    orders = [int.from_bytes(_key(token), "big") for token in neighbours]
+    if not orders:
+        return _to_id(_MIDDLE)
+    if len(orders) == 1:
+        return _to_id(orders[0] - _GAP if is_first else orders[0] + _GAP)
+    middle = (orders[0] + orders[1]) // 2 | 1
+    assert orders[0] < middle < orders[1], "too many tokens sort between two others to invent one more id"
+    return _to_id(middle)

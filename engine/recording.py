@@ -1,0 +1,382 @@
+"""Writes down what the scheduler saw and decided, so that `quire simulate replay` can run it again, step for step.
+
+A recording is a text file of one JSON object a line: a header, then every request, plan, commit, abort and rollback in
+order, with the clock readings that the scheduler was given. It contains no text, no key and no name: ids of requests,
+tenants, salts and adapters are replaced by numbers. Token ids are written only if asked for; otherwise hidden_ids.py
+keeps just which of them are equal. The engine thread puts references into a bounded queue; a writer thread makes lines
+of them. If the writer falls behind or cannot write, the recording ends there and the daemon goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ConfigError
+from engine.core.scheduler import Scheduler
+from engine.core.stats import Stats
+from engine.core.step import Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent
+from engine.hidden_ids import TokenTree, TreeFullError
+from engine.version import VERSION
+
+log = logging.getLogger("quire.engine")
+
+FORMAT = 1
+REQUEST_FIELDS = ("priority", "num_public", "deadline_s", "max_queue_s", "is_background", "weight")
+PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
+MAX_BYTES = 1 << 28  # of a file
+_MAX_QUEUED = 20_000  # entries, two a step
+_STOPPED = "the daemon stopped"
+_ENDS = "end"  # a drawn token that ended its answer: what else it was is not recorded
+
+Entry = tuple[Any, ...]  # the name of a line's kind, and what it is made of
+Note = Callable[[Entry], None]
+
+
+class PlanNote(NamedTuple):
+    """A plan, and those parts of its slices that later plans overwrite."""
+
+    plan: StepPlan
+    starts: list[int]
+    blocks: list[Sequence[int]]  # of a chunk all, of a decode the last
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> PlanNote:
+        """Copy what does not last. 50 us for 256 decodes."""
+        blocks: list[Sequence[int]] = [
+            tuple(piece.block_table) if piece.num_tokens > 1 else piece.block_table[-1:] for piece in plan.slices
+        ]
+        return cls(plan, [piece.start for piece in plan.slices], blocks)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a recording says of a plan: sizes, each chunk of a prompt, and a digest of everything else."""
+        plan, chunks, digest = self.plan, [], array("q", [len(self.plan.slices)])
+        for piece, start, blocks in zip(plan.slices, self.starts, self.blocks, strict=True):
+            digest.extend((piece.seq_id, piece.slot, start, piece.num_tokens, len(piece.samples), *blocks))
+            if start < piece.num_prompt or piece.num_tokens > 1:
+                chunks.append([piece.seq_id, start, piece.num_tokens])
+        for pairs in (sorted(plan.num_drafts.items()), plan.copies, plan.swap_out, plan.swap_in):
+            digest.extend((len(pairs), *(value for pair in pairs for value in pair)))
+        sizes = {
+            "decodes": len(plan.slices) - len(chunks),
+            "chunks": chunks,
+            "drafts": sum(plan.num_drafts.values()),
+            "copies": len(plan.copies),
+            "swap_out": len(plan.swap_out),
+            "swap_in": len(plan.swap_in),
+        }
+        return {"step": plan.step_id, **_without_empty(sizes), "digest": f"{crc32(digest.tobytes()):08x}"}
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that notes what it is asked and what it plans."""
+
+    def __init__(self, config: SchedulerConfig, note: Note, stats: Stats | None = None) -> None:
+        super().__init__(config, stats)
+        self._note = note
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._note(("add", request))
+
+    def drop_hopeless(self, now: float) -> list[TokenEvent]:
+        events = super().drop_hopeless(now)
+        if events:
+            self._note(("drop", now))
+        return events
+
+    def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
+        self._note(("abort", now, request_id, cause, choice))
+        return super().abort(request_id, cause, now, choice)
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = super().plan(now)
+        self._note(("plan", now, None if plan is None else PlanNote.of(plan)))
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
+        self._note(("commit", now, result))
+        return super().commit(plan, result, now)
+
+    def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
+        self._note(("take_back", now, failure is not None))
+        return super().take_back(now, failure)
+
+    def give_up_copies(self) -> None:
+        self._note(("give_up_copies",))
+        super().give_up_copies()
+
+
+class Ids(Protocol):
+    """How a recording writes token ids."""
+
+    def prompt(self, tokens: Sequence[int]) -> Any:
+        """Return what is written of a prompt."""
+        ...
+
+    def ending(self, ids: Sequence[int]) -> Any:
+        """Return what is written of ids that end an answer."""
+        ...
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
+        """Return what is written of tokens drawn after the first `depth` of a slice's sequence."""
+        ...
+
+
+class PlainIds:
+    """As they are."""
+
+    def prompt(self, tokens: Sequence[int]) -> list[int]:
+        """Return the ids."""
+        return list(tokens)
+
+    def ending(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids."""
+        return list(ids)
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:  # noqa: ARG002
+        """Return the ids."""
+        return list(ids)
+
+
+class HiddenIds:
+    """As steps in a TokenTree."""
+
+    def __init__(self) -> None:
+        self._tree = TokenTree()
+
+    def prompt(self, tokens: Sequence[int]) -> list[int]:
+        """Return how a prompt lies in the tree."""
+        return self._tree.hide_prompt(tokens)
+
+    def ending(self, ids: Sequence[int]) -> int:
+        """Return how many there are."""
+        return len(ids)
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
+        """Return a step for each token, up to one that ends the answer."""
+        steps: list[Any] = [0] * len(ids)
+        if is_over(piece, depth):
+            return steps
+        eos, stop = piece.params.eos_token_ids, piece.params.stop_token_ids
+        known = [*piece.tokens[:depth], *ids] if len(ids) > 1 else piece.tokens
+        for index, token in enumerate(ids):
+            if token in eos or token in stop:
+                steps[index] = _ENDS if token in eos else "stop"
+                break
+            steps[index] = self._tree.hide_draw(slot, piece.seq_id, known, depth + index, token)
+        return steps
+
+
+class Journal:
+    """Makes the lines of a recording, in order."""
+
+    def __init__(self, config: SchedulerConfig, contents: str, version: str = VERSION) -> None:
+        self.header = {
+            "quire_recording": FORMAT,
+            "version": version,
+            "contents": contents,
+            "scheduler": asdict(config),
+        }
+        self._ids: Ids = PlainIds() if contents == "ids" else HiddenIds()
+        self._numbers: dict[str, dict[Hashable, int]] = {}  # by kind of name; "" and None are 0
+        self._launched: deque[PlanNote] = deque()
+
+    def line(self, entry: Entry) -> dict[str, Any]:
+        """Return what is written of an entry. Raises TreeFullError."""
+        kind, *details = entry
+        written: dict[str, Any] = getattr(self, f"_{kind}")(*details)
+        return {"op": kind, **written}
+
+    def _add(self, request: Request) -> dict[str, Any]:
+        params = request.params
+        number = self._number("request", request.request_id)
+        stop = params.stop_token_ids - params.eos_token_ids
+        line = {"id": number, "at": request.arrival_s, "prompt": self._ids.prompt(request.prompt)}
+        line |= {
+            "eos": self._ids.ending(sorted(params.eos_token_ids)),
+            "stop": self._ids.ending(sorted(stop)),
+            "salt": self._number("salt", request.cache_salt),
+            "owner": self._number("owner", request.cache_owner),
+            "tenant": self._number("tenant", request.tenant),
+            "adapter": self._number("adapter", None if params.adapter is None else params.adapter.digest),
+            "pins": [list(pin) for pin in request.pins],
+            "pooling": None if params.pooling is None else params.pooling.value,
+        }
+        if params.beam is not None:
+            early = params.beam.early_stopping.value
+            line |= {"beam": [params.beam.width, params.beam.length_penalty, early], "logprobs": params.logprobs}
+        kept = {**changed_fields(request, REQUEST_FIELDS), **changed_fields(params, PARAM_FIELDS)}
+        return _without_empty(line) | kept
+
+    def _drop(self, now: float) -> dict[str, Any]:
+        return {"at": now}
+
+    def _abort(self, now: float, request_id: str, cause: AbortCause, choice: int | None) -> dict[str, Any]:
+        line = {"at": now, "id": self._number("request", request_id), "cause": cause.value}
+        return line if choice is None else {**line, "choice": choice}
+
+    def _plan(self, now: float, note: PlanNote | None) -> dict[str, Any]:
+        if note is None:
+            return {"at": now}
+        self._launched.append(note)
+        return {"at": now, **note.describe()}
+
+    def _commit(self, now: float, result: StepResult) -> dict[str, Any]:
+        draws: list[Any] = []
+        drafted: dict[int, Any] = {}
+        tops: dict[int, Any] = {}
+        plan, starts, _ = self._launched.popleft()
+        for index, (piece, start) in enumerate(zip(plan.slices, starts, strict=True)):
+            depth, first = start + piece.num_tokens, len(draws)
+            ids = result.token_ids[first : first + len(piece.samples)]
+            is_void = index in result.errors or index in result.drafted or piece.params.beam is not None
+            if index in result.drafted:
+                token_ids, num_drafts, _, is_end = result.drafted[index]
+                drafted[index] = [self._ids.draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
+            elif index not in result.errors and piece.params.beam is not None and first in result.logprobs:
+                top = result.logprobs[first].top
+                tops[index] = [[self._ids.draws(piece, -1, depth, [token])[0], logprob] for token, logprob in top]
+            for sample, token in zip(piece.samples, ids, strict=True):
+                draws += [0] if is_void else self._ids.draws(piece, own_slot(piece, sample), depth, [token])
+        line = {
+            "draws": draws if any(draws) else None,
+            "drafted": drafted,
+            "tops": tops,
+            "errors": {index: fault.cause.value for index, fault in result.errors.items()},
+            "ended": sorted(result.ended),
+        }
+        return {"at": now, **_without_empty(line)}
+
+    def _take_back(self, now: float, failed: bool) -> dict[str, Any]:
+        self._launched.clear()
+        return {"at": now, "failed": failed}
+
+    def _give_up_copies(self) -> dict[str, Any]:
+        return {}
+
+    def _number(self, kind: str, name: Hashable) -> int:
+        """Return the number that stands for a name."""
+        if not name:
+            return 0
+        numbers = self._numbers.setdefault(kind, {})
+        return numbers.setdefault(name, len(numbers) + 1)
+
+
+def check_path(path: Path) -> None:
+    """Raise ConfigError for a file that could not be written."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"--record is {str(path)!r}, which cannot be written; name a file in a folder that is there.")
+
+
+class RecordingFile:
+    """A file, and the thread that writes it."""
+
+    def __init__(self, path: Path, config: SchedulerConfig, contents: str) -> None:
+        """Open the file, which only its owner may read. Raises ConfigError."""
+        self._journal = Journal(config, contents)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            self._file = os.fdopen(descriptor, "w", encoding="ascii")
+            os.fchmod(descriptor, 0o600)  # it may have been there
+        except OSError as error:
+            raise ConfigError(f"--record is {str(path)!r}, which cannot be written: {error.strerror}.") from None
+        self._path = path
+        self._queue: Queue[Entry | None] = Queue(_MAX_QUEUED)
+        self._num_bytes = 0
+        self._end = ""  # why nothing more is written
+        self._thread = threading.Thread(target=self._main, name="quire-recording", daemon=True)
+        self._thread.start()
+
+    def note(self, entry: Entry) -> None:
+        """Queue an entry; never blocks. Engine thread."""
+        if not self._end:
+            try:
+                self._queue.put_nowait(entry)
+            except Full:
+                self._end = "the writer fell behind"
+
+    def close(self) -> None:
+        """Write what is queued, and end the file."""
+        self._end = self._end or _STOPPED
+        with suppress(Full):  # then the writer is not waiting for an entry
+            self._queue.put_nowait(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            self._write(self._journal.header)
+            while (entry := self._next()) is not None:
+                self._write(self._journal.line(entry))
+                if self._num_bytes > MAX_BYTES:
+                    self._end = f"the file is larger than {MAX_BYTES >> 20} MiB"
+                    break
+        except TreeFullError:
+            self._end = "too many different tokens"
+        except Exception as error:
+            self._end = f"{type(error).__name__}: {error}"
+            log.debug("The recording failed here:", exc_info=True)
+        if self._end != _STOPPED:
+            log.warning("The recording in %s ends here: %s", self._path, self._end)
+        self._finish()
+
+    def _next(self) -> Entry | None:
+        """Return the next entry, or None at the end; flushes the file before it waits."""
+        has_ended = bool(self._end)  # read first: nothing is queued once it is set
+        try:
+            return self._queue.get_nowait()
+        except Empty:
+            if has_ended:
+                return None
+            self._file.flush()
+            return self._queue.get()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._num_bytes += self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def _finish(self) -> None:
+        """Write why the recording ends, if it can be written, and close the file."""
+        try:
+            with self._file:
+                self._write({"op": "end", "why": self._end})
+        except OSError:
+            log.debug("The recording's end could not be written:", exc_info=True)
+
+
+def own_slot(piece: SequenceSlice, sample: Sample) -> int:
+    """Return the slot of a slice's sequence, or -1 if the sample is that of another choice."""
+    return piece.slot if sample.slot == piece.slot else -1
+
+
+def is_over(piece: SequenceSlice, depth: int) -> bool:
+    """Whether a slice's sequence ended before it had `depth` tokens to draw from, while the step was in flight."""
+    tokens, params = piece.tokens, piece.params
+    if len(tokens) < depth or depth <= piece.num_prompt:
+        return len(tokens) < depth
+    last = tokens[depth - 1]
+    return last in params.eos_token_ids or last in params.stop_token_ids
+
+
+def changed_fields(record: Request | SamplingParams, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of some fields that differ from their defaults."""
+    defaults = {field.name: field.default for field in fields(record)}
+    return {name: getattr(record, name) for name in names if getattr(record, name) != defaults[name]}
+
+
+def _without_empty(line: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is None, 0 or empty."""
+    return {name: value for name, value in line.items() if value not in (None, 0, "") and value != [] and value != {}}

@@ -1,0 +1,56 @@
+"""The stores behind host memory, and what opens them. A new store is its file in this folder and its line here.
+
+Opened by the thread that starts the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
+from engine.core.types import Progress
+from engine.runtime.fingerprint import fingerprint
+from engine.runtime.host_memory import available_memory
+from engine.runtime.runner import ModelRunner
+from engine.runtime.transports import disk
+from engine.runtime.transports.base import Opening, Store
+from engine.runtime.transports.host import count_host_blocks
+
+STORES: dict[str, Callable[[Opening], Store | None]] = {
+    "disk": disk.open_store,
+}
+
+
+def open_tiers(
+    runner: ModelRunner,
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    dtype: torch.dtype,
+    report: Callable[[Progress], None],
+) -> tuple[SchedulerConfig, dict[str, Store]]:
+    """Open host memory and the stores that are configured; returns the settings with their sizes, and the stores.
+
+    Raises ConfigError or MemoryBudgetError.
+    """
+    asked = {"--swap-space": config.swap_space, "--kv-offload-config": config.kv_offload_gib}
+    flags = [flag for flag, num_gib in asked.items() if num_gib]
+    if not flags:
+        return settings, {}
+    block_bytes = sum(view[0].nbytes for view in runner.blocks)
+    # On a CPU host blocks are in a file, which reports a shortage itself.
+    limit = None if runner.blocks[0].device.type == "cpu" else available_memory()
+    num_blocks = count_host_blocks(sum(asked.values()), block_bytes, limit, " + ".join(flags))
+    folder = None if config.kv_offload_dir is None else Path(config.kv_offload_dir).expanduser()
+    pool = runner.open_host_pool(num_blocks, folder)
+    report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
+    opening = Opening(config, pool, block_bytes, fingerprint(config, str(dtype), runner.blocks), report)
+    opened = {name: open_store(opening) for name, open_store in STORES.items()}
+    stores = {name: store for name, store in opened.items() if store is not None}
+    sizes = tuple((name, store.num_slots) for name, store in stores.items())
+    caches = config.kv_offload_gib > 0
+    return replace(settings, num_host_blocks=num_blocks, host_caching=caches, stores=sizes), stores

@@ -1,0 +1,219 @@
+"""The process in which grammars are tried: what hangs, explodes or crashes here harms nothing else.
+
+The process loads the model's vocabulary once and then forks a child for each grammar. A child does with the grammar what
+the daemon would do (`build`, then masks along random answers), under limits of CPU time, wall time and memory that the
+kernel enforces, and reports the memory this took. Forked from a process that has the vocabulary, a child starts in
+milliseconds and measures nothing but its grammar.
+
+Run by engine/text/grammars/trial.py through engine/child_process.py. Imports nothing else of Quire, so that it starts
+fast; guidance.py shares `limits`, `build` and `private_bytes`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from engine.child_process import Parts, serve
+
+MAX_BUILT_BYTES = 64 << 20  # of one grammar, with its first masks; a schema of 300 properties takes 42 MiB
+MAX_WALL_S = 20.0  # for a machine so busy that the process gets no CPU time
+_SPARE_BYTES = 48 << 20  # address space for the two threads' stacks, and what malloc reserves
+_BUILD_STACK = 16 << 20  # less than the daemon builds with: what passes here passes there
+_WALK_STACK = 1 << 20  # less than the threads that compute masks have there
+_NUM_WALKS = 3
+_WALK_TOKENS = 24
+_PAGE = resource.getpagesize()
+_STATM = Path("/proc/self/statm")
+
+
+def limits() -> LLParserLimits:
+    """Return what one grammar may cost to build, and at each token: at most about 50 ms of CPU time."""
+    return LLParserLimits(
+        initial_lexer_fuel=400_000,  # a schema of 64 KiB with 300 properties takes 200,000
+        step_lexer_fuel=100_000,  # an enum of 4,000 words takes 60,000
+        step_max_items=20_000,
+        max_lexer_states=50_000,  # of all answers together, at 0.4 to 2 KiB
+        verbose_errors=False,  # else a message contains the whole grammar
+    )
+
+
+def build(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher before its first token. Raises ValueError with the library's message.
+
+    The first mask fills tables that all matchers of this grammar share; no request waits for it here.
+    """
+    first = LLMatcher(tokens, grammar, log_level=0, limits=limits())
+    trial = first.deep_copy()
+    if not trial.is_error():
+        trial.compute_bitmask()
+    if trial.is_error():
+        raise ValueError(trial.get_error())
+    return first
+
+
+def private_bytes(statm: bytes) -> int:
+    """Return the resident memory that is not a file's, from a process's /proc/PID/statm."""
+    fields = statm.split()
+    return (int(fields[1]) - int(fields[2])) * _PAGE
+
+
+def to_guidance(task: dict[str, Any]) -> str:
+    """Return the task in llguidance's own form. Raises any kind of Exception for text it cannot read."""
+    kind, text = task["kind"], task["text"]
+    if kind == "json_schema":
+        options: dict[str, Any] = {"whitespace_pattern": task["whitespace"], "lenient": task["is_lenient"]}
+        if not task["whitespace"]:
+            options = {"whitespace_flexible": False, "lenient": task["is_lenient"]}
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # a TypedDict
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
+    if kind == "structural_tag":
+        return StructTag.to_grammar([StructTag(**tag) for tag in json.loads(text)], assume_special=False)
+    return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
+
+
+def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
+    """Build one grammar and follow it: {"grammar": for llguidance, "bytes": what it takes}, or {"error": why not}."""
+    before = _statm()
+    built: list[tuple[str, LLMatcher]] = []
+
+    def make() -> None:
+        grammar = to_guidance(task)
+        built.append((grammar, build(tokens, grammar)))
+
+    error = _on_thread(_BUILD_STACK, make) or _on_thread(_WALK_STACK, lambda: _walk(built[0][1]))
+    if error is not None:
+        return {"error": error}
+    num_bytes = max(private_bytes(_statm()) - private_bytes(before), 0)
+    if num_bytes > MAX_BUILT_BYTES:
+        return {
+            "error": f"it takes {num_bytes >> 20} MiB of memory, more than {MAX_BUILT_BYTES >> 20}; make it smaller"
+        }
+    return {"grammar": built[0][0], "bytes": num_bytes}
+
+
+def _walk(first: LLMatcher) -> None:
+    """Compute masks along a few random answers. Raises ValueError where the grammar cannot be followed."""
+    chance = random.Random(0)
+    for _ in range(_NUM_WALKS):
+        matcher = first.deep_copy()
+        for _ in range(_WALK_TOKENS):
+            mask = matcher.compute_bitmask()
+            if matcher.is_stopped():
+                break
+            matcher.consume_token(_draw(mask, chance))
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+
+
+def _draw(mask: bytes, chance: random.Random) -> int:
+    """Return a random token that a mask allows."""
+    at = chance.randrange(len(mask))
+    rest = mask[at:].lstrip(b"\0")
+    at = len(mask) - len(rest)
+    if not rest:
+        at = len(mask) - len(mask.lstrip(b"\0"))
+    if at == len(mask):  # it allows nothing; the library reports that at the next step
+        return 0
+    return 8 * at + chance.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+
+
+def _on_thread(stack_bytes: int, work: Callable[[], None]) -> str | None:
+    """Run `work` with that much stack; return its error message, or None."""
+    errors: list[str] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except RecursionError:
+            errors.append("it is nested too deeply")
+        except MemoryError:
+            os.abort()
+        except Exception as error:  # the library raises Exception itself, and its GBNF parser raises others
+            errors.append(str(error) or type(error).__name__)
+
+    threading.stack_size(stack_bytes)
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    return errors[0] if errors else None
+
+
+def _statm() -> bytes:
+    """Return this process's statm; zeros where the system has no such file."""
+    return _STATM.read_bytes() if _STATM.exists() else b"0 0 0"
+
+
+def _limit(cpu_s: float) -> None:
+    """Have the kernel end this process when it takes too much; the signal shows which limit it was."""
+    num_pages = int(_statm().split()[0])
+    if num_pages:
+        size = num_pages * _PAGE + MAX_BUILT_BYTES + _SPARE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))  # the library aborts: SIGABRT
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF
+    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # SIGALRM
+
+
+class GrammarTrials:
+    """Answers the first question, the model's vocabulary, and then one question a grammar."""
+
+    def __init__(self) -> None:
+        self._tokens: LLTokenizer | None = None
+
+    def answer(self, parts: Parts) -> list[bytes]:
+        """Return the answer to a question, as JSON."""
+        document = json.loads(parts[0])
+        if self._tokens is not None:
+            return [_fork(document, self._tokens)]
+        try:
+            self._tokens = LLTokenizer(
+                parts[1].decode(), n_vocab=document["vocab_size"], eos_token=document["end_ids"] or None
+            )
+            build(self._tokens, 'start: "a"')
+        except Exception as error:  # the library raises ValueError, and a bare one of its own
+            return [json.dumps({"error": str(error)}).encode()]
+        return [b"{}"]
+
+
+def _fork(task: dict[str, Any], tokens: LLTokenizer) -> bytes:
+    """Return what a forked child says of one grammar, or the signal that ended it."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        _child(task, tokens, theirs)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        answer = pipe.read()
+    status = os.waitpid(pid, 0)[1]
+    return json.dumps({"signal": os.WTERMSIG(status)}).encode() if status else answer
+
+
+def _child(task: dict[str, Any], tokens: LLTokenizer, pipe: int) -> None:
+    """Answer for one grammar, and end."""
+    try:
+        _limit(task["cpu_s"])
+        answer = json.dumps(attempt(task, tokens)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with os.fdopen(pipe, "wb") as file:
+            file.write(answer)
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(GrammarTrials().answer)

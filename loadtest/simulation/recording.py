@@ -1,0 +1,323 @@
+"""Replays a recording of `quire serve --record` on FakeRunner: the same calls of the scheduler, with the same clock readings.
+
+Every plan is compared with the recorded one; the first that differs ends the replay. Results of steps are taken from the
+recording, so the replay needs no model. engine/recording.py says what a line holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import FakeRunner
+from engine.core.scheduler import Scheduler
+from engine.core.stats import FailureCause, Stats
+from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan
+from engine.core.types import (
+    AbortCause,
+    BeamParams,
+    EarlyStopping,
+    Pin,
+    Pooling,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
+from engine.hidden_ids import TokenTree
+from engine.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, is_over, own_slot
+from loadtest.simulation.replica import Gaps, SimulationError
+
+_EOS, _STOP = "end", "stop"
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay came to."""
+
+    stats: Stats
+    gaps: Gaps
+    num_requests: int = 0
+    num_plans: int = 0
+    num_committed: int = 0
+    ttfts_s: list[float] = field(default_factory=list)
+    difference: str = ""  # "" if every plan is as recorded
+    end: str = ""  # why the recording ends; "" if it was cut off
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a file begins as a recording does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).startswith(b'{"quire_recording"')
+    except OSError:
+        return False
+
+
+def replay_recording(path: Path) -> Replayed:
+    """Replay a file. Raises SimulationError if it is damaged or of another version."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return replay_lines(lines, str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SimulationError(f"the recording {path} cannot be read: {error}.") from None
+
+
+def replay_lines(lines: Iterable[str], name: str = "it") -> Replayed:
+    """Replay the lines of a recording. Raises SimulationError."""
+    numbered = enumerate(lines, 1)
+    replayer = Replayer(_parse(name, *next(numbered, (1, ""))))
+    for number, text in numbered:
+        if not text.endswith("\n"):
+            break  # the daemon was killed while it wrote
+        line = _parse(name, number, text)
+        try:
+            replayer.take(line)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            where = f"line {number} of {name} ({line.get('op')!r})"
+            raise SimulationError(f"{where} cannot be replayed: {type(error).__name__}: {error}.") from error
+        if replayer.done.difference:
+            replayer.done.difference = f"line {number}: {replayer.done.difference}"
+            break
+    return replayer.done
+
+
+def _parse(name: str, number: int, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict):
+        raise SimulationError(f"line {number} of {name} is not a JSON object; the recording is damaged.")
+    return line
+
+
+class _Adapter(NamedTuple):
+    """An adapter, by its number in the recording."""
+
+    name: str
+
+    @property
+    def digest(self) -> bytes:
+        return sha256(self.name.encode()).digest()
+
+
+class _Ids(Protocol):
+    """How token ids are read; see engine/recording.py."""
+
+    def prompt(self, written: Any) -> tuple[int, ...]:
+        """Return a prompt's ids."""
+        ...
+
+    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the ids that end an answer."""
+        ...
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:
+        """Return the ids of tokens drawn after the first `depth` of a slice's sequence."""
+        ...
+
+
+class _PlainIds:
+    def prompt(self, written: Any) -> tuple[int, ...]:
+        return tuple(written)
+
+    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
+        return frozenset(eos or ()), frozenset(stop or ())
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:  # noqa: ARG002
+        return list(written)
+
+
+class _ShownIds:
+    def __init__(self) -> None:
+        self._tree = TokenTree()
+
+    def prompt(self, written: Any) -> tuple[int, ...]:
+        return tuple(self._tree.show_prompt(written))
+
+    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
+        num_eos, num_stop = eos or 0, stop or 0
+        return frozenset(range(num_eos)), frozenset(range(num_eos, num_eos + num_stop))
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:
+        if is_over(piece, depth):
+            return [0] * len(written)
+        known, ids = list(piece.tokens[:depth]) if len(written) > 1 else piece.tokens, list[int]()
+        for step in written:
+            if step in (_EOS, _STOP):
+                ending = piece.params.eos_token_ids if step == _EOS else piece.params.stop_token_ids
+                return [*ids, min(ending), *[0] * (len(written) - len(ids) - 1)]
+            ids.append(
+                self._tree.show_draw(slot, piece.seq_id, [*known, *ids] if ids else known, depth + len(ids), step)
+            )
+        return ids
+
+
+class Replayer:
+    """take the header, then line after line; `done` is what they came to."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        """Raises SimulationError if the header is that of another version."""
+        known = {each.name for each in fields(SchedulerConfig)}
+        if header.get("quire_recording") != FORMAT or header["scheduler"].keys() != known:
+            raise SimulationError(
+                f"the recording has format {header.get('quire_recording')!r} of version {header.get('version')}, which "
+                f"differs from format {FORMAT} here; replay it with the version that wrote it."
+            )
+        config = _config(header["scheduler"])
+        gaps = Gaps()
+        self.done = Replayed(Stats(itl_s=gaps), gaps)
+        self._scheduler = Scheduler(config, self.done.stats)
+        self._runner = FakeRunner(config, memory=False)
+        self._ids: _Ids = _PlainIds() if header["contents"] == "ids" else _ShownIds()
+        self._launched: deque[StepPlan] = deque()
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Replay a line."""
+        op = line["op"]
+        if op not in _OPS:
+            raise ValueError(f"there is no operation {op!r}")
+        _OPS[op](self, line)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a request."""
+        eos, stop = self._ids.ending(line.get("eos"), line.get("stop"))
+        beam = None
+        if "beam" in line:
+            width, penalty, early = line["beam"]
+            beam = BeamParams(width=width, length_penalty=penalty, early_stopping=EarlyStopping(early))
+        adapter = _Adapter(str(line["adapter"])) if "adapter" in line else None
+        params = SamplingParams(
+            eos_token_ids=eos,
+            stop_token_ids=stop,
+            beam=beam,
+            adapter=adapter,
+            logprobs=line.get("logprobs"),
+            pooling=Pooling(line["pooling"]) if "pooling" in line else None,
+            **{name: line[name] for name in PARAM_FIELDS if name in line},
+        )
+        request = Request(
+            request_id=str(line["id"]),
+            prompt=self._ids.prompt(line["prompt"]),
+            params=params,
+            arrival_s=line.get("at", 0.0),
+            cache_salt=_name(line, "salt"),
+            cache_owner=_name(line, "owner"),
+            tenant=_name(line, "tenant"),
+            pins=tuple(Pin(*pin) for pin in line.get("pins", ())),
+            **{name: line[name] for name in REQUEST_FIELDS if name in line},
+        )
+        self._scheduler.add(request)
+        self.done.num_requests += 1
+
+    def drop(self, line: dict[str, Any]) -> None:
+        """End the requests that cannot be in time any more."""
+        self._note(self._scheduler.drop_hopeless(line["at"]))
+
+    def abort(self, line: dict[str, Any]) -> None:
+        """Abort a request."""
+        self._note(self._scheduler.abort(str(line["id"]), AbortCause(line["cause"]), line["at"], line.get("choice")))
+
+    def plan(self, line: dict[str, Any]) -> None:
+        """Plan a step, and compare it with the recorded one."""
+        recorded = {name: value for name, value in line.items() if name not in ("op", "at")}
+        plan = self._scheduler.plan(line["at"])
+        planned = {} if plan is None else PlanNote.of(plan).describe()
+        if planned != recorded:
+            self.done.difference = f"recorded {_in_words(recorded)}; replayed {_in_words(planned)}"
+        elif plan is not None:
+            self._launched.append(plan)
+            self.done.num_plans += 1
+
+    def commit(self, line: dict[str, Any]) -> None:
+        """Commit the oldest step with the recorded result."""
+        plan = self._launched.popleft()
+        result = self._runner.run(plan).wait()
+        draws = line.get("draws") or [0] * plan.num_samples
+        drafted, tops, token_ids = line.get("drafted", {}), line.get("tops", {}), list[int]()
+        result.errors = {
+            int(at): Fault("failed as recorded", FailureCause(cause)) for at, cause in _items(line, "errors")
+        }
+        result.logprobs, result.drafted, result.ended = {}, {}, line.get("ended", ())
+        for index, piece in enumerate(plan.slices):
+            depth, first, place = piece.start + piece.num_tokens, len(token_ids), str(index)
+            if place in drafted:
+                steps, num_drafts, is_end = drafted[place]
+                ids = self._ids.draws(piece, piece.slot, depth, steps)
+                result.drafted[index] = Drafted(ids, num_drafts, is_end=is_end)
+            if place in tops:
+                top = [(self._ids.draws(piece, -1, depth, [step])[0], logprob) for step, logprob in tops[place]]
+                result.logprobs[first] = TokenLogprob(*top[0], 1, tuple(top))
+            is_void = index in result.errors or place in drafted or piece.params.beam is not None
+            for sample, step in zip(piece.samples, draws[first:], strict=False):
+                token_ids += [0] if is_void else self._ids.draws(piece, own_slot(piece, sample), depth, [step])
+        result.token_ids = token_ids
+        self.done.num_committed += 1
+        self._note(self._scheduler.commit(plan, result, line["at"]))
+
+    def take_back(self, line: dict[str, Any]) -> None:
+        """Roll back the steps in flight."""
+        self._launched.clear()
+        self._note(self._scheduler.take_back(line["at"], "failed as recorded" if line["failed"] else None))
+
+    def give_up_copies(self, _line: dict[str, Any]) -> None:
+        """Compute instead of copying from now on."""
+        self._scheduler.give_up_copies()
+
+    def end(self, line: dict[str, Any]) -> None:
+        """The recording ends."""
+        self.done.end = line["why"]
+
+    def _note(self, events: Iterable[TokenEvent]) -> None:
+        self.done.ttfts_s += [each.prompt.queue_s + each.prompt.prefill_s for each in events if each.prompt is not None]
+
+
+_OPS = {
+    "add": Replayer.add,
+    "drop": Replayer.drop,
+    "abort": Replayer.abort,
+    "plan": Replayer.plan,
+    "commit": Replayer.commit,
+    "take_back": Replayer.take_back,
+    "give_up_copies": Replayer.give_up_copies,
+    "end": Replayer.end,
+}
+
+
+def _items(line: dict[str, Any], name: str) -> Iterable[tuple[str, Any]]:
+    items: Iterable[tuple[str, Any]] = line.get(name, {}).items()
+    return items
+
+
+def _name(line: dict[str, Any], kind: str) -> str:
+    return str(line[kind]) if kind in line else ""
+
+
+def _config(written: dict[str, Any]) -> SchedulerConfig:
+    """Return the recorded scheduler's settings; lists become the tuples they were."""
+    defaults = {each.name: each.default for each in fields(SchedulerConfig)}
+    return SchedulerConfig(**{name: _as(defaults[name], value) for name, value in written.items()})
+
+
+def _as(default: Any, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    values = [_as((), each) for each in value]
+    return type(default)(*values) if hasattr(default, "_fields") else tuple(values)
+
+
+def _in_words(plan: dict[str, Any]) -> str:
+    """Describe a plan in one clause."""
+    if not plan:
+        return "no step"
+    chunks = ", ".join(f"sequence {seq}: {num} from {start}" for seq, start, num in plan.get("chunks", ()))
+    others = [f"{plan[name]} {name}" for name in ("drafts", "copies", "swap_out", "swap_in") if name in plan]
+    parts = [f"{plan.get('decodes', 0)} decodes", f"chunks ({chunks})" if chunks else "", *others, plan["digest"]]
+    return f"step {plan['step']}: {', '.join(part for part in parts if part)}"

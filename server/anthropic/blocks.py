@@ -1,0 +1,147 @@
+"""Content of /v1/messages that goes in: a conversation's turns in blocks, and the chat's messages made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from engine.core.errors import InvalidRequestError, shorten
+from server.errors import unsupported
+from server.http.schema import RequestBody
+from server.openai.retention import CacheControl, Place
+
+_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+}
+_ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Block(RequestBody):
+    """One block. Which fields it needs depends on its type."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Blocks | None = None
+    is_error: bool = False
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _look_at_type(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in _KINDS:
+            raise unsupported("messages", f"content of type {shorten(kind)!r} cannot be read; send text.")
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> Block:
+        missing = [name for name in _NEEDED[self.type] if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"a block of type {self.type} needs {' and '.join(missing)}")
+        return self
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
+
+
+class Turn(RequestBody):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _check(self) -> Turn:
+        for block in self.content:
+            if _ROLES.get(block.type, self.role) != self.role:
+                raise ValueError(f"a block of type {block.type} has no place in a message of the {self.role}")
+        return self
+
+
+def marks_in(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Place, CacheControl]]:
+    """The marks on blocks, and on what tools gave in them."""
+    for num, block in enumerate(blocks, start=1):
+        inner = block.content or ()
+        for num_inner, part in enumerate(inner, start=1):
+            if part.cache_control is not None:
+                yield Place(turn, num, num_inner), part.cache_control
+        if block.cache_control is not None:
+            yield Place(turn, num, len(inner)), block.cache_control
+
+
+def end_of(blocks: Sequence[Block], turn: int) -> Place:
+    """Behind the last of them."""
+    return Place(turn, len(blocks), len(blocks[-1].content or ()) if blocks else 0)
+
+
+def up_to(place: Place, blocks: Sequence[Block]) -> list[Block]:
+    """The blocks before a place among them, the last of which may be cut itself."""
+    kept = list(blocks[: place.num_blocks])
+    if kept and kept[-1].content is not None:
+        kept[-1] = kept[-1].model_copy(update={"content": kept[-1].content[: place.num_inner]})
+    return kept
+
+
+def joined_text(blocks: Sequence[Block], param: str) -> str:
+    """What blocks say. Raises InvalidRequestError if there is anything else."""
+    if any(block.type != "text" for block in blocks):
+        raise InvalidRequestError(f"{param} has a block that is not text; send text blocks only.", param=param)
+    return "\n".join(block.text or "" for block in blocks)
+
+
+def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The same conversation: what tools gave is a message of its own. Raises InvalidRequestError for a result of no use."""
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the tools used, by the id of the use
+    for turn in turns:
+        if turn.role == "assistant":
+            messages.append(_assistant(turn, names))
+            continue
+        results = [block for block in turn.content if block.type == "tool_result"]
+        words = [block for block in turn.content if block.type == "text"]
+        messages += [_result(block, names) for block in results]
+        if words or not results:
+            messages.append({"role": turn.role, "content": joined_text(words, "messages")})
+    return messages
+
+
+def _assistant(turn: Turn, names: dict[str, str]) -> dict[str, Any]:
+    texts = [block for block in turn.content if block.type == "text"]
+    message: dict[str, Any] = {"role": "assistant", "content": joined_text(texts, "messages")}
+    thoughts = [block.thinking for block in turn.content if block.thinking]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    uses = [block for block in turn.content if block.type == "tool_use"]
+    names.update((block.id or "", block.name or "") for block in uses)
+    calls = [{"id": block.id, "function": {"name": block.name, "arguments": block.input}} for block in uses]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
+    use = block.tool_use_id or ""
+    if use not in names:
+        message = f"messages has a tool_result for {shorten(use)!r}, but no tool_use with that id stands before it; send it too."
+        raise InvalidRequestError(message, param="messages")
+    text = joined_text(block.content or (), "messages")
+    return {
+        "role": "tool",
+        "tool_call_id": use,
+        "name": names[use],
+        "content": f"Error: {text}" if block.is_error else text,  # templates have no place for it
+    }

@@ -1,0 +1,69 @@
+"""`context_management` of /v1/messages: edits of the conversation, which are accepted as far as they change nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from server.anthropic.blocks import Turn
+from server.errors import unsupported
+from server.http.schema import Integer, RequestBody
+
+# type -> (what it takes away, how many of them stay if `keep` is absent, the tokens from which on it works)
+_CLEARS = {
+    "clear_thinking_20251015": ("thinking", 1, 0),
+    "clear_tool_uses_20250919": ("tool_use", 3, 100_000),
+}
+
+
+class Amount(RequestBody):
+    """How much stays, or from where on an edit works."""
+
+    type: Literal["thinking_turns", "tool_uses", "input_tokens"]
+    value: Integer = Field(ge=0)
+
+
+class ContextEdit(RequestBody):
+    """One edit."""
+
+    type: str
+    keep: Literal["all"] | Amount | None = None
+    trigger: Amount | None = None
+
+
+class ContextManagement(RequestBody):
+    """The edits, in the order in which they would be made."""
+
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+    def check_idle(self, turns: Sequence[Turn], max_model_len: int) -> None:
+        """Raise ApiError for an edit that might take away a part of these turns."""
+        for number, edit in enumerate(self.edits):
+            if not _is_idle(edit, turns, max_model_len):
+                raise unsupported(
+                    f"context_management.edits.{number}",
+                    f"{edit.type} may take away parts of this conversation, which is not done here; leave it out.",
+                )
+
+
+def _is_idle(edit: ContextEdit, turns: Sequence[Turn], max_model_len: int) -> bool:
+    kind, num_kept, from_tokens = _CLEARS.get(edit.type, ("", 0, 0))
+    if edit.trigger is not None and edit.trigger.type == "input_tokens":
+        from_tokens = edit.trigger.value
+    if from_tokens >= max_model_len:
+        return True  # a prompt of so many tokens is refused
+    if not kind:
+        return False
+    if edit.keep is not None:
+        num_kept = _count(kind, turns) if edit.keep == "all" else edit.keep.value
+    if edit.trigger is not None and edit.trigger.type == "tool_uses":
+        num_kept = max(num_kept, edit.trigger.value)
+    return _count(kind, turns) <= num_kept
+
+
+def _count(kind: str, turns: Sequence[Turn]) -> int:
+    """Return how many turns have thoughts, or how many tools were used."""
+    found: list[Any] = [[block for block in turn.content if block.type == kind] for turn in turns]
+    return sum(map(bool, found)) if kind == "thinking" else sum(map(len, found))

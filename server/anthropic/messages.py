@@ -1,0 +1,353 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, and the chats that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from engine.core.errors import ContextLengthError, InvalidRequestError
+from engine.core.types import Pin
+from engine.core.types import Request as EngineRequest
+from server.anthropic.blocks import Block, Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from server.anthropic.edits import ContextManagement
+from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
+from server.context import Context, InContext, aside, json_body
+from server.errors import ApiError
+from server.http.schema import Integer, RequestBody
+from server.openai.chat_body import ChatBody, Message
+from server.openai.limits import Limits
+from server.openai.prepare import PreparedChat, count_common, prepare, prompt_ids
+from server.openai.retention import CacheControl, Place, last_marks
+from server.openai.structured import Schema
+from server.openai.tools import ToolName, without_hosted
+from server.openai.translated import TranslatedBody
+from server.operations.openapi import answers
+from server.respond import respond
+
+_BILLING = "x-anthropic-billing-header:"
+
+
+def _system_text(blocks: Sequence[Block]) -> str:
+    """Return the system prompt, without what Claude Code writes there for Anthropic's billing.
+
+    That block stands first and differs between sessions: with it, no session would find the instructions and tools of
+    another in the prefix cache.
+    """
+    return joined_text([block for block in blocks if not (block.text or "").startswith(_BILLING)], "system")
+
+
+def _overflow(error: ContextLengthError) -> str:
+    """Return the sentence by which Anthropic's clients know that they have to compact, or to lower max_tokens."""
+    if error.max_tokens and error.num_prompt < error.limit:
+        return (
+            f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.max_tokens} > {error.limit}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    return f"prompt is too long: {error.num_prompt} tokens > {error.limit} maximum"
+
+
+class MessageTool(RequestBody):
+    """One entry of `tools`."""
+
+    type: Literal["custom"] = "custom"
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool = False
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> MessageTool:
+        if self.input_schema.get("type", "object") != "object":
+            raise ValueError('input_schema must be a schema of type "object"')
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        told: dict[str, Any] = {} if self.description is None else {"description": self.description}
+        if self.strict:
+            told["strict"] = True
+        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
+
+
+class MessageToolChoice(RequestBody):
+    """Whether a tool may or must be used, and whether several may."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name is for the type tool, which needs one")
+        return self
+
+    def for_chat(self) -> str | dict[str, Any]:
+        if self.name is not None:
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(RequestBody):
+    """Whether to think, and for how many tokens; `adaptive` is as the model likes."""
+
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Integer | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> ThinkingConfig:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("budget_tokens is for the type enabled, which needs it")
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        return {
+            "thinking_token_budget": self.budget_tokens,
+            "reasoning_effort": "none" if self.type == "disabled" else None,
+        }
+
+
+class OutputFormat(RequestBody):
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
+        if self.format is not None:
+            schema = {"name": "answer", "schema": self.format.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+
+class Metadata(RequestBody):
+    user_id: str | None = None
+
+
+class CountBody(TranslatedBody):
+    """What makes a prompt, here and in /v1/messages/count_tokens."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset(
+        {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
+    )
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**TranslatedBody.HINTS, "speed": ("standard",)}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.UNSUPPORTED,
+        "container": (),
+        "mcp_servers": ([],),
+        **dict.fromkeys(("max_completion_tokens", "response_format", "reasoning_effort"), ()),
+        "stop": ([],),
+        "n": (1,),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **TranslatedBody.INSTEAD,
+        "max_completion_tokens": "send max_tokens",
+        "response_format": "send output_config: {format: ...}",
+        "reasoning_effort": "send thinking, or output_config: {effort: ...}",
+        "stop": "send stop_sequences",
+    }
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "user": "metadata.user_id",
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking",
+        "reasoning_effort": "output_config.effort",
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+    }
+
+    messages: list[Turn] = Field(min_length=1)
+    system: Blocks | None = None
+    tools: list[MessageTool] = Field(default_factory=list)
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
+    context_management: ContextManagement | None = None
+    metadata: Metadata | None = None
+    cache_control: CacheControl | None = None  # as if the last block had it
+
+    @classmethod
+    @contextmanager
+    def own_names(cls) -> Iterator[None]:
+        """Name the fields of this API, and say in Anthropic's words that the context is too small."""
+        try:
+            with super().own_names():
+                yield
+        except ApiError as error:
+            if isinstance(error.__cause__, ContextLengthError):
+                error.message = _overflow(error.__cause__)
+            raise
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("custom", None))
+
+    @model_validator(mode="after")
+    def _check(self) -> CountBody:
+        choice = self.tool_choice
+        if choice is not None and choice.type in ("any", "tool") and not self.tools:
+            raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            message = "output_format and output_config.format mean the same; send only one."
+            raise InvalidRequestError(message, param="output_format")
+        return self
+
+    def ignored_fields(self) -> list[str]:
+        """Those of the body and of the objects in it."""
+        objects = ("tool_choice", "thinking", "output_config", "metadata")
+        parts = {name: part for name in objects if (part := getattr(self, name)) is not None}
+        names = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
+        marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() for name in mark.ignored_fields()]
+        return super().ignored_fields() + names + list(dict.fromkeys(marks))
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also what is about thoughts that this model does not have, and edits that change nothing here.
+
+        Raises ValidationError for edits that would.
+        """
+        effort = None if self.output_config is None else self.output_config.effort
+        is_idle = {
+            "thinking": self.thinking is not None
+            and self.thinking.type == "enabled"
+            and limits.chat_format.tag_ids is None,
+            "output_config.effort": effort is not None and not limits.chat_format.takes_effort,
+            "context_management": self.context_management is not None,
+        }
+        if self.context_management is not None:
+            self.context_management.check_idle(self.messages, limits.max_model_len)
+        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
+
+    def to_chat(self) -> ChatBody:
+        """The chat. A last message of the assistant's is to be gone on with."""
+        messages = chat_messages(self.messages)
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": _system_text(self.system)})
+        is_prefilled = self.messages[-1].role == "assistant"
+        if is_prefilled and "tool_calls" in messages[-1]:
+            message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
+            raise InvalidRequestError(message, param="messages")
+        fields: dict[str, Any] = {
+            "messages": messages,
+            "continue_final_message": is_prefilled,
+            "tools": [tool.for_chat() for tool in self.tools] or None,
+        }
+        if self.tool_choice is not None and self.tools:
+            fields["tool_choice"] = self.tool_choice.for_chat()
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.metadata is not None and self.metadata.user_id is not None:
+            fields["user"] = self.metadata.user_id
+        config = self.output_config or OutputConfig()
+        if self.output_format is not None:
+            config = config.model_copy(update={"format": self.output_format})
+        fields |= config.for_chat()
+        if self.thinking is not None:
+            fields |= {name: value for name, value in self.thinking.for_chat().items() if value is not None}
+        return self.chat_body({**fields, **self._answer_fields()})
+
+    def _answer_fields(self) -> dict[str, Any]:
+        """What else the chat is asked for."""
+        return {}
+
+    def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
+        """Beginnings that are to stay cached: for how long, and the conversation that has them; None for all of `chat`."""
+        end = end_of(self.messages[-1].content, len(self.messages))
+        marks = ((place, mark) for _, place, mark in self._marks())
+        return [
+            (seconds, None if place == end else self._beginning(chat, place))
+            for seconds, place in last_marks(marks).items()
+        ]
+
+    def _marks(self) -> Iterator[tuple[str, Place, CacheControl]]:
+        """All that there are, and the field that each of them is in."""
+        system = self.system or []
+        for tool in self.tools:
+            if tool.cache_control is not None:  # many templates write the system prompt before the tools
+                yield "tools.", end_of(system, 0), tool.cache_control
+        for place, mark in marks_in(system, 0):
+            yield "system.", place, mark
+        for number, turn in enumerate(self.messages, start=1):
+            for place, mark in marks_in(turn.content, number):
+                yield "messages.", place, mark
+        if self.cache_control is not None:
+            yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
+
+    def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
+        """The same chat up to a place, or, where that is before all messages, with a word instead of them."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
+        system = self.system
+        if place.turn:
+            *before, last = self.messages[: place.turn]
+            messages = chat_messages([*before, last.model_copy(update={"content": up_to(place, last.content)})])
+        elif system is not None:
+            system = up_to(place, system)
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": _system_text(system)})
+        shown = [Message.model_validate(message) for message in messages]
+        return chat.model_copy(update={"messages": shown, "continue_final_message": False})
+
+
+class MessagesBody(CountBody):
+    """The request."""
+
+    max_tokens: Integer = Field(ge=1)
+    stop_sequences: list[str] = Field(default_factory=list)
+
+    def _answer_fields(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+
+
+router = APIRouter()
+
+FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AnthropicError, "description": "The request cannot be served"},
+    "5XX": {"model": AnthropicError, "description": "The server failed, or is about to end"},
+}
+
+
+@router.post("/v1/messages", responses={**answers(AnthropicMessage, streams=True), **FAILURES})
+async def create_message(
+    http: Request, context: InContext, body: Annotated[MessagesBody, Depends(json_body(MessagesBody))]
+) -> Response:
+    """Answer a conversation."""
+    model = context.check_model(body.model)
+    with body.own_names():
+        chat = await aside(body.to_chat)
+        asked = await prepare(context, chat)
+        requests = await _retaining(context, body, chat, asked)
+        formatter = MessageFormatter(asked.meta("msg", model, context), call_id_length=context.limits.call_id_length)
+        return await respond(http, context, chat, requests, asked.rules, formatter)
+
+
+async def _retaining(
+    context: Context, body: MessagesBody, chat: ChatBody, asked: PreparedChat
+) -> Sequence[EngineRequest]:
+    """The requests, with what cache_control asks for."""
+    pins = asked.requests[0].pins
+    if context.engine.config.pinned_share:
+        for seconds, beginning in await aside(lambda: body.retained(chat)):
+            whole = len(asked.prompt)
+            num = whole if beginning is None else await count_common(context, beginning, asked.text, asked.prompt)
+            pins += (Pin(num, seconds),)
+    return [replace(request, pins=pins) for request in asked.requests]
+
+
+@router.post("/v1/messages/count_tokens", responses=FAILURES)
+async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
+    """How many tokens the prompt has."""
+    context.check_model(body.model)
+    with body.own_names():
+        _, ids = await prompt_ids(context, await aside(body.to_chat))
+    return {"input_tokens": len(ids)}

@@ -1,0 +1,208 @@
+"""Files and batches as JSON: OpenAI's objects, the body that creates a batch, and one line of its input. Pure data."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from server.http.schema import RequestBody, check_num_fields
+
+MAX_WINDOW_S = 30 * 24 * 3600
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+
+Key = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+Value = Annotated[str, StringConstraints(max_length=512)]
+
+
+class Purpose(str, Enum):
+    """What a file is for."""
+
+    BATCH = "batch"  # a batch's input, uploaded
+    BATCH_OUTPUT = "batch_output"  # written here
+
+
+class FileObject(BaseModel):
+    """A file, without its content."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str  # what the client called it; nothing here is ever opened under that name
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+
+
+class BatchStatus(str, Enum):
+    """Where a batch is on its way; OpenAI's words."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+OPEN = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
+
+
+class LineError(BaseModel):
+    """What is wrong with a batch's input."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None  # of the file, from 1
+
+
+class LineErrors(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[LineError]
+
+
+class RequestCounts(BaseModel):
+    """Lines that never ran, for a batch was cancelled or expired, are neither completed nor failed."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(BaseModel):
+    """Of all lines that have completed."""
+
+    input_tokens: int = 0
+    input_tokens_details: InputTokensDetails = Field(default_factory=InputTokensDetails)
+    output_tokens: int = 0
+    output_tokens_details: OutputTokensDetails = Field(default_factory=OutputTokensDetails)
+    total_tokens: int = 0
+
+    def add(self, usage: dict[str, Any]) -> None:
+        """Count an answer's usage, in the words of whichever endpoint it came from."""
+        inputs = usage.get("prompt_tokens", usage.get("input_tokens", 0))
+        outputs = usage.get("completion_tokens", usage.get("output_tokens", 0))
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        thoughts = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        self.input_tokens += inputs
+        self.output_tokens += outputs
+        self.total_tokens += inputs + outputs
+        self.input_tokens_details.cached_tokens += details.get("cached_tokens", 0)
+        self.output_tokens_details.reasoning_tokens += thoughts.get("reasoning_tokens", 0)
+
+
+class Batch(BaseModel):
+    """A batch as it is kept and shown. Times are Unix seconds."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: LineErrors | None = None
+    request_counts: RequestCounts = Field(default_factory=RequestCounts)
+    usage: BatchUsage = Field(default_factory=BatchUsage)
+    metadata: dict[str, str] | None = None
+
+    def move(self, status: BatchStatus, now: float) -> None:
+        """Change the status and note when."""
+        self.status = status
+        setattr(self, f"{status.value}_at", int(now))
+
+
+class BatchBody(RequestBody):
+    """POST /v1/batches."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"output_expires_after": ()}
+    INSTEAD: ClassVar[dict[str, str]] = {
+        "output_expires_after": "files are kept until they are deleted; leave it out and DELETE /v1/files/{id}"
+    }
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[Key, Value] | None = Field(None, max_length=16)
+
+    @field_validator("completion_window")
+    @classmethod
+    def _check_window(cls, window: str) -> str:
+        if not 1 <= window_seconds(window) <= MAX_WINDOW_S:
+            raise ValueError("give a whole number of s, m, h or d, at most 30d, such as 24h")
+        return window
+
+
+def window_seconds(window: str) -> int:
+    """Seconds that a completion window is; 0 for what is none."""
+    match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    return int(match[1]) * _UNIT_S[match[2]] if match else 0
+
+
+class BatchLine(BaseModel):
+    """One line of a batch's input."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    custom_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any) -> Any:
+        check_num_fields(data)
+        return data
+
+
+class PageQuery(BaseModel):
+    """How GET /v1/batches is asked for a part of the list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = None
+    limit: int = Field(20, ge=1, le=100)
+
+
+class FilesQuery(PageQuery):
+    """The same of GET /v1/files."""
+
+    limit: int = Field(10_000, ge=1, le=10_000)
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+def page(items: list[FileObject] | list[Batch], *, has_more: bool) -> dict[str, Any]:
+    """One page of a list."""
+    return {
+        "object": "list",
+        "data": [item.model_dump(mode="json") for item in items],
+        "first_id": items[0].id if items else None,
+        "last_id": items[-1].id if items else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,192 @@
+"""What every route works with, and how a request's body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+
+from engine.core.adapter import Adapter
+from engine.core.errors import shorten
+from engine.loop import Engine
+from engine.text.detokenizer import Tokenizer
+from engine.text.grammars.compiler import GrammarCompiler
+from server.batches.service import BatchService
+from server.client import EngineClient
+from server.errors import ApiError
+from server.http.bodies import BodyReader, is_large, limited
+from server.http.schema import RequestBody
+from server.http.slow_thread import run_slowly
+from server.middleware import IGNORED_FIELDS
+from server.openai.chat_body import Conversation
+from server.openai.limits import Limits
+from server.openai.responses.store import ResponseStore
+from server.operations.handoff import Receiver, Sender
+from server.settings.app_config import AppConfig
+from server.telemetry.ledger import Ledger
+from server.telemetry.live import LiveView
+from server.telemetry.metrics import Metrics
+from server.telemetry.queue_status import QueueStatus
+from server.tenancy.public_prefixes import PublicPrefixes
+from server.tenancy.tenancy import Tenancy, owner_of
+from server.tenancy.tenant_file import DEFAULT
+
+logger = logging.getLogger(__name__)
+
+MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread, so that other requests are not held up
+MAX_TOLD_FIELDS = 20
+
+Body = TypeVar("Body", bound=RequestBody)
+Result = TypeVar("Result")
+
+_IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The application's parts. Made once by create_app, read by routes on the event loop."""
+
+    engine: Engine
+    client: EngineClient
+    tokenizer: Tokenizer
+    config: AppConfig
+    limits: Limits
+    metrics: Metrics
+    tenancy: Tenancy
+    live: LiveView
+    grammars: GrammarCompiler
+    queue_status: QueueStatus
+    ledger: Ledger
+    responses: ResponseStore
+    bodies: BodyReader
+    started_s: int  # Unix time
+    batches: BatchService | None = None  # without --data-dir there are none
+    sender: Sender | None = None  # of a prefill daemon
+    receiver: Receiver | None = None  # of a decode daemon
+    public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
+    adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
+    is_background: bool = False  # what is asked here runs when nobody else needs the engine
+
+    def batch_service(self) -> BatchService:
+        """Files and batches. Raises a 501 where there are none."""
+        if self.batches is None:
+            message = "Files and batches are off, for they are kept on disk; start the server with --data-dir FOLDER."
+            raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+        return self.batches
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report. Raises a 404 for a model that is not served here."""
+        self.adapter(name)
+        return self.config.served_model_names[0] if name is None else name
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter of that name, None where it is the model's own. Raises a 404 for a name that nothing has."""
+        names = self.config.served_model_names
+        if name is None or name in names:
+            return None
+        loaded = self.engine.adapters.find(name)
+        if loaded is not None:
+            return loaded.adapter
+        if any(fnmatchcase(name, pattern) for pattern in self.config.model_aliases):
+            return None
+        names += self.config.model_aliases + tuple(other.adapter.name for other in self.engine.adapters.all())
+        message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
+        raise ApiError(404, "model_not_found", message, "model")
+
+    async def render(self, body: Conversation) -> str:
+        """A conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
+        if body.is_long or _IS_LARGE.get():
+            return await run_slowly(lambda: body.render(self.limits))
+        return body.render(self.limits)
+
+    async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text, without holding up the event loop. Raises ContextLengthError for a hopeless one."""
+        for text in texts:
+            self.limits.check_length(text, param)
+
+        def encode_all() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        if sum(map(len, texts)) <= MAX_INLINE_CHARS:
+            return encode_all()
+        return await (run_slowly(encode_all) if _IS_LARGE.get() else asyncio.to_thread(encode_all))
+
+
+async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+InContext = Annotated[Context, Depends(_context)]
+
+
+async def _owner(request: Request) -> str:
+    return owner_of(request.scope["state"])
+
+
+InOwner = Annotated[
+    str, Depends(_owner)
+]  # of what a route stores or finds: a name in server/tenancy/tenancy.py's sense
+
+
+def check_operator(owner: str, what: str) -> None:
+    """Raise a 403 for a tenant of --tenants; `what` is for keys of --api-key."""
+    if owner != DEFAULT:
+        message = f"{what} takes a key of --api-key; a tenant's key is for answers."
+        raise ApiError(403, "not_allowed", message, type="permission_error")
+
+
+def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:
+    """A dependency that reads, checks and returns a JSON body; unknown fields and dropped hints are named in a header, or refused."""
+
+    async def read(request: Request, context: InContext) -> Body:
+        most = context.config.max_body_bytes
+        too_large = f"The request body is larger than {most} bytes; send less (--max-body-bytes)."
+        pieces = limited(request, most, too_large)
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            shown = shorten(media_type) or "absent"
+            message = f"The Content-Type is {shown}; send application/json."
+            raise ApiError(400, "unsupported_media_type", message)
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
+            raise ApiError(400, "unsupported_media_type", message)
+        body = await _read(pieces, context, model)
+        names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
+        if names and context.config.strict_fields:
+            message = f"Fields without effect: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
+            raise ApiError(400, "unknown_parameter", message, names[0])
+        if names:
+            _tell_ignored(request, context, names)
+        return body
+
+    return read
+
+
+async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body]) -> Body:
+    """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
+    async with context.bodies.receive(pieces) as raw:
+        _IS_LARGE.set(is_large(raw))
+        if _IS_LARGE.get():
+            return await context.bodies.read(model, raw)
+        return context.bodies.read_here(model, raw)
+
+
+async def aside(function: Callable[[], Result]) -> Result:
+    """Run what takes time in proportion to the request's body: on the slow thread if that is large, else here."""
+    return await run_slowly(function) if _IS_LARGE.get() else function()
+
+
+def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
+    setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
+    logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
+    for name in names[:MAX_TOLD_FIELDS]:
+        context.metrics.ignored_field(name)

@@ -1,0 +1,198 @@
+"""POST /v1/completions: its request, its answer and its stream's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import SamplingParams
+from engine.text.choice import Delta
+from server.context import InContext, aside, json_body
+from server.http.schema import Integer, ResponseBody
+from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
+from server.openai.limits import Limits
+from server.openai.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
+from server.openai.prompts import Prompts, prompt_ids
+from server.openai.sampling import HINTS, MAX_N, SamplingBody
+from server.openai.usage import Usage
+from server.operations.openapi import answers
+from server.respond import answer_id, constrain, engine_requests, respond
+
+DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 1024  # of all prompts together
+
+
+class CompletionBody(SamplingBody):
+    """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt; `best_of` are drawn and the n
+    likeliest of them, by their mean log probability a token, are given, or are a beam search's width."""
+
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "thinking_token_budget": ()}
+
+    prompt: Prompts
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    max_tokens: Integer = Field(DEFAULT_MAX_TOKENS, ge=0)
+    echo: bool = False
+    logprobs: Integer | None = Field(None, ge=0)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_size(self) -> CompletionBody:
+        num_choices = len(self.prompt) * self.num_drawn
+        if num_choices > MAX_CHOICES:
+            drawn = f"n = {self.n}" if self.best_of is None else f"best_of = {self.best_of}"
+            raise InvalidRequestError(
+                f"{len(self.prompt)} prompts with {drawn} make {num_choices} choices; one request may have at most "
+                f"{MAX_CHOICES}.",
+                param="prompt",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionBody:
+        if self.beam_width < self.n:
+            raise InvalidRequestError(
+                f"best_of is {self.best_of}, of which n = {self.n} cannot be chosen; raise best_of or lower n.",
+                param="best_of",
+            )
+        if self.num_drawn > self.n and self.stream:
+            raise InvalidRequestError(
+                "best_of beyond n cannot be streamed, as the best are known at the end only; leave stream out.",
+                param="best_of",
+            )
+        return self
+
+    @property
+    def num_drawn(self) -> int:
+        """A search gives no more than n."""
+        return self.n if self.use_beam_search else self.beam_width
+
+    @property
+    def beam_width(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @model_validator(mode="after")
+    def _check_scoring(self) -> CompletionBody:
+        if not self.max_tokens and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "max_tokens is 0, which answers nothing; give at least 1, or set echo or prompt_logprobs to score.",
+                param="max_tokens",
+            )
+        return self
+
+    def params(self, limits: Limits) -> SamplingParams:
+        """The engine's parameters, the same for every prompt. Raises InvalidRequestError."""
+        limits.check_logprobs(self.logprobs, "logprobs")
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        scored = max((count for count in wanted if count is not None), default=None)
+        logprobs = (self.logprobs or 0) if self.num_drawn > self.n else self.logprobs
+        return self.sampling_params(limits, max_tokens=self.max_tokens, logprobs=logprobs, prompt_logprobs=scored)
+
+
+class CompletionChoice(ResponseBody):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(ResponseBody):
+    """The answer, and a chunk of it: OpenAI gives both the same shape."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class CompletionFormatter:
+    """Implements ChunkFormatter for the completions API."""
+
+    def __init__(self, body: CompletionBody, meta: ChunkMeta) -> None:
+        self._body = body
+        self._meta = meta
+        self._fields = meta.fields("text_completion")
+        self._template = ChunkTemplate(Completion(**self._fields, choices=[]))
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        choices = (self._choice(index, delta) for index, delta in enumerate(self._best(deltas)))
+        return self._template.render_all(choices, usage=usage)
+
+    def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        """Of each prompt's answers the n likeliest, best first."""
+        n, num_drawn = self._body.n, self._body.num_drawn
+        if n == num_drawn:
+            return deltas
+        prompts = [deltas[begin : begin + num_drawn] for begin in range(0, len(deltas), num_drawn)]
+        return [delta for drawn in prompts for delta in sorted(drawn, key=_mean_logprob, reverse=True)[:n]]
+
+    def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
+        return [self._template.render(self._choice(index, delta), **usage)]
+
+    def closing(self, usage: Usage) -> bytes:
+        return Completion(**self._fields, choices=[], usage=usage).json_bytes()
+
+    def _choice(self, index: int, delta: Delta) -> CompletionChoice:
+        finish = delta.finish_reason
+        choice = CompletionChoice(
+            index=index,
+            text=delta.text,
+            logprobs=self._logprobs(delta),
+            finish_reason=finish.value if finish else None,
+            stop_reason=delta.stop_reason,
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = delta.token_ids
+        if delta.prompt is not None:
+            if self._body.return_token_ids:
+                choice.prompt_token_ids = list(self._meta.prompts[index // self._body.n])
+            if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
+                choice.prompt_logprobs = prompt_logprobs(
+                    self._meta.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
+                )
+        return choice
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        as_ids = self._body.return_tokens_as_token_ids
+        return completion_logprobs(self._meta.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
+
+
+def _mean_logprob(delta: Delta) -> float:
+    """Of a whole answer's tokens; an echoed prompt's come before them and do not count."""
+    num_tokens = len(delta.token_ids)
+    drawn = [entry.logprob for entry in delta.logprobs[len(delta.logprobs) - num_tokens :] if entry is not None]
+    return sum(drawn) / max(num_tokens, 1)
+
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=answers(Completion, streams=True))
+async def create_completion(
+    http: Request, context: InContext, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
+) -> Response:
+    """Continue one or several prompts."""
+    model = context.check_model(body.model)
+    wanted, grammar = await aside(lambda: (body.params(context.limits), body.grammar_spec()))
+    params = await constrain(context, grammar, wanted)
+    ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
+    prompts = [body.truncate(prompt, context.limits) for prompt in ids]
+    requests = engine_requests(context, body, prompts, [params] * len(prompts))
+    meta = ChunkMeta(
+        id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
+    )
+    formatter = Chunks(CompletionFormatter(body, meta), body.stream_usage)
+    return await respond(http, context, body, requests, body.text_rules(params, echo=body.echo), formatter)

@@ -1,0 +1,109 @@
+"""POST /v1/embeddings: its request and its answer. A vector is cut to `dimensions`, then made one long."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import Pooling
+from engine.text.choice import TextRules
+from server.context import InContext, json_body
+from server.http.schema import Integer, ResponseBody
+from server.http.slow_thread import run_slowly
+from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
+from server.openai.prompts import Prompts, prompt_ids
+from server.openai.usage import Usage
+from server.operations.openapi import answers
+from server.respond import engine_requests, submit, with_timings
+
+router = APIRouter()
+
+MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread
+
+
+class EmbeddingBody(PromptOnlyBody):
+    """The request. `input` may be all that a completion's prompt may be."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **PromptOnlyBody.UNSUPPORTED,
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "messages": (),
+        "normalize": (True,),
+        "use_activation": (True,),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        "messages": "send input; /tokenize gives the token ids of messages, which it may have",
+    }
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Integer | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_size(self) -> EmbeddingBody:
+        check_num_inputs(len(self.input), "input")
+        return self
+
+    def shape(self, index: int, pooled: Sequence[float]) -> Embedding:
+        """One input's vector, as asked for. Raises InvalidRequestError if it has not so many dimensions."""
+        dimensions = len(pooled) if self.dimensions is None else self.dimensions
+        if dimensions > len(pooled):
+            raise InvalidRequestError(
+                f"dimensions is {dimensions}, but this model's vectors have {len(pooled)}; lower it.",
+                param="dimensions",
+            )
+        vector = unit_vector(pooled[:dimensions])
+        if self.encoding_format == "float":
+            return Embedding(object="embedding", index=index, embedding=vector.tolist())
+        return Embedding(object="embedding", index=index, embedding=b64encode(vector.tobytes()).decode())
+
+
+def unit_vector(values: Sequence[float]) -> array[float]:
+    """The same direction, of length one, in float32. Nothing at all stays that."""
+    length = math.hypot(*values) or 1.0
+    return array("f", [value / length for value in values])
+
+
+class Embedding(ResponseBody):
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(ResponseBody):
+    """The answer, one entry an input, in order."""
+
+    object: str
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+@router.post("/v1/embeddings", responses=answers(Embeddings))
+async def create_embeddings(
+    http: Request, context: InContext, body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody))]
+) -> Response:
+    """The model's final hidden states as one vector an input."""
+    model = context.check_model(body.model)
+    params = body.engine_params(pooling=Pooling(context.config.pooling))
+    prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
+    body.check_lengths(prompts, "input", context.limits)
+    requests = engine_requests(context, body, prompts, [params] * len(prompts))
+    answer, generation = submit(http, context, requests, TextRules())
+    infos = await shape_each(http, answer, generation, body, lambda _, info: info)
+
+    def document() -> bytes:
+        data = [body.shape(index, info.pooled or ()) for index, info in enumerate(infos)]
+        return Embeddings(object="list", model=model, data=data, usage=generation.usage).json_bytes()
+
+    made = document() if len(infos) <= MAX_INLINE_VECTORS else await run_slowly(document)
+    return with_timings(made, generation, body)

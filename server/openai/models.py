@@ -1,0 +1,135 @@
+"""GET /v1/models: what is told of a model, in OpenAI's shape with vLLM's fields, or in Anthropic's. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from engine.adapters import LoadedAdapter
+from server.context import Context, InContext
+from server.errors import IS_ANTHROPIC
+from server.http.schema import ResponseBody
+from server.operations.openapi import answers
+
+
+class ModelCard(ResponseBody):
+    """OpenAI's four fields, and vLLM's."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "quire"
+    root: str
+    parent: str | None = None  # of an adapter: the model that it changes
+    max_model_len: int
+
+    def for_anthropic(self) -> ModelInfo:
+        """The same as Anthropic tells it."""
+        created = datetime.fromtimestamp(self.created, timezone.utc)
+        return ModelInfo(
+            type="model",
+            id=self.id,
+            display_name=self.id,
+            created_at=created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            lifecycle="active",
+            max_input_tokens=self.max_model_len,
+            max_tokens=self.max_model_len,
+        )
+
+
+class ModelList(ResponseBody):
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class ModelInfo(ResponseBody):
+    """Anthropic's."""
+
+    type: str
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: str
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(ResponseBody):
+    """A page of Anthropic's list."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class ModelPageQuery(BaseModel):
+    """Which page."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    limit: int = Field(20, ge=1, le=1000)
+    after_id: str | None = None
+    before_id: str | None = None
+
+    def page(self, cards: Sequence[ModelCard]) -> ModelPage:
+        """Those after one, or the last ones before one; an id that is not there is passed over."""
+        ids = [card.id for card in cards]
+        begin = ids.index(self.after_id) + 1 if self.after_id in ids else 0
+        end = ids.index(self.before_id) if self.before_id in ids else len(ids)
+        rest = cards[begin:end]
+        shown = rest[-self.limit :] if self.before_id is not None else rest[: self.limit]
+        return ModelPage(
+            data=[card.for_anthropic() for card in shown],
+            has_more=len(rest) > len(shown),
+            first_id=shown[0].id if shown else None,
+            last_id=shown[-1].id if shown else None,
+        )
+
+
+router = APIRouter()
+
+
+def _card(context: Context, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=context.started_s,
+        owned_by="quire",
+        root=context.config.model,
+        parent=None,
+        max_model_len=context.limits.max_model_len,
+    )
+
+
+def _adapter_card(context: Context, loaded: LoadedAdapter) -> ModelCard:
+    served = _card(context, context.config.served_model_names[0])
+    own = {"id": loaded.adapter.name, "created": loaded.loaded_s, "root": loaded.path, "parent": served.id}
+    return served.model_copy(update=own)
+
+
+def _json(answer: ResponseBody) -> Response:
+    return Response(answer.json_bytes(), media_type="application/json")
+
+
+@router.get("/v1/models", responses=answers(ModelList))
+async def list_models(http: Request, context: InContext) -> Response:
+    """Every name clients may use."""
+    cards = [_card(context, name) for name in context.config.served_model_names]
+    cards += [_adapter_card(context, loaded) for loaded in context.engine.adapters.all()]
+    if getattr(http.state, IS_ANTHROPIC):
+        return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
+    return _json(ModelList(object="list", data=cards))
+
+
+@router.get("/v1/models/{name:path}", responses=answers(ModelCard))
+async def retrieve_model(http: Request, context: InContext, name: str) -> Response:
+    """One of them; 404 for any other."""
+    name = context.check_model(name)
+    loaded = context.engine.adapters.find(name)
+    card = _card(context, name) if loaded is None else _adapter_card(context, loaded)
+    return _json(card.for_anthropic() if getattr(http.state, IS_ANTHROPIC) else card)

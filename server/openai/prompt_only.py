@@ -1,0 +1,87 @@
+"""What the APIs share that only read prompts, to make vectors or scores of them: nothing is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from fastapi import Request
+
+from engine.core.errors import ContextLengthError, InvalidRequestError
+from engine.core.types import Pooling, PromptInfo, SamplingParams
+from server.client import Answer
+from server.generation import Generation
+from server.http.slow_thread import run_slowly
+from server.openai.limits import Limits
+from server.openai.sampling import EngineBody
+from server.respond import MAX_INLINE_TOKENS, unless_disconnected
+
+MAX_INPUTS = 2048  # of one request, as OpenAI has it
+
+
+class PromptOnlyBody(EngineBody):
+    """The request, but for what is read."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"request_id"})
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "stream": (False,),
+        "truncate_prompt_tokens": (),
+        "truncation_side": ("left", "right"),
+    }
+
+    add_special_tokens: bool = True
+
+    def engine_params(self, *, pooling: Pooling | None = None, prompt_logprobs: int | None = None) -> SamplingParams:
+        """Return the engine's parameters."""
+        return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: Limits) -> None:
+        """Raise ContextLengthError for one that does not fit."""
+        longest, most = max(map(len, prompts)), min(limits.max_model_len, limits.pool_tokens)
+        if longest > most:
+            raise ContextLengthError(
+                f"At most {most} tokens can be read at once here, but an item of {param} has {longest}; shorten it.",
+                param=param,
+                num_prompt=longest,
+                limit=most,
+            )
+
+
+def check_num_inputs(num: int, param: str) -> None:
+    """Raise InvalidRequestError for more than one request may have."""
+    if num > MAX_INPUTS:
+        raise InvalidRequestError(f"{param} has {num} items; one request may have at most {MAX_INPUTS}.", param=param)
+
+
+Result = TypeVar("Result")
+
+
+async def shape_each(
+    http: Request,
+    answer: Answer,
+    generation: Generation,
+    body: PromptOnlyBody,
+    shape: Callable[[int, PromptInfo], Result],
+) -> list[Result]:
+    """What `shape` makes of every prompt, in order. A client that leaves ends it.
+
+    Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held at once.
+    """
+
+    def shape_some(infos: list[tuple[int, PromptInfo]]) -> dict[int, Result]:
+        return {index: shape(index, info) for index, info in infos}
+
+    async def shaped() -> list[Result]:
+        results: dict[int, Result] = {}
+        while news := await generation.next_deltas():
+            infos = [(index, delta.prompt) for index, delta in news if delta.prompt is not None]
+            num_tokens = sum(len(info.logprobs or ()) for _, info in infos)
+            some = partial(shape_some, infos)
+            results |= some() if num_tokens <= MAX_INLINE_TOKENS else await run_slowly(some)
+        if body.include_metrics:
+            await generation.settle()
+        return [results[index] for index in sorted(results)]
+
+    with answer:
+        return await unless_disconnected(http.receive, shaped())

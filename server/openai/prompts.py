@@ -1,0 +1,55 @@
+"""Prompts as clients send them become token ids. Event loop, long texts on a worker thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+
+from engine.core.errors import InvalidRequestError
+from server.context import Context, aside
+
+Prompt = str | list[int]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    if not prompts or "" in prompts:
+        raise ValueError("is empty; send at least one token")
+    return prompts
+
+
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
+async def prompt_ids(
+    context: Context, prompts: Sequence[Prompt], param: str, *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of each prompt, text or ids. Raises InvalidRequestError or ContextLengthError, which name `param`."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(await context.encode(texts, param, add_special_tokens=add_special_tokens))
+
+    def check_all() -> list[list[int]]:
+        found: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                ids = next(encoded)
+            else:
+                ids = prompt
+                context.limits.check_ids(ids, param)
+            if not ids:
+                raise InvalidRequestError(f"The {param} has no tokens; send at least one.", param=param)
+            found.append(ids)
+        return found
+
+    return await aside(check_all)

@@ -1,0 +1,258 @@
+"""POST /v1/responses: its request, and the chat that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError, shorten
+from server.http.schema import Integer, RequestBody
+from server.openai.chat_body import ChatBody
+from server.openai.limits import Limits
+from server.openai.responses.items import Item, Items, chat_messages
+from server.openai.structured import Schema
+from server.openai.tools import Function, without_hosted
+from server.openai.translated import TranslatedBody
+
+LOGPROBS = "message.output_text.logprobs"
+# Of tools that are not here, or of thoughts that a client may not read, so they add nothing.
+EMPTY_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+MAX_PAIRS = 16  # of metadata
+
+
+class FunctionTool(Function):
+    """One entry of `tools`; whatever else it holds is for the chat template to read."""
+
+    type: Literal["function"]
+
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
+
+
+class AllowedTools(RequestBody):
+    """Which of `tools` may be called, and whether one must be; None is all of them. `named` is one call of one."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    names: frozenset[str] | None = None
+
+    def for_chat(self) -> str | dict[str, Any]:
+        if self.mode != "named" or self.names is None:
+            return self.mode
+        return {"type": "function", "function": {"name": min(self.names)}}
+
+    def told(self) -> str | dict[str, Any]:
+        """As the answer tells it back."""
+        if self.names is None:
+            return self.mode
+        tools = [{"type": "function", "name": name} for name in sorted(self.names)]
+        return tools[0] if self.mode == "named" else {"type": "allowed_tools", "mode": self.mode, "tools": tools}
+
+
+def _as_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required"):
+        return AllowedTools(mode=value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and isinstance(value.get("name"), str):
+        return AllowedTools(mode="named", names=frozenset({value["name"]}))
+    if kind == "allowed_tools" and value.get("mode") in ("auto", "required"):
+        tools = value.get("tools")
+        named = [tool.get("name") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+        names = frozenset(name for name in named if isinstance(name, str))
+        if names:
+            return AllowedTools(mode=value["mode"], names=names)
+    raise ValueError(
+        'it must be "none", "auto", "required", {"type": "function", "name": "..."} or {"type": "allowed_tools", '
+        '"mode": "auto", "tools": [{"type": "function", "name": "..."}]}'
+    )
+
+
+class TextFormat(RequestBody):
+    """OpenAI's response_format with the fields of its schema beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = {"name": self.name, "description": self.description, "schema": self.schema_, "strict": self.strict}
+        return {"type": self.type, "json_schema": {name: value for name, value in schema.items() if value is not None}}
+
+
+class TextConfig(RequestBody):
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: TextFormat = Field(default_factory=TextFormat)
+
+
+class ReasoningConfig(RequestBody):
+    """A summary `auto` is what happens anyway: there is none, the thoughts themselves are sent."""
+
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "summary": ("auto",),
+        "generate_summary": ("auto",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponseStreamOptions(RequestBody):
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+
+class InputBody(TranslatedBody):
+    """What makes a prompt, here and in /v1/responses/input_tokens."""
+
+    # The tools of others are not here, so what would limit them or tell more of them changes nothing.
+    NO_OPS: ClassVar[frozenset[str]] = TranslatedBody.NO_OPS | {"max_tool_calls"}
+    # What would make room for a longer conversation: without it, one that is too long is a 400.
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.HINTS,
+        "context_management": ([],),
+        "truncation": ("disabled",),
+    }
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TranslatedBody.UNSUPPORTED,
+        **dict.fromkeys(("conversation", "moderation", "prompt"), ()),
+        "background": (False,),
+        **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort"), ()),
+        "logprobs": (False,),
+        "n": (1,),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **TranslatedBody.INSTEAD,
+        "background": "answers are not made in the background; leave it out, and stream",
+        "conversation": "send previous_response_id, or the conversation in input",
+        "messages": "send input",
+        "max_tokens": "send max_output_tokens",
+        "max_completion_tokens": "send max_output_tokens",
+        "response_format": "send text: {format: ...}",
+        "reasoning_effort": "send reasoning: {effort: ...}",
+        "logprobs": f'send include: ["{LOGPROBS}"]',
+    }
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    input: Items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[FunctionTool] = Field(default_factory=list)
+    tool_choice: Annotated[AllowedTools, BeforeValidator(_as_choice, json_schema_input_type=str | dict[str, Any])] = (
+        Field(default_factory=lambda: AllowedTools(mode="auto"))
+    )
+    parallel_tool_calls: bool = True
+    text: TextConfig = Field(default_factory=TextConfig)
+    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("function", None))
+
+    @model_validator(mode="after")
+    def _check_names(self) -> InputBody:
+        unknown = (self.tool_choice.names or frozenset()) - {tool.name for tool in self.tools}
+        if unknown:
+            name = shorten(min(unknown))
+            message = f"tool_choice names {name!r}, which is not one of tools; send that tool, or leave it out."
+            raise InvalidRequestError(message, param="tool_choice")
+        return self
+
+    def ignored_fields(self) -> list[str]:
+        """Those of the body and of the objects in it."""
+        parts = {"text": self.text, "text.format": self.text.format, "reasoning": self.reasoning}
+        nested = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
+        return super().ignored_fields() + nested
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also the effort, where the model has none."""
+        is_idle = self.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
+        return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
+
+    def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
+        """The chat, after the items of earlier responses; their instructions are not carried over."""
+        messages = chat_messages([*earlier, *self.input])
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        choice = self.tool_choice
+        is_any = choice.names is None or choice.mode == "named"
+        tools = [tool.for_chat() for tool in self.tools if is_any or tool.name in (choice.names or ())]
+        return self.chat_body(
+            {
+                "messages": messages,
+                "tools": tools or None,
+                "tool_choice": choice.for_chat() if tools or choice.mode == "required" else None,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "response_format": self.text.format.for_chat(),
+                "reasoning_effort": self.reasoning.effort,
+                **self._answer_fields(),
+            }
+        )
+
+    def _answer_fields(self) -> dict[str, Any]:
+        """What else the chat is asked for."""
+        return {}
+
+
+class ResponsesBody(InputBody):
+    """The request."""
+
+    max_output_tokens: Integer | None = Field(None, ge=1)
+    include: list[str] = Field(default_factory=list)  # LOGPROBS; what else is known adds nothing to an answer
+    top_logprobs: Integer | None = Field(None, ge=0)
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=MAX_PAIRS
+    )
+    store: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesBody:
+        if self.top_logprobs and not self.tells_logprobs:
+            message = f'top_logprobs needs include: ["{LOGPROBS}"].'
+            raise InvalidRequestError(message, param="top_logprobs")
+        return self
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return LOGPROBS in self.include
+
+    def ignored_fields(self) -> list[str]:
+        options = [] if self.stream_options is None else self.stream_options.ignored_fields()
+        unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
+        names = [f"include.{name}" for name in unknown] + [f"stream_options.{name}" for name in options]
+        return super().ignored_fields() + names
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return also what is about a stream, without one."""
+        is_idle = self.stream_options is not None and not self.stream
+        return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])
+
+    def _answer_fields(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_output_tokens,
+            "logprobs": self.tells_logprobs,
+            "top_logprobs": self.top_logprobs,
+        }

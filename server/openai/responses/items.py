@@ -1,0 +1,163 @@
+"""Items of /v1/responses that go in, as clients send them and as they are kept, and the chat's messages made of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError, shorten
+from server.errors import unsupported
+from server.http.schema import RequestBody
+
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> where its text is
+_THOUGHT_PARTS = {"reasoning_text": "text", "summary_text": "text"}
+
+
+def _join(content: Any, kinds: dict[str, str]) -> Any:
+    """Content may come in parts; those of text are joined, others cannot be read."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise unsupported("input", f"content of type {shorten(kind)!r} cannot be read; send text only.")
+        text = None if kind is None else part.get(kinds[kind])
+        if not isinstance(text, str):
+            raise ValueError(f'parts must look like {{"type": "{next(iter(kinds))}", "text": "..."}}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _words(content: Any) -> Any:
+    return _join(content, _TEXT_PARTS)
+
+
+def _thoughts(content: Any) -> Any:
+    return _join(content, _THOUGHT_PARTS)
+
+
+Words = Annotated[str, BeforeValidator(_words, json_schema_input_type=str | list[dict[str, Any]])]
+Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list[dict[str, Any]])]
+
+
+class Item(RequestBody):
+    """One item of `input`. Which fields it needs depends on its type."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Words | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Words | None = None
+    summary: Thoughts = ""
+    thoughts: Thoughts = ""  # the content of a reasoning item
+
+    @model_validator(mode="before")
+    @classmethod
+    def _look_at_type(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError('items must be objects, such as {"role": "user", "content": "..."}')
+        kind = data.get("type", "message")
+        if isinstance(kind, str) and kind not in _ID_PREFIXES:
+            raise unsupported(
+                "input", f"items of type {shorten(kind)!r} cannot be read; send {', '.join(_ID_PREFIXES)}."
+            )
+        if kind != "reasoning":
+            return data
+        return {name: value for name, value in data.items() if name != "content"} | {"thoughts": data.get("content")}
+
+    @model_validator(mode="after")
+    def _check(self) -> Item:
+        needed: dict[str, tuple[str, ...]] = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+            "reasoning": (),
+        }
+        missing = [name for name in needed[self.type] if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"an item of type {self.type} needs {' and '.join(missing)}")
+        return self
+
+    def document(self) -> dict[str, Any]:
+        """As it is kept, and listed: with an id, and its content in parts."""
+        head = {"type": self.type, "id": self.id or f"{_ID_PREFIXES[self.type]}_{uuid.uuid4().hex}"}
+        if self.type == "function_call":
+            call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+            return {**head, **call, "status": "completed"}
+        if self.type == "function_call_output":
+            return {**head, "call_id": self.call_id, "output": self.output, "status": "completed"}
+        if self.type == "reasoning":
+            parts = [{"type": "reasoning_text", "text": self.thoughts}] if self.thoughts else []
+            summary = [{"type": "summary_text", "text": self.summary}] if self.summary else []
+            return {**head, "summary": summary, "content": parts}
+        part: dict[str, Any] = {"type": "input_text", "text": self.content}
+        if self.role == "assistant":
+            part = {"type": "output_text", "text": self.content, "annotations": []}
+        return {**head, "role": self.role, "status": "completed", "content": [part]}
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Items = Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item]), Field(min_length=1)]
+
+
+def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """A conversation. Thoughts, words and calls that follow each other are one message of the assistant's."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's, while it may go on
+    names: dict[str, str] = {}  # of calls, by their id
+    for item in items:
+        if item.type == "function_call_output":
+            turn = None
+            messages.append(_result(item, names))
+        elif item.type == "message" and item.role != "assistant":
+            turn = None
+            messages.append({"role": item.role, "content": item.content})
+        else:
+            if turn is None or not _can_go_on(turn, item):
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _go_on(turn, item, names)
+    return messages
+
+
+def _result(item: Item, names: dict[str, str]) -> dict[str, Any]:
+    assert item.call_id is not None
+    if item.call_id not in names:
+        raise InvalidRequestError(
+            f"input has the output of a call {shorten(item.call_id)!r}, but no function_call with that call_id stands "
+            "before it; send the call too, or previous_response_id.",
+            param="input",
+        )
+    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": item.output}
+
+
+def _can_go_on(turn: dict[str, Any], item: Item) -> bool:
+    if item.type == "function_call":
+        return True
+    is_fresh = not turn["content"] and "tool_calls" not in turn
+    return is_fresh if item.type == "message" else is_fresh and "reasoning_content" not in turn
+
+
+def _go_on(turn: dict[str, Any], item: Item, names: dict[str, str]) -> None:
+    if item.type == "reasoning":
+        if thoughts := item.thoughts or item.summary:
+            turn["reasoning_content"] = thoughts
+    elif item.type == "message":
+        turn["content"] = item.content
+    else:
+        assert item.call_id is not None
+        assert item.name is not None
+        names[item.call_id] = item.name
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        turn.setdefault("tool_calls", []).append(call)

@@ -1,0 +1,238 @@
+"""What /v1/responses answers with: a list of items, and in a stream the events by which it grows.
+
+One writer an answer, plain or streamed: a plain answer is what a stream has built at its end. Pure data, no HTTP.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from engine.core.types import FinishReason
+from engine.text.choice import Delta
+from engine.text.detokenizer import Tokenizer
+from engine.text.tools.pieces import CallBegin, Content, Piece, Reasoning
+from server.http.schema import ResponseBody
+from server.openai.logprobs import ChatLogprob, chat_logprobs
+from server.openai.translated import pieces_of
+from server.openai.usage import Usage
+
+
+class OutputPart(ResponseBody):
+    """Text for the user, with annotations and logprobs, or thoughts, without."""
+
+    type: str
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[ChatLogprob] | None = None
+
+
+class OutputItem(ResponseBody):
+    """A message, a call or thoughts; which fields it has depends on its type."""
+
+    id: str
+    type: str
+    status: str
+    role: str | None = None
+    content: list[OutputPart] | None = None
+    summary: list[Any] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class InputTokensDetails(ResponseBody):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(ResponseBody):
+    reasoning_tokens: int
+
+
+class ResponseUsage(ResponseBody):
+    """The same counts by the names that they have here."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponseUsage:
+        details = usage.completion_tokens_details
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0
+            ),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=details.reasoning_tokens if details else 0),
+            total_tokens=usage.total_tokens,
+        )
+
+
+class IncompleteDetails(ResponseBody):
+    reason: str
+
+
+class ResponseError(ResponseBody):
+    code: str
+    message: str
+
+
+class ResponseDocument(ResponseBody):
+    """The answer, and how far it is in some of a stream's events. What was asked for is told back."""
+
+    id: str
+    object: str
+    created_at: int
+    completed_at: int | None = None
+    status: str
+    background: bool
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(ResponseBody):
+    """One event of a stream; which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int = 0
+    response: ResponseDocument | None = None
+    output_index: int | None = None
+    item: OutputItem | None = None
+    item_id: str | None = None
+    content_index: int | None = None
+    part: OutputPart | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: list[ChatLogprob] | None = None
+    arguments: str | None = None
+
+
+class OutputWriter:
+    """add deltas, then finish; each returns the events of what it did to `items`."""
+
+    def __init__(self, tokenizer: Tokenizer, new_call_id: Callable[[], str], *, tells_logprobs: bool) -> None:
+        self.items: list[OutputItem] = []
+        self._tokenizer = tokenizer
+        self._new_call_id = new_call_id
+        self._tells_logprobs = tells_logprobs
+        self._is_open = False
+        self._texts: list[str] = []  # of the open item
+        self._logprobs: list[ChatLogprob] = []  # of the open item
+        self._waiting: list[ChatLogprob] = []  # of tokens whose text is still to come
+
+    def add(self, delta: Delta) -> list[ResponseEvent]:
+        """Take in what is new."""
+        self._note(delta)
+        events: list[ResponseEvent] = []
+        for piece in pieces_of(delta):
+            if not self._fits(piece):
+                events += self._close("completed") + self._begin(piece)
+            if not isinstance(piece, CallBegin):
+                events.append(self._grow(piece.text))
+        return events
+
+    def finish(self, reason: FinishReason | None) -> list[ResponseEvent]:
+        """No more comes; an answer that says nothing is a message without words."""
+        events = self._begin(Content("")) if not self.items else []
+        return events + self._close("incomplete" if reason is FinishReason.LENGTH else "completed")
+
+    def _note(self, delta: Delta) -> None:
+        if not self._tells_logprobs or delta.reasoning or delta.calls:
+            self._waiting.clear()  # of tokens that are not the text's
+            return
+        ends = self._tokenizer.eos_token_ids
+        told = chat_logprobs(self._tokenizer, delta, as_ids=False).content
+        self._waiting += [one for one, token_id in zip(told, delta.logprob_ids, strict=True) if token_id not in ends]
+
+    def _fits(self, piece: Piece) -> bool:
+        """True if it goes on with the open item."""
+        if not self._is_open or isinstance(piece, CallBegin):
+            return False
+        kinds = {Content: "message", Reasoning: "reasoning"}
+        return self.items[-1].type == kinds.get(type(piece), "function_call")
+
+    def _begin(self, piece: Piece) -> list[ResponseEvent]:
+        unique = uuid.uuid4().hex
+        if isinstance(piece, CallBegin):
+            call = {"call_id": self._new_call_id(), "name": piece.name, "arguments": ""}
+            item = OutputItem(id=f"fc_{unique}", type="function_call", status="in_progress", **call)
+        elif isinstance(piece, Reasoning):
+            item = OutputItem(id=f"rs_{unique}", type="reasoning", status="in_progress", summary=[], content=[])
+        else:
+            item = OutputItem(id=f"msg_{unique}", type="message", status="in_progress", role="assistant", content=[])
+        self._is_open = True
+        self.items.append(item)
+        events = [ResponseEvent(type="response.output_item.added", output_index=self._index, item=item.model_copy())]
+        if item.content is not None:
+            events.append(self._part_event("added", self._part("")))
+        return events
+
+    def _grow(self, text: str) -> ResponseEvent:
+        self._texts.append(text)
+        item = self.items[-1]
+        if item.type == "function_call":
+            return self._item_event("function_call_arguments.delta", delta=text)
+        if item.type == "reasoning":
+            return self._item_event("reasoning_text.delta", content_index=0, delta=text)
+        news, self._waiting = self._waiting, []
+        self._logprobs += news
+        return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=news)
+
+    def _close(self, status: str) -> list[ResponseEvent]:
+        if not self._is_open:
+            return []
+        item, text = self.items[-1], "".join(self._texts)
+        if item.type == "function_call":
+            item.arguments = text
+            events = [self._item_event("function_call_arguments.done", arguments=text)]
+        else:
+            part = self._part(text)
+            item.content = [part]
+            if item.type == "reasoning":
+                told = self._item_event("reasoning_text.done", content_index=0, text=text)
+            else:
+                told = self._item_event("output_text.done", content_index=0, text=text, logprobs=list(self._logprobs))
+            events = [told, self._part_event("done", part)]
+        item.status = status
+        self._is_open, self._texts, self._logprobs = False, [], []
+        return [*events, ResponseEvent(type="response.output_item.done", output_index=self._index, item=item)]
+
+    @property
+    def _index(self) -> int:
+        return len(self.items) - 1
+
+    def _part(self, text: str) -> OutputPart:
+        if self.items[-1].type == "reasoning":
+            return OutputPart(type="reasoning_text", text=text)
+        return OutputPart(type="output_text", text=text, annotations=[], logprobs=list(self._logprobs))
+
+    def _part_event(self, what: str, part: OutputPart) -> ResponseEvent:
+        return self._item_event(f"content_part.{what}", content_index=0, part=part)
+
+    def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
+        return ResponseEvent(type=f"response.{kind}", item_id=self.items[-1].id, output_index=self._index, **fields)

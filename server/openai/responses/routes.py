@@ -1,0 +1,141 @@
+"""POST /v1/responses, the responses that are stored, and POST /v1/responses/input_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, Field, TypeAdapter
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from engine.core.errors import shorten
+from server.context import Context, InContext, InOwner, Result, aside, json_body
+from server.errors import ApiError, unsupported
+from server.http.bodies import INLINE_BYTES
+from server.http.slow_thread import run_slowly
+from server.openai.chat_body import ChatBody
+from server.openai.formatter import new_call_id
+from server.openai.prepare import PreparedChat, prepare, prompt_ids
+from server.openai.responses.body import InputBody, ResponsesBody
+from server.openai.responses.formatter import ResponsesFormatter
+from server.openai.responses.items import Item
+from server.openai.responses.output import OutputWriter, ResponseDocument
+from server.openai.responses.store import StoredResponse
+from server.operations.openapi import answers
+from server.respond import respond
+
+router = APIRouter()
+
+_ITEMS = TypeAdapter(list[Item])
+
+
+class Page(BaseModel):
+    """A page of a list, as its query asks for it."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+@router.post("/v1/responses", responses=answers(ResponseDocument, streams=True))
+async def create_response(
+    http: Request, context: InContext, owner: InOwner, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
+) -> Response:
+    """Answer input, or go on from an earlier answer."""
+    model = context.check_model(body.model)
+    if body.store and not context.responses.is_open:
+        raise unsupported("store", "this server stores no responses (--max-stored-responses); leave it out.")
+    with body.own_names():
+        chat = await _chat(context, owner, body)
+        asked = await prepare(context, chat)
+        formatter = await _formatter(context, owner, body, asked, model)
+        return await respond(http, context, chat, asked.requests, asked.rules, formatter)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    context: InContext, owner: InOwner, body: Annotated[InputBody, Depends(json_body(InputBody))]
+) -> dict[str, Any]:
+    """How many tokens the prompt has."""
+    context.check_model(body.model)
+    with body.own_names():
+        _, ids = await prompt_ids(context, await _chat(context, owner, body))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseDocument))
+async def retrieve_response(http: Request, context: InContext, owner: InOwner, response_id: str) -> Response:
+    """A stored response, as it was answered."""
+    if http.query_params.get("stream", "false") != "false":
+        raise unsupported("stream", "a stored response is whole; leave it out.")
+    return Response(context.responses.find(owner, response_id).document, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
+    """Forget a stored response; what continues it cannot be gone on from any more."""
+    context.responses.delete(owner, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(http: Request, context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
+    """What a stored response was asked, without what it continues."""
+    page = Page.model_validate(dict(http.query_params))
+    stored = context.responses.find(owner, response_id)
+    items = await _unless_small(stored.num_bytes, lambda: json.loads(stored.input_items))
+    if page.order == "desc":
+        items.reverse()
+    if page.after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == page.after]
+        if not places:
+            message = f"The response has no item {shorten(page.after)!r}; leave after out."
+            raise ApiError(404, "item_not_found", message, "after")
+        items = items[places[0] + 1 :]
+    shown = items[: page.limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(items) > page.limit}
+
+
+async def _chat(context: Context, owner: str, body: InputBody) -> ChatBody:
+    """The chat, with all turns that this one continues. Raises a 404 if one of them is gone."""
+    previous = body.previous_response_id
+    turns = [] if previous is None else context.responses.chain(owner, previous)
+
+    def make() -> ChatBody:
+        items: list[Item] = []
+        for turn in turns:
+            items += _ITEMS.validate_python(json.loads(turn.input_items))
+            items += _ITEMS.validate_python(json.loads(turn.document)["output"])
+        return body.to_chat(items)
+
+    return await _unless_small(sum(turn.num_bytes for turn in turns), make)
+
+
+async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Result:
+    """Run what works on so many stored bytes, on a worker thread if they, or the request's body, are many."""
+    return await (run_slowly(function) if num_bytes > INLINE_BYTES else aside(function))
+
+
+async def _formatter(
+    context: Context, owner: str, body: ResponsesBody, asked: PreparedChat, model: str
+) -> ResponsesFormatter:
+    meta = asked.meta("resp", model, context)
+    length = context.limits.call_id_length
+    writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
+
+    keeps = context.responses.is_open and body.store is not False
+    items = await aside(lambda: to_json([item.document() for item in body.input])) if keeps else b""
+
+    loop = asyncio.get_running_loop()
+
+    def keep(document: bytes) -> None:  # a long answer is written on another thread
+        name = f"{meta.id_prefix}_{meta.answer_id}"
+        stored = StoredResponse(name, body.previous_response_id, items, document)
+        loop.call_soon_threadsafe(context.responses.put, owner, stored)
+
+    return await aside(lambda: ResponsesFormatter(body, meta, asked.params, writer, keep if keeps else None))

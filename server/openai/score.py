@@ -1,0 +1,143 @@
+"""POST /v1/score: its request and its answer. A score is the log likelihood of text_2 as the continuation of text_1.
+
+The two are encoded as the one text they make together. Scored are its tokens from the first that text_1 alone would not
+have: where the last letters of text_1 and the first of text_2 share a token, that one is scored, too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import PromptInfo, TokenLogprob
+from engine.text.choice import TextRules
+from server.context import InContext, aside, json_body
+from server.http.schema import ResponseBody
+from server.openai.logprobs import finite
+from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
+from server.openai.usage import Usage
+from server.operations.openapi import answers
+from server.respond import answer_id, engine_requests, submit, with_timings
+
+router = APIRouter()
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str | list[str]), Field(min_length=1)]
+
+
+class ScoreBody(PromptOnlyBody):
+    """The request. Texts are paired in order, or a single text_1 with every text_2."""
+
+    text_1: Texts
+    text_2: Texts
+    reduction: Literal["mean", "sum"] = "mean"  # of the tokens' log probabilities
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ScoreBody:
+        firsts, seconds = len(self.text_1), len(self.text_2)
+        check_num_inputs(seconds, "text_2")
+        if firsts not in (1, seconds):
+            raise InvalidRequestError(
+                f"text_1 has {firsts} texts and text_2 {seconds}; send one text_1, or as many as there are text_2.",
+                param="text_1",
+            )
+        if "" in self.text_2:
+            raise InvalidRequestError(
+                "text_2 has an empty text, which has no likelihood; leave it out.", param="text_2"
+            )
+        return self
+
+    def wholes(self, most_chars: int) -> list[str]:
+        """Each pair as one text. Raises InvalidRequestError if all of them would be more than a body may hold."""
+        firsts = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        num_chars = sum(map(len, firsts)) + sum(map(len, self.text_2))
+        if num_chars > most_chars:
+            raise InvalidRequestError(
+                f"The pairs have {num_chars} characters, text_1 repeated; one request may have {most_chars} "
+                "(--max-body-bytes), send fewer pairs.",
+                param="text_2",
+            )
+        return [first + second for first, second in zip(firsts, self.text_2, strict=True)]
+
+    def first_scored(self, contexts: list[list[int]], wholes: list[list[int]]) -> list[int]:
+        """Where each pair's continuation begins, in tokens of both together. Raises InvalidRequestError."""
+        repeated = contexts * len(wholes) if len(contexts) == 1 else contexts
+        return [_first_scored(*pair) for pair in zip(repeated, wholes, strict=True)]
+
+    def shape(self, index: int, logprobs: Sequence[TokenLogprob | None], first: int) -> Score:
+        """A pair's score; its tokens from `first` on are the continuation's."""
+        values = [finite(entry.logprob) for entry in logprobs[first:] if entry is not None]
+        score = math.fsum(values) / (len(values) if self.reduction == "mean" else 1)
+        return Score(object="score", index=index, score=score)
+
+
+def _first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
+    pairs = zip(context, whole, strict=False)
+    first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(context), len(whole)))
+    if not first:
+        raise InvalidRequestError(
+            "text_1 has no token before text_2's first; submit with a longer text_1.", param="text_1"
+        )
+    if first == len(whole):
+        raise InvalidRequestError("text_2 adds no token to its text_1, and so has no likelihood.", param="text_2")
+    return first
+
+
+class Score(ResponseBody):
+    object: str
+    index: int
+    score: float
+
+
+class Scores(ResponseBody):
+    """The answer, one entry a pair, in order; vLLM's shape."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+@router.post("/v1/score", responses=answers(Scores))
+@router.post("/score", responses=answers(Scores))
+async def create_score(
+    http: Request, context: InContext, body: Annotated[ScoreBody, Depends(json_body(ScoreBody))]
+) -> Response:
+    """The log likelihood of each text_2 as the continuation of its text_1."""
+    model = context.check_model(body.model)
+    params = body.engine_params(prompt_logprobs=0)
+    special = body.add_special_tokens
+    wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
+    contexts = await context.encode(body.text_1, "text_1", add_special_tokens=special)
+    prompts = await context.encode(wholes, "text_2", add_special_tokens=special)
+    body.check_lengths(prompts, "text_2", context.limits)
+    firsts = await aside(lambda: body.first_scored(contexts, prompts))
+    requests = engine_requests(context, body, prompts, [params] * len(prompts))
+    answer, generation = submit(http, context, requests, TextRules())
+
+    def shape(index: int, info: PromptInfo) -> Score:
+        return body.shape(index, info.logprobs or (), firsts[index])
+
+    scores = await shape_each(http, answer, generation, body, shape)
+    made = Scores(
+        id=f"score-{answer_id(requests)}",
+        object="list",
+        created=int(time.time()),
+        model=model,
+        data=scores,
+        usage=generation.usage,
+    )
+    return with_timings(made.json_bytes(), generation, body)

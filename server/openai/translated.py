@@ -1,0 +1,123 @@
+"""Requests of other APIs that are answered as a chat is: each becomes a ChatBody, and from there on nothing is its own.
+
+A field that chat has too, and that the other API does not spell otherwise, is handed on as it came. Pure data, no HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from pydantic import Field, ValidationError
+
+from engine.core.errors import ClientError
+from engine.text.choice import Delta
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from server.errors import ApiError, to_api_error
+from server.http.schema import RequestBody
+from server.openai.chat_body import ChatBody
+from server.openai.limits import Limits
+from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
+
+# Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.
+PASSED_ON = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "cache_salt",
+        "chat_template_kwargs",
+        "deadline_ms",
+        "frequency_penalty",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "guided_whitespace_pattern",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "max_queue_ms",
+    }
+    | {"min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens"}
+    | {"prompt_cache_options", "prompt_cache_retention"}
+    | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "user", "safety_identifier"}
+)
+
+
+class TranslatedBody(RequestBody):
+    """What such requests have in common."""
+
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **HINTS,
+        "early_stopping": (False,),
+        "length_penalty": (1, 1.0),
+        "thinking_token_budget": (),
+    }
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        "use_beam_search": (False,),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        **dict.fromkeys(
+            ("beam_width", "use_beam_search"), "beam searches are what /v1/chat/completions makes; ask there"
+        ),
+    }
+    # chat's field -> the field of this API that it was made of, by which errors call it
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool = False
+
+    def ignored_fields(self) -> list[str]:
+        """Return the fields unknown here and in chat, and the hints that no model follows."""
+        return [name for name in super().ignored_fields() if name not in PASSED_ON]
+
+    def dropped_hints(self, limits: Limits) -> list[str]:
+        """Return the priority, where the server serves in another order."""
+        priority = (self.model_extra or {}).get("priority")
+        return ["priority"] if priority and not limits.has_priorities else []
+
+    def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:
+        """A chat with these fields, null ones left out, and those of this request that it shares."""
+        shared = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream")}
+        passed = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
+        return ChatBody.model_validate({**passed, **shared, **fields})
+
+    @classmethod
+    @contextmanager
+    def own_names(cls) -> Iterator[None]:
+        """Name the fields of this API in what is wrong with the chat."""
+        try:
+            yield
+        except (ApiError, ClientError, ValidationError) as error:
+            told = to_api_error(error)
+            param = told.param or ""
+            is_about = [f"{param}.".startswith(f"{chats}.") for chats in cls.OWN_NAMES]
+            for (chats, own), is_it in zip(cls.OWN_NAMES.items(), is_about, strict=True):
+                if is_it or "_" in chats:  # a plain word may be no field's name
+                    told.message = re.sub(rf"(?<![\w.]){re.escape(chats)}(?!\w)", own, told.message)
+                if is_it and told.param == param:
+                    told.param = own + param[len(chats) :]
+            raise told from error
+
+
+def pieces_of(delta: Delta) -> list[Piece]:
+    """A delta's parts in the order in which they were written: what goes on with a call comes before the next words."""
+    pieces: list[Piece] = [Reasoning(delta.reasoning)] if delta.reasoning else []
+    calls = list(delta.calls)
+    if calls and calls[0].name is None:
+        pieces.append(CallArguments(calls.pop(0).arguments))
+    if delta.text:
+        pieces.append(Content(delta.text))
+    for call in calls:
+        assert call.name is not None, "only the first can go on with one begun before"
+        pieces.append(CallBegin(call.name))
+        if call.arguments:
+            pieces.append(CallArguments(call.arguments))
+    return pieces

@@ -1,0 +1,78 @@
+"""Bodies of POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them. Pure data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from engine.core.errors import AdapterConflictError
+from server.context import Context, InContext, InOwner, check_operator, json_body
+from server.errors import ApiError
+from server.http.detached import run_detached
+from server.http.schema import RequestBody
+
+MAX_NAME = 256  # characters
+
+
+class LoadAdapterBody(RequestBody):
+    """A folder of the server's, and what requests will call it."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"load_inplace": (False,)}
+    INSTEAD: ClassVar[Mapping[str, str]] = {"load_inplace": "unload the adapter first, then load it again"}
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
+    lora_path: str = Field(min_length=1, max_length=4096)
+
+
+class UnloadAdapterBody(RequestBody):
+    """The name that is not to be known any more."""
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
+
+
+router = APIRouter()
+log = logging.getLogger("quire.adapters")
+
+
+def _check_allowed(context: Context, owner: str) -> None:
+    if not context.config.allow_runtime_lora_updating:
+        message = (
+            "Adapters cannot be loaded or unloaded while this server runs; start it with --allow-runtime-lora-updating."
+        )
+        raise ApiError(501, "not_enabled", message, type="not_implemented_error")
+    check_operator(owner, "Loading and unloading adapters")
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(
+    context: InContext, owner: InOwner, body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
+) -> Response:
+    """Read an adapter from a folder of this machine's; once this has answered, requests may name it as their model."""
+    _check_allowed(context, owner)
+    if body.lora_name in context.config.served_model_names:
+        raise AdapterConflictError(
+            f"{body.lora_name!r} is what the model itself is called; choose another name.", param="lora_name"
+        )
+    async with context.adapter_turn:
+        await run_detached(context.engine.adapters.load, body.lora_name, body.lora_path)
+    log.info("loaded the adapter %r from %r", body.lora_name, body.lora_path)
+    return PlainTextResponse(f"The adapter {body.lora_name!r} is loaded.\n")
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(
+    context: InContext, owner: InOwner, body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))]
+) -> Response:
+    """Forget an adapter. Requests that use it go on to their ends; its memory is given back with the last of them."""
+    _check_allowed(context, owner)
+    async with context.adapter_turn:
+        await run_detached(context.engine.adapters.unload, body.lora_name)
+    log.info("unloaded the adapter %r", body.lora_name)
+    return PlainTextResponse(f"The adapter {body.lora_name!r} is unloaded.\n")

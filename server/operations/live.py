@@ -1,0 +1,18 @@
+"""GET /v1/engine/live: the pool, who holds it, and the counts a rate is made of. The page polls it while it is looked at."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from server.context import InContext, InOwner
+from server.tenancy.tenant_file import DEFAULT
+
+router = APIRouter()
+
+
+@router.get("/v1/engine/live")
+async def live(context: InContext, owner: InOwner) -> Response:
+    """How the engine stands between two steps; a tenant is shown its own sequences and the sums of all."""
+    document = await context.live.document(None if owner == DEFAULT else owner)
+    return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

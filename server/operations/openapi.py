@@ -1,0 +1,127 @@
+"""GET /openapi.json: what the API says about itself, made from its routes, the bodies they read and the answers they give.
+
+FastAPI describes paths and answers. Bodies are read by our own dependency (server/context.py), so they are added here, and
+so is what holds on every path: a field may be null, an error has one shape. Event loop; made when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, get_type_hints
+
+from fastapi import APIRouter
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from engine.version import VERSION
+from server.http.schema import RequestBody, ResponseBody
+
+_SCHEMAS = "#/components/schemas/"
+_NULL = {"type": "null"}
+_EVENT = {  # OpenAPI before 3.2 has no word of its own for what a stream is made of
+    "type": "object",
+    "description": "Server-sent events, each like this; their data are JSON documents.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
+class ErrorDetails(ResponseBody):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(ResponseBody):
+    """What server/errors.py sends."""
+
+    error: ErrorDetails
+
+
+def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: what it answers; `streams` if it may as well do so in server-sent events."""
+    answer: dict[str, Any] = {"model": model, "description": "The answer"}
+    if streams:
+        answer["content"] = {"text/event-stream": {"schema": _EVENT}}
+    return {200: answer}
+
+
+def openapi_router(routers: Sequence[APIRouter], *, needs_key: bool, open_paths: Collection[str]) -> APIRouter:
+    """A route that describes those of `routers`; `open_paths` need no key in any case."""
+    router = APIRouter()
+    document = b""
+
+    @router.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        nonlocal document
+        document = document or to_json(describe(routers, needs_key=needs_key, open_paths=open_paths))
+        return Response(document, media_type="application/json")
+
+    return router
+
+
+def describe(
+    routers: Sequence[APIRouter], *, needs_key: bool = False, open_paths: Collection[str] = ()
+) -> dict[str, Any]:
+    """The OpenAPI document."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    document = get_openapi(title="Quire", version=VERSION, routes=routes)
+    bodies = [body for route in routes if (body := _body(route)) is not None]
+    schemas = _add_schemas(document, bodies)
+    for route in routes:
+        for method in route.methods or ():
+            operation = document["paths"][route.path_format][method.lower()]
+            if body := _body(route):
+                operation["requestBody"] = {
+                    "required": True,
+                    "content": {"application/json": {"schema": schemas[body]}},
+                }
+            _add_errors(operation["responses"])
+            if needs_key and route.path in open_paths:
+                operation["security"] = []
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) -> dict[type[RequestBody], Any]:
+    """Add what the bodies are made of; returns a reference to each."""
+    known = document["components"]["schemas"]
+    references, definitions = models_json_schema(
+        [*((body, "validation") for body in dict.fromkeys(bodies)), (ErrorAnswer, "serialization")],
+        ref_template=_SCHEMAS + "{model}",
+    )
+    added = definitions["$defs"]
+    twice = known.keys() & added.keys()
+    assert not twice, f"in requests and answers alike, rename one: {twice}"
+    for schema in added.values():
+        _let_fields_be_null(schema)
+    known.update(added)
+    return {body: references[body, "validation"] for body in bodies}
+
+
+def _add_errors(responses: dict[str, Any]) -> None:
+    """What every route may answer as well."""
+    responses.pop("422", None)  # FastAPI's own, for parameters that it would check
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + ErrorAnswer.__name__}}}
+    responses.setdefault("4XX", {"description": "The request cannot be served", "content": content})
+    responses.setdefault("5XX", {"description": "The server failed, or is about to end", "content": content})
+
+
+def _body(route: APIRoute) -> type[RequestBody] | None:
+    """What the endpoint reads, which is what its parameters say."""
+    hints = get_type_hints(route.endpoint).values()
+    return next((hint for hint in hints if isinstance(hint, type) and issubclass(hint, RequestBody)), None)
+
+
+def _let_fields_be_null(schema: dict[str, Any]) -> None:
+    """As bodies are read (server/http/schema.py): null means absent."""
+    fields = schema.get("properties", {})
+    for name in fields.keys() - set(schema.get("required", ())):
+        if _NULL not in fields[name].get("anyOf", ()):
+            fields[name] = {"anyOf": [fields[name], _NULL]}

@@ -1,0 +1,99 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from engine.core.errors import InvalidRequestError
+from server.context import InContext, aside, json_body
+from server.http.schema import RequestBody, ResponseBody
+from server.http.slow_thread import run_slowly
+from server.openai.chat_body import Conversation, Message
+from server.openai.logprobs import token_text
+from server.operations.openapi import answers
+
+
+class TokenizeBody(Conversation):
+    """A `prompt` or `messages`, never both. Special tokens are added to a prompt, not to a rendered conversation."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": ()}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeBody:
+        if (self.prompt is None) == (not self.messages):
+            raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+        return self
+
+
+class Tokenized(ResponseBody):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(RequestBody):
+    model: str | None = None
+    tokens: list[int]
+
+
+class Detokenized(ResponseBody):
+    prompt: str
+
+
+router = APIRouter()
+
+
+MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread, so that other requests are not held up
+
+
+@router.post("/tokenize", responses=answers(Tokenized))
+async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
+    """The token ids of a text or of a rendered conversation."""
+    context.check_model(body.model)
+    text = await context.render(body) if body.prompt is None else body.prompt
+    special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
+    param = "messages" if body.prompt is None else "prompt"
+    [ids] = await context.encode([text], param, add_special_tokens=special)
+
+    def document() -> bytes:
+        answer = Tokenized(count=len(ids), max_model_len=context.limits.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
+        return answer.json_bytes()
+
+    made = document() if len(ids) <= MAX_INLINE_TOKENS else await run_slowly(document)
+    return Response(made, media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(context: InContext) -> dict[str, Any]:
+    """What lm-eval asks to work with the server's tokenizer instead of one of its own."""
+    limits = context.limits
+    lengths = {"vocab_size": limits.vocab_size, "model_max_length": limits.max_model_len}
+    return {"tokenizer_class": "TextTokenizer", "eos_token": None, **lengths, **context.tokenizer.description}
+
+
+@router.post("/detokenize", responses=answers(Detokenized))
+async def detokenize(
+    context: InContext, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
+) -> Response:
+    """The text of some token ids, special tokens spelled out."""
+    context.check_model(body.model)
+
+    def document() -> bytes:
+        context.limits.check_ids(body.tokens, "tokens")
+        return Detokenized(prompt=context.tokenizer.decode(body.tokens, skip_special_tokens=False)).json_bytes()
+
+    return Response(await aside(document), media_type="application/json")
