@@ -14,9 +14,12 @@ from dataclasses import replace
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from engine.handover import open_handover
 from engine.loop import Engine
+from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.limits import ModelLimits
 from engine.version import VERSION
 from server import errors
 from server.anthropic import messages
@@ -30,11 +33,10 @@ from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.middleware import RequestScope
 from server.openai import chat, completions, embeddings, models, score
-from server.openai.limits import Limits
 from server.openai.responses import routes as responses
 from server.openai.responses.store import ResponseStore
 from server.operations import adapters, health, live, prefill, requests, tokens, unserved
-from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.handoff import Receiver, Sender
 from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
@@ -80,15 +82,26 @@ BATCH_ENDPOINTS = {
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
     live_view = LiveView(engine)
-    exchange = None if config.role == "both" else open_exchange(engine, config)
+    handover = None
+    if config.role != "both":
+        handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
+    limits = ModelLimits.of(
+        engine.config,
+        engine.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     context = Context(
         engine=engine,
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
+        limits=limits,
+        preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
         tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
         live=live_view,
@@ -99,8 +112,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
         bodies=bodies,
         batches=_batches(engine, config, bodies),
-        sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
-        receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
+        sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
+        receiver=Receiver(engine, handover, config, metrics.handoff) if handover and config.role == "decode" else None,
     )
 
     page = load_files() if config.page else {}
