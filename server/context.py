@@ -29,10 +29,11 @@ from server.openai.limits import Limits
 from server.openai.responses.store import ResponseStore
 from server.operations.handoff import Receiver, Sender
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
 from server.tenancy.tenant_file import DEFAULT
@@ -58,11 +59,12 @@ class Context:
     config: AppConfig
     limits: Limits
     metrics: Metrics
+    telemetry: Telemetry
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
     queue_status: QueueStatus
-    ledger: Ledger
+    request_log: RequestLog
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
@@ -189,4 +191,4 @@ def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
     setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
     logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
     for name in names[:MAX_TOLD_FIELDS]:
-        context.metrics.ignored_field(name)
+        context.telemetry.emit(FieldIgnored(name))
