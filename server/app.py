@@ -16,8 +16,10 @@ from starlette.middleware import Middleware
 
 from engine.handover import open_handover
 from engine.loop import Engine
+from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.limits import ModelLimits
 from engine.version import VERSION
 from server import errors
 from server.anthropic import messages
@@ -31,7 +33,6 @@ from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.middleware import RequestScope, log_answer
 from server.openai import chat, completions, embeddings, models, score
-from server.openai.limits import Limits
 from server.openai.responses import routes as responses
 from server.openai.responses.store import ResponseStore
 from server.operations import adapters, health, live, prefill, requests, tokens, unserved
@@ -90,12 +91,21 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     telemetry = Telemetry(request_log, metrics.observe, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
+    limits = ModelLimits.of(
+        engine.config,
+        engine.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     context = Context(
         engine=engine,
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
+        limits=limits,
+        preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
         telemetry=telemetry,
         tenancy=Tenancy(

@@ -24,7 +24,7 @@ from engine.core.admission import check_request
 from engine.core.errors import QuireError
 from engine.core.types import Pin, Request, SamplingParams
 from engine.text.choice import TextRules
-from engine.text.grammars.spec import GrammarSpec
+from engine.text.sampling import seconds
 from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
@@ -32,7 +32,7 @@ from server.generation import ChoiceDelta, Generation
 from server.http.slow_thread import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ResponseFormatter
-from server.openai.sampling import EngineBody, SamplingBody, seconds
+from server.openai.sampling import EngineBody, SamplingBody
 from server.openai.usage import AnswerMetrics, server_timing, with_metrics
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
@@ -73,13 +73,6 @@ def engine_requests(
         )
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
     ]
-
-
-async def constrain(context: Context, asked: tuple[GrammarSpec, str] | None, params: SamplingParams) -> SamplingParams:
-    """Return the parameters with a field's grammar, compiled. Raises InvalidRequestError if it cannot be."""
-    if asked is None or not params.max_tokens:
-        return params
-    return replace(params, grammar=await context.grammars.compile(*asked))
 
 
 def answer_id(requests: Sequence[Request]) -> str:

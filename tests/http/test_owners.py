@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from harness import CONFIG, Live, eventually
 from test_cli import quire, ready
 
-from server.http.schema import RequestBody
+from engine.text.fields.base import RequestBody
 from server.operations import unserved
 
 FILE = """
