@@ -31,7 +31,7 @@ from server.client import EngineClient
 from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
-from server.middleware import RequestScope
+from server.middleware import RequestScope, log_answer
 from server.openai import chat, completions, embeddings, models, score
 from server.openai.responses import routes as responses
 from server.openai.responses.store import ResponseStore
@@ -41,10 +41,11 @@ from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import GrammarCompiled, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
 
@@ -86,6 +87,9 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     if config.role != "both":
         handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
+    request_log = RequestLog()
+    telemetry = Telemetry(request_log, metrics.observe, log_answer)
+    emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(
         engine.config,
@@ -103,17 +107,25 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         limits=limits,
         preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
-        tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
+        telemetry=telemetry,
+        tenancy=Tenancy(
+            config.api_keys,
+            _tenants(config),
+            lambda tenant, limit: emit(TenantRefused(tenant, limit)),
+            shares_prefixes=config.share_prefix_cache,
+        ),
         live=live_view,
         queue_status=QueueStatus(live_view),
-        ledger=Ledger(),
+        request_log=request_log,
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
-        grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
+        grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
         bodies=bodies,
         batches=_batches(engine, config, bodies),
         sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
-        receiver=Receiver(engine, handover, config, metrics.handoff) if handover and config.role == "decode" else None,
+        receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
+        if handover and config.role == "decode"
+        else None,
     )
 
     page = load_files() if config.page else {}
@@ -130,8 +142,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
             await compute_prefixes(prefixes, context)
         if service is not None and not context.client.is_draining:
             service.start(
-                Dispatcher(_line_app(replace(context, is_background=True))),
-                Dispatcher(_line_app(context)),
+                Dispatcher(_line_app(replace(context, is_background=True)), emit),
+                Dispatcher(_line_app(context), emit),
                 BATCH_ENDPOINTS,
                 engine.stats,
                 lambda: engine.health().error is not None,
@@ -196,7 +208,7 @@ def _line_app(context: Context) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """Return the middlewares, outermost first: log, refuse foreign web pages, allow origins, check the key."""
     config = context.config
-    stack = [Middleware(RequestScope, metrics=context.metrics)]
+    stack = [Middleware(RequestScope, emit=context.telemetry.emit)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:
