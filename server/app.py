@@ -14,13 +14,15 @@ from dataclasses import replace
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from engine.handover import open_handover
 from engine.loop import Engine
+from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.limits import ModelLimits
 from engine.version import VERSION
 from server import errors
 from server.anthropic import messages
-from server.anthropic.errors import AnthropicErrorMiddleware
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches import routes as batches
 from server.batches.dispatch import Dispatcher
@@ -29,21 +31,21 @@ from server.client import EngineClient
 from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
-from server.middleware import BodyLimit, OneSpelling, RequestScope
+from server.middleware import RequestScope, log_answer
 from server.openai import chat, completions, embeddings, models, score
-from server.openai.limits import Limits
 from server.openai.responses import routes as responses
 from server.openai.responses.store import ResponseStore
 from server.operations import adapters, health, live, prefill, requests, tokens, unserved
-from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.handoff import Receiver, Sender
 from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import GrammarCompiled, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
 
@@ -81,27 +83,49 @@ BATCH_ENDPOINTS = {
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
     """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
     live_view = LiveView(engine)
-    exchange = None if config.role == "both" else open_exchange(engine, config)
+    handover = None
+    if config.role != "both":
+        handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
+    request_log = RequestLog()
+    telemetry = Telemetry(request_log, metrics.observe, log_answer)
+    emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
+    limits = ModelLimits.of(
+        engine.config,
+        engine.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     context = Context(
         engine=engine,
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
+        limits=limits,
+        preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
-        tenancy=Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache),
+        telemetry=telemetry,
+        tenancy=Tenancy(
+            config.api_keys,
+            _tenants(config),
+            lambda tenant, limit: emit(TenantRefused(tenant, limit)),
+            shares_prefixes=config.share_prefix_cache,
+        ),
         live=live_view,
         queue_status=QueueStatus(live_view),
-        ledger=Ledger(),
+        request_log=request_log,
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
-        grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
+        grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
         bodies=bodies,
         batches=_batches(engine, config, bodies),
-        sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
-        receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
+        sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
+        receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
+        if handover and config.role == "decode"
+        else None,
     )
 
     page = load_files() if config.page else {}
@@ -118,8 +142,8 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
             await compute_prefixes(prefixes, context)
         if service is not None and not context.client.is_draining:
             service.start(
-                Dispatcher(_line_app(replace(context, is_background=True))),
-                Dispatcher(_line_app(context)),
+                Dispatcher(_line_app(replace(context, is_background=True)), emit),
+                Dispatcher(_line_app(context), emit),
                 BATCH_ENDPOINTS,
                 engine.stats,
                 lambda: engine.health().error is not None,
@@ -182,13 +206,9 @@ def _line_app(context: Context) -> FastAPI:
 
 
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
-    """From the outside in. A web page that is not allowed in ends at the first guard, a client without a key at the next."""
+    """Return the middlewares, outermost first: log, refuse foreign web pages, allow origins, check the key."""
     config = context.config
-    stack = [
-        Middleware(OneSpelling),
-        Middleware(AnthropicErrorMiddleware),
-        Middleware(RequestScope, metrics=context.metrics),
-    ]
+    stack = [Middleware(RequestScope, emit=context.telemetry.emit)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:
@@ -198,11 +218,10 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
                 allow_origins=config.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                allow_private_network=True,  # a page of the internet asks for it before it calls this machine
+                allow_private_network=True,  # a page of a public site asks for this before it calls this machine
                 expose_headers=EXPOSED_HEADERS,
             )
         )
     if context.tenancy.needs_key:
         stack.append(Middleware(KeyGuard, tenancy=context.tenancy, open_paths=open_paths))
-    stack.append(Middleware(BodyLimit, max_bytes=config.max_body_bytes, max_file_bytes=config.max_file_bytes))
     return stack

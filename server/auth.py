@@ -47,7 +47,7 @@ class KeyGuard:
             type="authentication_error",
             headers={"www-authenticate": "Bearer"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
 
 
 def _twice(headers: Headers) -> ApiError | None:

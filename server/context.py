@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,24 +15,26 @@ from fastapi import Depends, Request
 from engine.core.adapter import Adapter
 from engine.core.errors import shorten
 from engine.loop import Engine
+from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.detokenizer import Tokenizer
+from engine.text.fields.base import RequestBody
+from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.limits import ModelLimits
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
-from server.http.bodies import BodyReader, is_large
-from server.http.schema import RequestBody
+from server.http.bodies import BodyReader, is_large, limited
 from server.http.slow_thread import run_slowly
 from server.middleware import IGNORED_FIELDS
-from server.openai.chat_body import Conversation
-from server.openai.limits import Limits
 from server.openai.responses.store import ResponseStore
 from server.operations.handoff import Receiver, Sender
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
 from server.tenancy.tenant_file import DEFAULT
@@ -56,13 +58,15 @@ class Context:
     client: EngineClient
     tokenizer: Tokenizer
     config: AppConfig
-    limits: Limits
+    limits: ModelLimits
+    preprocessor: ChatPreprocessor
     metrics: Metrics
+    telemetry: Telemetry
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
     queue_status: QueueStatus
-    ledger: Ledger
+    request_log: RequestLog
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
@@ -100,22 +104,20 @@ class Context:
         raise ApiError(404, "model_not_found", message, "model")
 
     async def render(self, body: Conversation) -> str:
-        """A conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
+        """Return a conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
         if body.is_long or _IS_LARGE.get():
-            return await run_slowly(lambda: body.render(self.limits))
-        return body.render(self.limits)
+            return await run_slowly(lambda: self.preprocessor.render(body))
+        return self.preprocessor.render(body)
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text, without holding up the event loop. Raises ContextLengthError for a hopeless one."""
+        """Return the token ids of each text. Raises ContextLengthError for one that cannot fit."""
         for text in texts:
             self.limits.check_length(text, param)
 
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        if sum(map(len, texts)) <= MAX_INLINE_CHARS:
-            return encode_all()
-        return await (run_slowly(encode_all) if _IS_LARGE.get() else asyncio.to_thread(encode_all))
+        return await for_text(sum(map(len, texts)), encode_all)
 
 
 async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own
@@ -147,6 +149,9 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
     """A dependency that reads, checks and returns a JSON body; unknown fields and dropped hints are named in a header, or refused."""
 
     async def read(request: Request, context: InContext) -> Body:
+        most = context.config.max_body_bytes
+        too_large = f"The request body is larger than {most} bytes; send less (--max-body-bytes)."
+        pieces = limited(request, most, too_large)
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             shown = shorten(media_type) or "absent"
@@ -156,7 +161,7 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         if encoding.strip().lower() != "identity":
             message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
             raise ApiError(400, "unsupported_media_type", message)
-        body = await _read(request, context, model)
+        body = await _read(pieces, context, model)
         names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
         if names and context.config.strict_fields:
             message = f"Fields without effect: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
@@ -168,13 +173,20 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
     return read
 
 
-async def _read(request: Request, context: Context, model: type[Body]) -> Body:
+async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body]) -> Body:
     """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
-    async with context.bodies.receive(request.stream()) as raw:
+    async with context.bodies.receive(pieces) as raw:
         _IS_LARGE.set(is_large(raw))
         if _IS_LARGE.get():
             return await context.bodies.read(model, raw)
         return context.bodies.read_here(model, raw)
+
+
+async def for_text(num_chars: int, function: Callable[[], Result]) -> Result:
+    """Run a function that encodes so many characters, on the event loop only if they are few."""
+    if _IS_LARGE.get():
+        return await run_slowly(function)
+    return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
 
 
 async def aside(function: Callable[[], Result]) -> Result:
@@ -186,4 +198,4 @@ def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
     setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
     logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
     for name in names[:MAX_TOLD_FIELDS]:
-        context.metrics.ignored_field(name)
+        context.telemetry.emit(FieldIgnored(name))

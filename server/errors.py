@@ -1,6 +1,7 @@
-"""The one place where an exception becomes an HTTP answer, in OpenAI's envelope on every path.
+"""Turns exceptions into HTTP answers, in OpenAI's envelope, or in Anthropic's on the paths of its API.
 
     {"error": {"message": ..., "type": ..., "param": ... | null, "code": ...}}
+    {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
 
 Runs on the event loop. Codes are strings that a program may rely on; messages are for people.
 """
@@ -8,7 +9,6 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 from __future__ import annotations
 
 import errno
-import json
 import math
 import sqlite3
 from dataclasses import dataclass, field
@@ -16,10 +16,11 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError, to_json
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.core.errors import (
     AdapterConflictError,
@@ -34,10 +35,14 @@ from engine.core.errors import (
     OverloadedError,
     QuireError,
     ShuttingDownError,
+    UnsupportedError,
     shorten,
 )
+from engine.text.fields.base import describe
 
-MAX_ENTRIES = 10  # of a validation message
+# Keys of an ASGI request's state, which the outermost middleware writes.
+REQUEST_ID = "request_id"
+IS_ANTHROPIC = "is_anthropic"  # True for a request of Anthropic's API
 
 _RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -46,6 +51,7 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ContextLengthError, 400, _INVALID, "context_length_exceeded"),
     (NeverFitsError, 400, _INVALID, "request_too_large"),
+    (UnsupportedError, 400, _INVALID, "unsupported_parameter"),
     (InvalidRequestError, 400, _INVALID, "invalid_value"),
     (AdapterNotFoundError, 404, _INVALID, "adapter_not_found"),
     (AdapterConflictError, 409, _INVALID, "adapter_conflict"),
@@ -58,7 +64,18 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ClientDisconnect, 499, _INVALID, "client_disconnected"),
 )
 
-# Where pydantic's word for a fault has a counterpart among OpenAI's codes.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+# OpenAI's codes for pydantic's error types.
 _VALIDATION_CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
@@ -69,7 +86,7 @@ _VALIDATION_CODES = {
 
 @dataclass(eq=False)  # not frozen: an exception's traceback is set while it travels
 class ApiError(Exception):
-    """An answer that is not a success, ready to be sent."""
+    """An answer that is an error, ready to be sent."""
 
     status: int
     code: str
@@ -79,39 +96,32 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        """The envelope as JSON."""
+        """Return OpenAI's envelope as JSON."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return to_json({"error": error})
 
-    def response(self) -> Response:
-        """The answer; a 503 always says when to try again."""
+    def anthropic_body(self, **more: str) -> bytes:
+        """Return Anthropic's envelope as JSON."""
+        kind = _ANTHROPIC_TYPES.get(self.status) or ("api_error" if self.status >= 500 else _INVALID)
+        return to_json({"type": "error", "error": {"type": kind, "message": self.message}, **more})
+
+    def response(self, scope: Scope) -> Response:
+        """Return the answer to a request; a 503 always says when to try again."""
         headers = _RETRY_SOON | self.headers if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.headers
-        return Response(self.body(), self.status, headers, media_type="application/json")
-
-
-def unsupported(name: str, reason: str) -> ApiError:
-    """A field that is known and would change the answer, but that nobody here can honour."""
-    return ApiError(400, "unsupported_parameter", f"{name} is not supported: {reason}", name)
-
-
-def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> PydanticCustomError:
-    """An error for a validator to raise: the field of that name, "" for the value itself, is refused.
-
-    The path to the field comes from pydantic, so a nested field is named in full wherever its object stands.
-    """
-    kind = "unsupported_parameter" if is_unsupported else "refused_field"
-    return PydanticCustomError(kind, "{name} {reason}", {"name": name, "reason": reason})
+        state = scope.get("state", {})
+        body = self.anthropic_body(request_id=state[REQUEST_ID]) if state.get(IS_ANTHROPIC) else self.body()
+        return Response(body, self.status, headers, media_type="application/json")
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a write failed for want of room: an error of the system's, or SQLite's."""
+    """Return whether a write failed because the disk is full; OSError or SQLite's error."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return isinstance(error, sqlite3.Error) and "disk is full" in str(error)  # its code has no name before Python 3.11
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told about any exception; what nobody foresaw is told nothing about."""
+    """Return the answer for an exception; an unforeseen one gets a 500 without details."""
     if isinstance(error, ApiError):
         return error
     if is_disk_full(error):
@@ -130,7 +140,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 def _retry_headers(error: Exception) -> dict[str, str]:
     if isinstance(error, DeadlineError):
-        return {"x-should-retry": "false"}  # OpenAI's clients would try a 408 again, later than its sender wanted it
+        return {"x-should-retry": "false"}  # OpenAI's clients retry a 408, which would be later than the client wants
     if not isinstance(error, OverloadedError | ShuttingDownError):
         return {}
     wait_s = max(error.retry_after_s, 0.001)
@@ -138,41 +148,14 @@ def _retry_headers(error: Exception) -> dict[str, str]:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    entries = error.errors(include_url=False)
-    lines, params = [], []
-    for entry in entries[:MAX_ENTRIES]:
-        param, message = _describe(entry)
-        params.append(param)
-        lines.append(message)
-    if len(entries) > MAX_ENTRIES:
-        lines.append(f"and {len(entries) - MAX_ENTRIES} more")
-    kind = entries[0]["type"]
+    message, param = describe(error)
+    kind = error.errors(include_url=False, include_context=False, include_input=False)[0]["type"]
     code = _VALIDATION_CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
-    return ApiError(400, code, "; ".join(lines), params[0] or None)
-
-
-def _describe(entry: ErrorDetails) -> tuple[str, str]:
-    """Return the field and the sentence."""
-    path = list(map(str, entry["loc"]))
-    context = entry.get("ctx", {})
-    if "reason" in context:  # of refused_field
-        param = shorten(".".join([*path, context["name"]] if context["name"] else path))
-        return param, f"{param} {context['reason']}"
-    param = shorten(".".join(path))
-    message = shorten(entry["msg"].removeprefix("Value error, ")) + _culprit(entry)
-    return param, f"{param}: {message}" if param else message
-
-
-def _culprit(entry: ErrorDetails) -> str:
-    """The number that pydantic's own sentences leave out. Text is never repeated: it may be a secret."""
-    value = entry["input"]
-    if entry["type"] == "value_error" or not isinstance(value, int | float):
-        return ""
-    return f", not {shorten(json.dumps(value))}"
+    return ApiError(400, code, message, param)
 
 
 def _from_http(error: HTTPException) -> ApiError:
-    """Starlette's own answers: no such route, no such method."""
+    """Return the answer for an error of Starlette: no such route, no such method."""
     phrase = HTTPStatus(error.status_code).phrase
     error_type = _INVALID if error.status_code < 500 else _SERVER
     code = phrase.lower().replace(" ", "_")
@@ -187,10 +170,10 @@ async def _answer(request: Request, error: Exception) -> Response:
             api_error.message = f"There is no route {request.method} {path} here."
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             api_error.message = f"{request.method} is not allowed on {path}; use {api_error.headers['Allow']}."
-    return api_error.response()
+    return api_error.response(request.scope)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception that is foreseen; the rest is caught, and logged, by the outermost middleware."""
+    """Register the answers to known exceptions; the outermost middleware logs and answers the rest."""
     for kind in (ApiError, QuireError, ValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _answer)

@@ -1,6 +1,6 @@
-"""One answer on its way: the engine's events become deltas of its choices, and are counted.
+"""Turns the engine's events for one answer into deltas of its choices, and counts them.
 
-Event loop only. Between the mailbox (client.py) and the JSON (protocol/); knows neither HTTP nor JSON.
+Event loop only. Stands between the mailbox (client.py) and the formatters; knows neither HTTP nor JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
+from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
 from engine.text.detokenizer import Tokenizer
 from server.client import Answer
@@ -31,7 +31,7 @@ class ChoiceDelta(NamedTuple):
 
 
 class Generation:
-    """The choices of an open answer: `next_deltas` until it returns none, or `all_deltas` at once."""
+    """The choices of an open answer: call `next_deltas` until it returns none, or `all_deltas`."""
 
     def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: Tokenizer, rules: TextRules) -> None:
         self._answer = answer
@@ -41,34 +41,31 @@ class Generation:
         self._tells_reasoning = rules.make_reader is not None
         self._num_open = len(self._choices)
         self._beam, self._num_beam_tokens = requests[0].params.beam, 0
-        self._cached_tokens: dict[int, int] = {}  # by prompt
-        self._host_tokens: dict[int, int] = {}  # of these
-        self._disk_tokens: dict[int, int] = {}
+        self._prompts: dict[int, PromptInfo] = {}  # by the prompt's index
         self._pinned_tokens: dict[int, int] | None = {} if any(request.pins for request in requests) else None
         self.timeline = Timeline(len(self._choices))
 
     @property
     def usage(self) -> Usage:
-        """Counts so far."""
+        """Return the token counts so far."""
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices) if self._tells_reasoning else None
-        below = (sum(self._host_tokens.values()), sum(self._disk_tokens.values()))
         pinned = None if self._pinned_tokens is None else sum(self._pinned_tokens.values())
-        return Usage.of(self._num_prompt_tokens, num_tokens, self.num_cached_tokens, num_reasoning, below, pinned)
+        return Usage.of(self._num_prompt_tokens, num_tokens, self._prompts.values(), num_reasoning, pinned)
 
     @property
     def num_drawn_tokens(self) -> int:
-        """What was generated for the answer, of a beam search in all of its beams."""
+        """Return the number of generated tokens, of a beam search in all beams."""
         return self.usage.completion_tokens if self._beam is None else self._num_beam_tokens
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of all prompts, found in the prefix cache."""
-        return sum(self._cached_tokens.values())
+        """Return the number of prompt tokens that were found in the prefix cache."""
+        return sum([prompt.num_cached_tokens for prompt in self._prompts.values()])
 
     @property
     def history(self) -> dict[str, int | float | str]:
-        """What a log line tells of the answer: counts, and the seconds of its slowest choice."""
+        """Return the log line's fields: counts, and the seconds of the slowest choice."""
         usage, spans = self.usage, self.timeline.spans()
         history: dict[str, int | float | str] = {
             "prompt_tokens": usage.prompt_tokens,
@@ -76,7 +73,7 @@ class Generation:
             "completion_tokens": usage.completion_tokens,
         }
         reasons = {reason.value for reason in self.timeline.finish_reasons if reason is not None}
-        if reasons:  # a stream's status is 200 whatever became of it
+        if reasons:  # a stream's status is 200 even if it fails
             history["finish_reason"] = "+".join(sorted(reasons))
         if spans is not None:
             history["queue_s"] = round(spans.queue_s, 3)
@@ -87,15 +84,15 @@ class Generation:
         return history
 
     async def next_deltas(self) -> list[ChoiceDelta]:
-        """Wait for something worth showing; empty when all choices are done. Raises the error of a choice that failed."""
+        """Wait for new text and return it, [] when all choices are done. Raises the error of a choice that failed."""
         news: list[ChoiceDelta] = []
         while self._num_open and not news:
             heard = await self._listen()
             news = [ChoiceDelta(i, self._choices[i].take()) for i in heard if not self._choices[i].is_silent]
         return news
 
-    async def all_deltas(self) -> list[Delta]:
-        """Wait for the end; one delta a choice, in order."""
+    async def all_deltas(self, *, settled: bool = False) -> list[Delta]:
+        """Wait for the end and return one delta a choice, in order; if `settled`, wait as `settle` does."""
         while self._num_open:
             await self._listen()
         deltas = []
@@ -103,37 +100,37 @@ class Generation:
             deltas.append(choice.take())
             if not number % TURN_EVENTS:
                 await asyncio.sleep(0)
+        if settled:
+            await self.settle()
         return deltas
 
     async def settle(self) -> None:
-        """Wait until the engine has ended every choice too: with a stop string that is a step later. After the last delta."""
+        """Wait until the engine has ended every choice, after the last delta: with a stop string a step later."""
         while not self.timeline.is_complete:
             await self._listen()
 
     async def _listen(self) -> list[int]:
-        """Take in what has happened; returns the choices that heard of it."""
+        """Wait for events, hand them to their choices, and return the choices that had one."""
         heard: dict[int, None] = {}  # ordered, each once
         for number, (prompt, event) in enumerate(await self._answer.take(), start=1):
             if not number % TURN_EVENTS:
-                await asyncio.sleep(0)  # others have their turn
+                await asyncio.sleep(0)  # let other requests run
             index = prompt * self._n + event.choice
             choice = self._choices[index]
             self.timeline.hear(index, event)
-            # Every step of a search is told of its first choice; what ends it otherwise is no step.
+            # A search reports each step as an event of its first choice; an error or abort is no step.
             if self._beam is not None and not event.choice and event.finish_reason in _DRAWN:
                 self._num_beam_tokens += self._beam.width
             if choice.is_done:
-                continue  # a stop string was found in it; what the engine drew since is not shown
+                continue  # a stop string ended it; later tokens are not shown
             if event.prompt is not None:
-                self._cached_tokens[prompt] = event.prompt.num_cached_tokens
-                self._host_tokens[prompt] = event.prompt.num_host_tokens
-                self._disk_tokens[prompt] = event.prompt.num_disk_tokens
+                self._prompts[prompt] = event.prompt
                 if self._pinned_tokens is not None:
                     self._pinned_tokens.setdefault(prompt, event.prompt.num_pinned_tokens)
             try:
                 is_done = await _accept(choice, event)
             except QuireError:
-                self._answer.close(AbortCause.ERROR)  # one failed, so the others are not wanted either
+                self._answer.close(AbortCause.ERROR)  # one failed, so the others are ended too
                 raise
             if is_done:
                 self._num_open -= 1
@@ -145,7 +142,7 @@ class Generation:
 
 
 async def _accept(choice: Choice, event: TokenEvent) -> bool:
-    """Have a choice take in an event; a long prompt that it repeats is read beside the event loop."""
+    """Hand an event to a choice; a long prompt that it echoes is decoded on the slow thread."""
     if event.prompt is not None and choice.num_echoed > MAX_INLINE_ECHO:
         return await run_slowly(lambda: choice.accept(event))
     return choice.accept(event)

@@ -1,101 +1,98 @@
-"""How every generating route answers: submit, then one JSON document or a stream of events.
+"""How every endpoint that runs the engine answers: submit, then send one JSON document or a stream of events.
 
-Leaving early aborts: a stream through its response's scope, a plain answer by watching for the disconnect.
+A client that leaves ends its request: a stream through its response's scope, a plain answer by watching for the
+disconnect. Event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine.core.admission import check_request
 from engine.core.errors import QuireError
 from engine.core.types import Pin, Request, SamplingParams
-from engine.text.choice import Delta, TextRules
-from engine.text.grammars.spec import GrammarSpec
+from engine.text.choice import TextRules
+from engine.text.sampling import seconds
 from server.client import Answer
 from server.context import Context
-from server.errors import to_api_error
+from server.errors import REQUEST_ID, ApiError, to_api_error
 from server.generation import ChoiceDelta, Generation
-from server.http.disconnect import unless_disconnected
 from server.http.slow_thread import run_slowly
-from server.middleware import ENTRY, REQUEST_ID
+from server.middleware import RECORD
 from server.openai.formatter import ResponseFormatter
-from server.openai.sampling import EngineBody, SamplingBody, seconds
+from server.openai.sampling import EngineBody, SamplingBody
 from server.openai.usage import AnswerMetrics, server_timing, with_metrics
-from server.operations.handoff import Receiver
-from server.sse import EventStream
-from server.telemetry.ledger import Entry
+from server.telemetry.events import RequestOpened
+from server.telemetry.request_log import RequestRecord
 from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
 
-MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written beside the event loop
+MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written on the slow thread
 MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
+PING = b": ping\n\n"  # an event-stream comment: clients ignore it, proxies see that the connection lives
+STATUS_S = 1.0  # how often a stream that has not begun looks up its place in the queue
+
+Result = TypeVar("Result")
 
 
 def engine_requests(
-    context: Context,
-    body: EngineBody,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
+    context: Context, body: EngineBody, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Request]:
-    """One engine request a prompt, under ids of our own. Raises a 404 for an adapter that has been unloaded."""
+    """Return one engine request a prompt. Raises a 404 for an adapter that has been unloaded."""
     answer_id = uuid.uuid4().hex
     adapter = context.adapter(body.model)
     if adapter is not None:
-        params = [replace(own, adapter=adapter) for own in params]
-        context.metrics.adapter_request(adapter.name, len(prompts))
+        params = [replace(each, adapter=adapter) for each in params]
+    retained_s = body.retained_s
     return [
         Request(
             request_id=f"{answer_id}-{index}",
             prompt=tuple(prompt),
-            params=own,
+            params=each,
             arrival_s=context.engine.clock(),
             priority=body.priority,
             cache_salt=body.cache_salt,
-            pins=(Pin(len(prompt), body.retained_s),) if body.retained_s else (),
+            pins=(Pin(len(prompt), retained_s),) if retained_s else (),
             deadline_s=seconds(body.deadline_ms),
             max_queue_s=seconds(body.max_queue_ms),
             is_background=context.is_background,
             tenant="" if context.tenancy.has_file else body.tenant,
         )
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
     ]
 
 
-async def constrain(context: Context, asked: tuple[GrammarSpec, str] | None, params: SamplingParams) -> SamplingParams:
-    """The parameters with a grammar, compiled, that a field asks for. Raises InvalidRequestError if it cannot be."""
-    if asked is None or not params.max_tokens:
-        return params
-    return replace(params, grammar=await context.grammars.compile(*asked))
-
-
 def answer_id(requests: Sequence[Request]) -> str:
-    """What the answer is called outside: its requests' common name, by which the live view shows them too."""
+    """Return the part of the engine's request ids that they share; clients see it in the answer's id."""
     return requests[0].request_id.partition("-")[0]
 
 
-def begin(
+def submit(
     http: HttpRequest, context: Context, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
 ) -> tuple[Answer, Generation]:
-    """Submit, and open an entry in the ledger. Raises what the engine, or the tenant's limits, refuse with."""
+    """Submit requests and record them. Raises what the tenant's limits or the engine refuse with."""
     account: Account | None = getattr(http.state, TENANT, None)
     if account is not None:
-        account.check(request_s=context.engine.stats.e2e_s.mean)
-        requests = _sign(context, account, requests)
+        requests = _admit(context, account, requests)
     answer = context.client.submit(requests)
     if account is not None:
         account.open(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     adapter = requests[0].params.adapter
-    entry = Entry(
+    record = RequestRecord(
         request_id=getattr(http.state, REQUEST_ID),
         answer_id=answer_id(requests),
         endpoint=http.url.path,
@@ -103,27 +100,28 @@ def begin(
         requests=requests,
         adapter=None if adapter is None else adapter.name,
         generation=generation,
-        ledger=context.ledger,
         account=account,
     )
-    setattr(http.state, ENTRY, entry)
+    setattr(http.state, RECORD, record)
+    context.telemetry.emit(RequestOpened(record))
     return answer, generation
 
 
-def _sign(context: Context, account: Account, requests: Sequence[Request]) -> list[Request]:
-    """Return the requests on an account, which find in the prefix cache its own blocks and those that are for all."""
+def _admit(context: Context, account: Account, requests: Sequence[Request]) -> Sequence[Request]:
+    """Return the requests on an account. Raises OverloadedError beyond the tenant's limits."""
+    account.check(request_s=context.engine.stats.e2e_s.mean)
     return [context.public_prefixes.mark(request) for request in account.sign(requests)]
 
 
-async def _fetch(http: HttpRequest, context: Context, receiver: Receiver, requests: Sequence[Request]) -> None:
-    """Have prompts computed elsewhere. Raises what `begin` would refuse with for the requests' sake or their tenant's."""
+async def _prefill_elsewhere(http: HttpRequest, context: Context, requests: Sequence[Request]) -> None:
+    """Have the prefill daemon compute the prompts. Raises what `submit` would refuse these requests with."""
+    assert context.receiver is not None
     for request in requests:
         check_request(request, context.engine.config)
     account: Account | None = getattr(http.state, TENANT, None)
     if account is not None:
-        account.check(request_s=context.engine.stats.e2e_s.mean)
-        requests = _sign(context, account, requests)
-    await unless_disconnected(http.receive, receiver.fetch(requests))
+        requests = _admit(context, account, requests)
+    await unless_disconnected(http.receive, context.receiver.fetch(requests))
 
 
 async def respond(
@@ -134,42 +132,26 @@ async def respond(
     rules: TextRules,
     formatter: ResponseFormatter,
 ) -> Response:
-    """Submit and answer. Raises what the engine refuses with, before anything is sent."""
+    """Submit requests and return their answer. Raises what the engine refuses with, before anything is sent."""
     if context.receiver is not None:
-        await _fetch(http, context, context.receiver, requests)
-    answer, generation = begin(http, context, requests, rules, stream=body.stream)
+        await _prefill_elsewhere(http, context, requests)
+    answer, generation = submit(http, context, requests, rules, stream=body.stream)
     if body.stream:
-        return EventStream(
-            _frames(generation, body, formatter),
-            answer,
-            keep_alive_s=context.config.sse_keep_alive_interval_s,
-            queue_status=partial(context.queue_status.sentence, [request.request_id for request in requests]),
-        )
-    deltas = await _all_deltas(http, answer, generation, body)
-    usage = generation.usage
-    size = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
-    is_short = size <= MAX_INLINE_TOKENS and sum(len(request.prompt) for request in requests) <= MAX_INLINE_TOKENS
-    document = (
-        formatter.answer(deltas, usage) if is_short else await run_slowly(lambda: formatter.answer(deltas, usage))
-    )
-    return with_timings(document, generation, body)
-
-
-async def _all_deltas(http: HttpRequest, answer: Answer, generation: Generation, body: SamplingBody) -> list[Delta]:
-    """Wait for the end, one delta a choice. A client that leaves ends it."""
+        status = partial(context.queue_status.sentence, [request.request_id for request in requests])
+        frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
+        return EventStream(frames, answer, keep_alive_s=context.config.sse_keep_alive_interval_s, status=status)
     with answer:
-        return await unless_disconnected(http.receive, _whole(generation, body))
-
-
-async def _whole(generation: Generation, body: SamplingBody) -> list[Delta]:
-    deltas = await generation.all_deltas()
-    if body.include_metrics:
-        await generation.settle()
-    return deltas
+        whole = generation.all_deltas(settled=body.include_metrics)
+        deltas = await unless_disconnected(http.receive, whole)
+    usage = generation.usage
+    write = partial(formatter.answer, deltas, usage)
+    num_logprobs = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
+    is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
+    return with_timings(await run_slowly(write) if is_long else write(), generation, body)
 
 
 def with_timings(document: bytes, generation: Generation, body: EngineBody) -> Response:
-    """The plain answer. Its header tells what is known now, the opt-in object waited to know all."""
+    """Return a plain answer, its timings in a header and, if the body asks for them, in the document."""
     spans, cached = generation.timeline.spans(), generation.num_cached_tokens
     headers = {} if spans is None else {"server-timing": server_timing(spans, cached)}
     if body.include_metrics and spans is not None:
@@ -178,32 +160,118 @@ def with_timings(document: bytes, generation: Generation, body: EngineBody) -> R
 
 
 async def _frames(
-    generation: Generation, body: SamplingBody, formatter: ResponseFormatter
+    generation: Generation, formatter: ResponseFormatter, *, wants_metrics: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The stream: news as it comes, and always an end, be it an error's."""
+    """Yield the frames of a stream; whatever fails becomes its last one, as the status has been sent."""
     try:
         if opening := formatter.opening():
             yield opening
         while news := await generation.next_deltas():
             frames = partial(formatter.news, news, lambda: generation.usage)
-            yield await run_slowly(frames) if _tells_long_prompt(news) else frames()
+            yield await run_slowly(frames) if _has_long_prompt(news) else frames()
         metrics = None
-        if body.include_metrics:
+        if wants_metrics:
             await generation.settle()
             spans = generation.timeline.spans()
             assert spans is not None, "every choice has ended"
             metrics = AnswerMetrics.of(spans, generation.num_cached_tokens)
         last = formatter.closing(generation.usage, metrics)
-    except Exception as error:  # too late for a status: whatever fails becomes the stream's last event
+    except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("a stream failed")
         last = formatter.failure(to_api_error(error))
     yield last
 
 
-def _tells_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
-    """True for the first of an answer that repeats a long prompt, or tells its log probabilities."""
+def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
+    """Return whether news repeat a long prompt, or report its log probabilities."""
     return any(
         delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT
         for _, delta in news
     )
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
+    """Return the result of `work`; raise ClientDisconnect if the client leaves first. The body must have been read."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(receive())  # only the disconnect can follow the body
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Streams server-sent events while its answer's scope is open; a client that leaves aborts the request.
+
+    A token costs one `send`, and no task, timer or lock.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        answer: Answer,
+        *,
+        keep_alive_s: float,
+        status: Callable[[], Awaitable[str]],
+    ) -> None:
+        """After `keep_alive_s` without a frame send a comment, never if 0; `status` is the text of one while it waits."""
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no", "content-type": "text/event-stream"})
+        self._frames = frames
+        self._answer = answer
+        self._keep_alive_s = keep_alive_s
+        self._status = status
+        self._sent_s = 0.0
+        self._is_over = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        """Send until the last frame, or until the client leaves."""
+        with self._answer, contextlib.suppress(ClientDisconnect):
+            await unless_disconnected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        commenting = asyncio.ensure_future(self._comment(send)) if self._keep_alive_s else None
+        clock = asyncio.get_running_loop().time
+        try:
+            async with contextlib.aclosing(self._frames) as frames:
+                async for data in frames:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._sent_s = clock()
+        finally:
+            self._is_over = True  # before Python 3.12 wait_for may swallow a cancellation
+            if commenting is not None:
+                commenting.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        """Send comments while the stream is silent: its status until it begins, whenever that changes, then pings."""
+        clock = asyncio.get_running_loop().time
+        self._sent_s = clock()
+        last = ""
+        while not self._is_over:
+            rest_s = self._sent_s + self._keep_alive_s - clock()
+            await asyncio.sleep(max(rest_s if self._answer.has_begun else min(STATUS_S, rest_s), 0.0))
+            status = "" if self._answer.has_begun else await self._read_status()
+            if status not in ("", last):
+                last = status
+                comment = f": {status}\n\n".encode()
+            elif clock() - self._sent_s >= self._keep_alive_s:
+                comment = PING
+            else:
+                continue
+            self._sent_s = clock()
+            await send({"type": "http.response.body", "body": comment, "more_body": True})
+
+    async def _read_status(self) -> str:
+        """Return the status, or "" if a long step keeps the engine from reporting it soon."""
+        with contextlib.suppress(ApiError, asyncio.TimeoutError):  # not the builtin's before Python 3.11
+            return await asyncio.wait_for(self._status(), min(STATUS_S, self._keep_alive_s))
+        return ""

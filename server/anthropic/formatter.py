@@ -9,11 +9,10 @@ from pydantic_core import from_json
 
 from engine.core.types import FinishReason
 from engine.text.choice import Delta
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
-from server.anthropic.errors import error_document
+from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning, new_call_id
 from server.errors import ApiError
 from server.http.schema import ResponseBody
-from server.openai.formatter import ChunkMeta, frame, new_call_id
+from server.openai.formatter import ChunkMeta, frame
 from server.openai.translated import pieces_of
 from server.openai.usage import AnswerMetrics, Usage
 
@@ -69,7 +68,7 @@ class AnthropicErrorDetails(ResponseBody):
 
 
 class AnthropicError(ResponseBody):
-    """What server/anthropic/errors.py makes of an error."""
+    """What server/errors.py makes of an error."""
 
     type: str
     error: AnthropicErrorDetails
@@ -105,7 +104,7 @@ class MessageFormatter:
         return self._message(self._blocks, usage).json_bytes()
 
     def opening(self) -> bytes:
-        begun = Usage.of(sum(map(len, self._meta.prompts)), 0, 0)  # what was cached is told at the end
+        begun = Usage.of(sum(map(len, self._meta.prompts)), 0)  # the cached tokens are reported at the end
         start = MessageEvent(type="message_start", message=self._message([], begun))
         return _frames([start, MessageEvent(type="ping")])
 
@@ -118,7 +117,7 @@ class MessageFormatter:
         return _frames([*self._close(), end, MessageEvent(type="message_stop")])
 
     def failure(self, error: ApiError) -> bytes:
-        return frame(error_document(error.status, error.message), "error")
+        return frame(error.anthropic_body(), "error")
 
     def _message(self, content: Sequence[ContentBlock], usage: Usage) -> AnthropicMessage:
         return AnthropicMessage(

@@ -9,6 +9,9 @@ from starlette.responses import FileResponse, Response
 
 from server.batches.objects import BatchBody, FilesQuery, PageQuery, page
 from server.context import InContext, InOwner, json_body
+from server.http.bodies import limited
+
+FORM_BYTES = 16 * 1024  # what a form may have around its file
 
 router = APIRouter()
 
@@ -55,7 +58,10 @@ _FORM = {
 )
 async def upload_file(http: Request, context: InContext, owner: InOwner) -> Response:
     """Take in a file, as a multipart form."""
-    file = await context.batch_service().upload(owner, http.headers.get("content-type", ""), http.stream())
+    most = context.config.max_file_bytes
+    message = f"The file is larger than {most} bytes; split it (--max-file-bytes)."
+    stream = limited(http, most + FORM_BYTES, message)
+    file = await context.batch_service().upload(owner, http.headers.get("content-type", ""), stream)
     return Response(file.model_dump_json(), media_type="application/json")
 
 

@@ -20,7 +20,8 @@ import server.anthropic.messages
 import server.openai.responses.routes  # noqa: F401
 from engine.child_process import Parts, serve
 from server.errors import to_api_error
-from server.http.json_values import check_count, pack, parse
+from server.http.bodies import check_count, parse
+from server.http.packed_json import pack
 
 _BASE_BYTES = 56 << 20
 _PER_BODY_BYTE = 2.5

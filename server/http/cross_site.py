@@ -43,7 +43,7 @@ class CrossSiteGuard:
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
 
     def _fault(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -15,14 +15,15 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling
 from engine.text.choice import TextRules
+from engine.text.fields.base import Integer
 from server.context import InContext, json_body
-from server.http.schema import Integer, ResponseBody
+from server.http.schema import ResponseBody
 from server.http.slow_thread import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.usage import Usage
 from server.operations.openapi import answers
-from server.respond import begin, engine_requests, with_timings
+from server.respond import engine_requests, submit, with_timings
 
 router = APIRouter()
 
@@ -98,7 +99,7 @@ async def create_embeddings(
     prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
     body.check_lengths(prompts, "input", context.limits)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    answer, generation = begin(http, context, requests, TextRules())
+    answer, generation = submit(http, context, requests, TextRules())
     infos = await shape_each(http, answer, generation, body, lambda _, info: info)
 
     def document() -> bytes:

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from engine.adapters import LoadedAdapter
-from server.anthropic.errors import is_anthropics
 from server.context import Context, InContext
+from server.errors import IS_ANTHROPIC
 from server.http.schema import ResponseBody
 from server.operations.openapi import answers
 
@@ -121,7 +121,7 @@ async def list_models(http: Request, context: InContext) -> Response:
     """Every name clients may use."""
     cards = [_card(context, name) for name in context.config.served_model_names]
     cards += [_adapter_card(context, loaded) for loaded in context.engine.adapters.all()]
-    if is_anthropics(http.scope):
+    if getattr(http.state, IS_ANTHROPIC):
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
 
@@ -132,4 +132,4 @@ async def retrieve_model(http: Request, context: InContext, name: str) -> Respon
     name = context.check_model(name)
     loaded = context.engine.adapters.find(name)
     card = _card(context, name) if loaded is None else _adapter_card(context, loaded)
-    return _json(card.for_anthropic() if is_anthropics(http.scope) else card)
+    return _json(card.for_anthropic() if getattr(http.state, IS_ANTHROPIC) else card)

@@ -18,13 +18,13 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import PromptInfo, TokenLogprob
 from engine.text.choice import TextRules
+from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
 from server.http.schema import ResponseBody
-from server.openai.logprobs import finite
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.usage import Usage
 from server.operations.openapi import answers
-from server.respond import answer_id, begin, engine_requests, with_timings
+from server.respond import answer_id, engine_requests, submit, with_timings
 
 router = APIRouter()
 
@@ -87,7 +87,7 @@ def _first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
     first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(context), len(whole)))
     if not first:
         raise InvalidRequestError(
-            "text_1 has no token before text_2's first; begin with a longer text_1.", param="text_1"
+            "text_1 has no token before text_2's first; submit with a longer text_1.", param="text_1"
         )
     if first == len(whole):
         raise InvalidRequestError("text_2 adds no token to its text_1, and so has no likelihood.", param="text_2")
@@ -126,7 +126,7 @@ async def create_score(
     body.check_lengths(prompts, "text_2", context.limits)
     firsts = await aside(lambda: body.first_scored(contexts, prompts))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    answer, generation = begin(http, context, requests, TextRules())
+    answer, generation = submit(http, context, requests, TextRules())
 
     def shape(index: int, info: PromptInfo) -> Score:
         return body.shape(index, info.logprobs or (), firsts[index])

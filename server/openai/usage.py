@@ -1,7 +1,10 @@
-"""The token counts that every answer ends with."""
+"""What every answer ends with: the token counts and, on request, where its time went."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from engine.core.types import PromptInfo
 from server.http.schema import ResponseBody
 from server.telemetry.timeline import Spans
 
@@ -31,24 +34,24 @@ class Usage(ResponseBody):
         cls,
         prompt_tokens: int,
         completion_tokens: int,
-        cached_tokens: int,
+        prompts: Collection[PromptInfo] = (),
         reasoning_tokens: int | None = None,
-        cached_below: tuple[int, int] = (0, 0),
         pinned_tokens: int | None = None,
     ) -> Usage:
-        """`reasoning_tokens` None: nobody told them apart. `cached_below`: from host memory, from a disk; `pinned_tokens` None: nobody asked."""
+        """Return the counts; `prompts` are those that have been computed. None is a count that is not reported."""
+        details = PromptTokensDetails(cached_tokens=sum([prompt.num_cached_tokens for prompt in prompts]))
+        host = sum([prompt.num_host_tokens for prompt in prompts])
+        disk = sum([prompt.num_disk_tokens for prompt in prompts])
+        if host or disk:
+            details.cached_tokens_host, details.cached_tokens_disk = host, disk
+        if pinned_tokens is not None:
+            details.pinned_tokens = pinned_tokens
         usage = cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            prompt_tokens_details=details,
         )
-        if any(cached_below):
-            usage.prompt_tokens_details.cached_tokens_host, usage.prompt_tokens_details.cached_tokens_disk = (
-                cached_below
-            )
-        if pinned_tokens is not None:
-            usage.prompt_tokens_details.pinned_tokens = pinned_tokens
         if reasoning_tokens is not None:
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
         return usage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import EngineDeadError, ServerError, ShuttingDownError
@@ -23,7 +23,7 @@ def _check_alive(context: Context) -> None:
         raise ServerError(f"The engine has work but made no step for {health.seconds_since_step:.0f} s.")
 
 
-def _status(context: Context, *, ready: bool) -> Response:
+def _status(http: Request, context: Context, *, ready: bool) -> Response:
     try:
         _check_alive(context)
         if ready and context.client.is_draining:
@@ -31,20 +31,20 @@ def _status(context: Context, *, ready: bool) -> Response:
     except ServerError as error:
         answer = to_api_error(error)
         answer.status = 503
-        return answer.response()
+        return answer.response(http.scope)
     return Response(status_code=200)
 
 
 @router.get("/health", response_class=Response)
-async def health(context: InContext) -> Response:
+async def health(http: Request, context: InContext) -> Response:
     """Live: the engine thread runs, and moves whenever it has work. Asks nothing of the engine."""
-    return _status(context, ready=False)
+    return _status(http, context, ready=False)
 
 
 @router.get("/ready", response_class=Response)
-async def ready(context: InContext) -> Response:
+async def ready(http: Request, context: InContext) -> Response:
     """Able to take a request now."""
-    return _status(context, ready=True)
+    return _status(http, context, ready=True)
 
 
 @router.get("/load")

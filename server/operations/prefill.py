@@ -10,16 +10,16 @@ from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from engine.connector.base import ParcelError
+from engine.core.errors import ParcelError
 from engine.core.types import Request, SamplingParams
 from engine.text.choice import TextRules
+from engine.text.fields.base import RequestBody
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
 from server.generation import Generation
-from server.http.disconnect import unless_disconnected
-from server.http.schema import RequestBody
 from server.openai.sampling import MAX_CACHE_SALT
 from server.operations.handoff import Prefilled, Sender
+from server.respond import unless_disconnected
 
 router = APIRouter()
 
@@ -42,7 +42,7 @@ async def prefill(
 ) -> Prefilled:
     """Compute a prompt and pack its full blocks. A daemon that leaves ends it."""
     if context.sender is None:
-        message = "This server computes no prompts for others; start it with --role prefill."
+        message = "This server computes no prompts for others; start it with role prefill in --kv-transfer-config."
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
     check_operator(owner, "Computing prompts for other daemons")
     context.limits.check_ids(body.prompt, "prompt")

@@ -13,10 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.text.fields.base import RequestBody
 from server.app import API
-from server.http.schema import RequestBody
 from server.openai.translated import PASSED_ON, TranslatedBody
 from server.operations.openapi import describe
+from server.settings.reference import settings_section
 
 HEAD = """# Reference
 
@@ -46,7 +47,7 @@ class Reference:
 
     def render(self) -> str:
         """The whole page."""
-        parts = [HEAD, "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
+        parts = [HEAD, *settings_section(), "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
         bodies: dict[str, list[str]] = {}
         for endpoint, operation in self._operations():
             if name := _body_name(operation):

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import ApiError
-from server.http import json_values
-from server.http.json_values import check_count, count_values, most_values, pack, parse, unpack
+from server.http import bodies, packed_json
+from server.http.bodies import check_count, count_values, most_values, parse
+from server.http.packed_json import pack, unpack
 
 TEXTS = st.text(alphabet='ab"\\[]{},: \n\u00e9\u4e00', max_size=6)
 DOCUMENTS = st.recursive(
@@ -40,13 +41,13 @@ def test_the_count_is_exact_wherever_the_document_is_cut(
 ) -> None:
     raw = json.dumps(document, indent=indent, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_values, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(bodies, "_PIECE_BYTES", piece_bytes)
         assert count_values(raw) == weight(document) <= most_values(raw)
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 9])
 def test_what_is_long_travels_in_slices(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_values, "_SLICE", 4)
+    monkeypatch.setattr(packed_json, "_SLICE", 4)
     names = {f"n{index}": index / 2 for index in range(size)}
     for each in (names, [*names], [None] * size, [{}] * size, ["x" * 300] * size, {"a": {"b": [[*names], names]}}):
         assert unpack([bytearray(part) for part in pack(each)]) == each
