@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import server.app
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.queues import POLICIES
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.scheduler import Scheduler
