@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from server.app import API
+from server.app import routers
 from server.http.schema import RequestBody
 from server.openai.translated import PASSED_ON, TranslatedBody
 from server.operations.openapi import describe
@@ -172,7 +172,7 @@ def _cell(text: str) -> str:
 
 def reference() -> str:
     """The page as it has to be."""
-    return Reference(describe([module.router for module in API])).render()
+    return Reference(describe(routers())).render()
 
 
 if __name__ == "__main__":
