@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
+from engine.config import EngineConfig
 from engine.connector.base import Layout
 from engine.core.block_size import CANDIDATES, choose, with_block_size
-from engine.core.config import EngineConfig, SchedulerConfig, num_loras
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
@@ -211,7 +212,7 @@ def _load_adapters(
     config: EngineConfig, model: CausalLM, device: torch.device, num_tokens: int, report: Report
 ) -> tuple[Adapters, int]:
     """Those that are there from the start; and bytes that others, and steps of `num_tokens` with adapters, may still take."""
-    if not num_loras(config):
+    if not config.num_loras:
         return Adapters(), 0
     assert isinstance(model, AdaptableLM), "load_model has refused any other"
     loader = LoraLoader(
@@ -221,7 +222,7 @@ def _load_adapters(
         dtype=model.dtype,
         device=device,
     )
-    adapters = Adapters(loader.load, num_loras(config))
+    adapters = Adapters(loader.load, config.num_loras)
     for module in config.lora_modules:
         with naming(module):
             adapters.load(*module)
@@ -229,10 +230,10 @@ def _load_adapters(
         named = ", ".join(module.name for module in config.lora_modules)
         report(
             Progress(
-                "adapters", f"{named}; there may be {num_loras(config)} at once, of ranks up to {config.max_lora_rank}"
+                "adapters", f"{named}; there may be {config.num_loras} at once, of ranks up to {config.max_lora_rank}"
             )
         )
-    num_to_come = num_loras(config) - len(config.lora_modules)
+    num_to_come = config.num_loras - len(config.lora_modules)
     return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 
@@ -340,7 +341,7 @@ def _choose_block_size(
 def _kept_block_size(
     runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, dtype: torch.dtype, sizes: Iterable[int]
 ) -> int | None:
-    """The size of the blocks that --kv-offload-dir holds of this model, if it holds any."""
+    """Return the size of this model's blocks in the folder of --kv-offload-config, if it has any."""
     if config.kv_offload_dir is None:
         return None
     folder = Path(config.kv_offload_dir).expanduser()

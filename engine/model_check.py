@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.speculative_config import SpeculativeConfig
 from engine.gguf_header import read_header
 from engine.regular_file import MAX_BYTES, check_regular, reason
 from engine.runtime.lora.config import check_folder, naming
@@ -40,7 +39,7 @@ def check_model(config: EngineConfig) -> ModelFacts:
     for module in config.lora_modules:
         with naming(module):
             check_folder(Path(module.path))
-    draft = None if config.speculative_config is None else SpeculativeConfig.read(config.speculative_config)
+    draft = config.speculation
     if draft is None or draft.model is None:
         return facts
     try:

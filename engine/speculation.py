@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.speculative_config import SpeculativeConfig
 from engine.core.types import Progress
 from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
@@ -23,6 +23,7 @@ from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.costs import measure_draft_costs
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.ngram import NgramDrafter
+from engine.speculative_config import SpeculativeConfig
 
 Report = Callable[[Progress], None]
 
@@ -81,9 +82,9 @@ def load_speculation(
     config: EngineConfig, target: CausalLM, device: torch.device, report: Report
 ) -> Speculation | None:
     """None where nothing was asked for. Raises ConfigError for a draft model that speaks of other tokens."""
-    if config.speculative_config is None:
+    asked = config.speculation
+    if asked is None:
         return None
-    asked = SpeculativeConfig.read(config.speculative_config)
     if asked.model is None:
         return Speculation(asked, config, device)
     own = config.of_draft(asked)

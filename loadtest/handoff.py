@@ -58,8 +58,11 @@ def _one() -> Iterator[int]:
 @contextlib.contextmanager
 def _two() -> Iterator[int]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        common = ["--threads", "1", "--kv-connector-dir", folder]
-        with daemon([*common, "--role", "prefill"]) as prefill:
+
+        def transfer(**keys: str) -> list[str]:
+            return ["--threads", "1", "--kv-transfer-config", json.dumps({"folder": folder, **keys})]
+
+        with daemon(transfer(role="prefill")) as prefill:
             url = f"http://127.0.0.1:{prefill}"
-            with daemon([*common, "--role", "decode", "--prefill-url", url]) as port:
+            with daemon(transfer(role="decode", prefill_url=url)) as port:
                 yield port

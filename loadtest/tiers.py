@@ -67,7 +67,7 @@ def _restart(flags: Sequence[str]) -> dict[str, Any]:
     """First tokens of one prefix: computed, found in the pool, and after a restart with the disk and without."""
     figures: dict[str, list[Asked]] = {"computed": [], "pool": [], "disk": [], "restart without": []}
     with tempfile.TemporaryDirectory(prefix="quire-kv-") as folder:
-        tiered = [*flags, "--kv-offload-gib", "1", "--kv-offload-dir", folder]
+        tiered = [*flags, "--kv-offload-config", json.dumps({"host_gib": 1, "folder": folder})]
         with daemon(tiered) as port:
             for prefix in range(_NUM_PREFIXES):
                 figures["computed"].append(_ask(port, prefix, 0))
@@ -86,7 +86,7 @@ def _small_pool(flags: Sequence[str]) -> dict[str, Any]:
     """First tokens of prefixes asked about in turn, of which the pool holds one."""
     small = [*flags, "--kv-cache-memory-bytes", _SMALL_POOL]
     figures: dict[str, list[Asked]] = {"pool alone": [], "host memory behind it": []}
-    with daemon(small) as without, daemon([*small, "--kv-offload-gib", "1"]) as tiered:
+    with daemon(small) as without, daemon([*small, "--kv-offload-config", '{"host_gib": 1}']) as tiered:
         for turn in range(_NUM_PREFIXES * (1 + _ROUNDS)):
             for name, port in zip(figures, (without, tiered), strict=True):
                 asked = _ask(port, turn % _NUM_PREFIXES, turn)

@@ -95,6 +95,8 @@ def submit(
     if account is not None:
         requests = _admit(context, account, requests)
     answer = context.client.submit(requests)
+    if account is not None:
+        account.open(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     adapter = requests[0].params.adapter
     entry = Entry(

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
 from engine.model_check import ModelFacts, check_model
@@ -29,6 +29,7 @@ from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
 from server.settings.flags import load_settings, name_origins
+from server.settings.serve_config import ServeConfig
 from server.settings.settings import Settings
 from server.telemetry.logs import configure_logging
 from server.tenancy.tenant_file import read_tenants
@@ -54,12 +55,14 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"quire: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format)
+    for notice in settings.notices:
+        log.warning(name_origins(notice, settings))
     try:
         plan = _prepare(settings)
         with bind(settings.host, settings.port) as listener:
             return _serve(plan, listener)
     except QuireError as error:
-        log.error(name_origins(str(error), settings, argv))  # noqa: TRY400 - one sentence for the user
+        log.error(name_origins(str(error), settings))  # noqa: TRY400 - one sentence for the user
         log.debug("it happened here:", exc_info=True)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
@@ -102,7 +105,7 @@ def _explain(error: OSError, host: str, port: int) -> QuireError:
 class _Plan(NamedTuple):
     """All that is known before the port is bound."""
 
-    settings: Settings
+    serve: ServeConfig
     engine: EngineConfig
     app: AppConfig
     model: ModelFacts
@@ -113,28 +116,29 @@ class _Plan(NamedTuple):
 def _prepare(settings: Settings) -> _Plan:
     """Check every setting and every small file it names; nothing slow is imported. Raises QuireError."""
     started_s = time.monotonic()
-    source = find_model(settings.model)
     settings.check_together()
+    serve_config = settings.serve_config()
+    source = find_model(serve_config.model)
     engine_config = settings.engine_config(source.path)
     app_config = settings.app_config(source.path, source.name)
-    for module in settings.lora_modules:
+    for module in engine_config.lora_modules:
         if module.name in app_config.served_model_names:
             raise ConfigError(
-                f"--lora-modules has {module.name}={module.path}, but that is what the model itself is called; choose another name."
+                f"--lora-modules has {module.name}={module.path}, but that is the model's own name; choose another name."
             )
     if app_config.tenants is not None:
         read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:
         DataFolder(app_config.data_dir).close()
     offload_dir = None if engine_config.kv_offload_dir is None else Path(engine_config.kv_offload_dir)
-    check_folder("--kv-offload-dir", offload_dir)
-    check_folder("--kv-connector-dir", app_config.kv_connector_dir)
+    check_folder("--kv-offload-config: folder", offload_dir)
+    check_folder("--kv-transfer-config: folder", app_config.kv_connector_dir)
     if app_config.pinned_prefixes is not None:
         read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
-    if settings.tokenizer is not None:
-        check_tokenizer_source(settings.tokenizer)
-    chat_template = None if settings.chat_template is None else _read_template(settings.chat_template)
-    return _Plan(settings, engine_config, app_config, check_model(engine_config), chat_template, started_s)
+    if serve_config.tokenizer is not None:
+        check_tokenizer_source(serve_config.tokenizer)
+    chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
+    return _Plan(serve_config, engine_config, app_config, check_model(engine_config), chat_template, started_s)
 
 
 def _read_template(path: Path) -> str:
@@ -146,8 +150,8 @@ def _read_template(path: Path) -> str:
 
 
 def _serve(plan: _Plan, listener: socket.socket) -> int:
-    settings, app_config = plan.settings, plan.app
-    gc.disable()  # what start-up makes stays: looking through it again and again took 0.3 s; hide_from_collector ends it
+    app_config = plan.app
+    gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     name = app_config.served_model_names[0]
     log.info("loading %s from %s", name, app_config.model)
     engine, tokenizer = _load(plan)
@@ -158,7 +162,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     try:
         listener.listen(BACKLOG)
     except OSError as error:  # another process listened on the same port meanwhile
-        raise _explain(error, settings.host, settings.port) from error
+        raise _explain(error, plan.serve.host, plan.serve.port) from error
     app = create_app(engine, tokenizer, app_config)
 
     def announce() -> None:
@@ -168,7 +172,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
         log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys or app_config.tenants)))
 
     hide_from_collector()
-    return run(app, listener, settings.shutdown_timeout, announce)
+    return run(app, listener, app_config.shutdown_timeout_s, announce)
 
 
 def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
@@ -208,17 +212,17 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     from engine.text.tokenizer import load_tokenizer
     from server.openai.sampling import check_defaults
 
-    settings = plan.settings
+    serve_config = plan.serve
     tokenizer = load_tokenizer(
-        settings.tokenizer or plan.engine.model,
-        revision=settings.revision if settings.tokenizer is None else None,
+        serve_config.tokenizer or plan.engine.model,
+        revision=plan.engine.revision if serve_config.tokenizer is None else None,
         chat_template=plan.chat_template,
-        model_sampling=settings.generation_config == "auto",
+        model_sampling=serve_config.generation_config == "auto",
     )
     if plan.model.vocab_size is not None:
         tokenizer.hold_to(plan.model.vocab_size)
     check_defaults(tokenizer.sampling_defaults)
-    check_draft_tokenizer(tokenizer, settings.speculative_config)
+    check_draft_tokenizer(tokenizer, plan.engine.speculative_config)
     return tokenizer
 
 

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
+from engine.config import EngineConfig, LoraModule
 from engine.core.adapter import Adapter
 from engine.core.admission import check_request
-from engine.core.config import EngineConfig, LoraModule
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.types import AbortCause, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
@@ -32,6 +32,7 @@ from engine.llm.params import SamplingParams, in_words
 from engine.loop import Engine
 from engine.model_check import check_model
 from engine.model_source import find_model
+from engine.setting import declared, expand, features
 from engine.startup import StartupStory
 from engine.text.choice import TextRules
 from engine.text.draft_tokenizer import check_draft_tokenizer
@@ -295,14 +296,17 @@ class LLM:
 
 
 def _engine_config(path: str, flags: Mapping[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
-    for name in flags:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-            raise ConfigError(f"{name} is not a setting of the engine; {hint}")
+    settings = declared(EngineConfig)
+    known = [each.name for each in settings if not each.setting.feature] + list(features(settings))
+    values, notices = expand(settings, flags)
+    for name in values.keys() - {each.name for each in settings}:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
+        raise ConfigError(f"{name} is not a setting of the engine; {hint}")
+    for notice in notices:
+        logger.warning(notice)
     try:
-        return EngineConfig(model=path, **flags)
+        return EngineConfig(model=path, **values)
     except TypeError as error:  # a string where a number is compared
         raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import native
 

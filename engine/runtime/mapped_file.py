@@ -40,11 +40,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, folder: Path | None) -> Te
             os.ftruncate(file.fileno(), num_bytes)
             memory = mmap.mmap(file.fileno(), num_bytes)
     except OSError as error:
-        elsewhere = "name another folder with --kv-offload-dir or TMPDIR"
+        elsewhere = "name another folder in --kv-offload-config, or by TMPDIR"
         if error.errno not in _NO_ROOM:
             raise ConfigError(f"{where} cannot hold blocks ({error.strerror or error}); {elsewhere}.") from error
         raise ConfigError(
-            f"--swap-space and --kv-offload-gib need {num_bytes / _GIB:.2f} GiB in {where}, where there is no such room "
+            f"--swap-space and --kv-offload-config need {num_bytes / _GIB:.2f} GiB in {where}, where there is no such room "
             f"({error.strerror or error}); lower them, or {elsewhere}."
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.speculative_config import SpeculativeConfig
+from engine.speculative_config import SpeculativeConfig
 from engine.text.detokenizer import Tokenizer
 from engine.text.tokenizer import PROBE, load_tokenizer
 

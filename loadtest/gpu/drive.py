@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.types import Progress, Request, SamplingParams, StepEvents
 from loadtest.gpu.figures import PartError
 

@@ -1,6 +1,6 @@
 """Prefill on one daemon, decode on another: who asks, who is asked, and what happens when nobody answers.
 
-A decode daemon has long prompts computed by a prefill daemon (--prefill-url), takes their K/V into its own prefix cache
+A decode daemon has long prompts computed by a prefill daemon (--kv-transfer-config), takes their K/V into its own prefix cache
 and goes on as if it had been there all along, so an answer is the same with and without. Whatever goes wrong on that way,
 the prompt is computed here: a stream is never lost, only later. Event loop; the copies run on threads.
 """
@@ -140,12 +140,14 @@ class Receiver:
 def open_exchange(engine: Engine, config: AppConfig) -> Exchange:
     """The engine's side of the connector. Raises ConfigError."""
     if engine.layout is None or not engine.config.enable_prefix_caching:
-        raise ConfigError("--role hands blocks over through the prefix cache; leave --enable-prefix-caching on.")
+        raise ConfigError(
+            "--kv-transfer-config hands blocks over through the prefix cache; leave --enable-prefix-caching on."
+        )
     try:
         folder = config.kv_connector_dir or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
-        connector = LocalConnector(folder, config.kv_connector_bytes)
+        connector = LocalConnector(folder, int(config.kv_connector_gib * (1 << 30)))
     except ParcelError as error:
-        raise ConfigError(f"--kv-connector-dir cannot be used: {error}.") from error
+        raise ConfigError(f"--kv-transfer-config: folder cannot be used: {error}.") from error
     return Exchange(engine, connector, engine.layout)
 
 

@@ -42,7 +42,7 @@ async def prefill(
 ) -> Prefilled:
     """Compute a prompt and pack its full blocks. A daemon that leaves ends it."""
     if context.sender is None:
-        message = "This server computes no prompts for others; start it with --role prefill."
+        message = "This server computes no prompts for others; start it with role prefill in --kv-transfer-config."
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
     check_operator(owner, "Computing prompts for other daemons")
     context.limits.check_ids(body.prompt, "prompt")

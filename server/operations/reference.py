@@ -17,6 +17,7 @@ from server.app import routers
 from server.http.schema import RequestBody
 from server.openai.translated import PASSED_ON, TranslatedBody
 from server.operations.openapi import describe
+from server.settings.reference import settings_section
 
 HEAD = """# Reference
 
@@ -46,7 +47,7 @@ class Reference:
 
     def render(self) -> str:
         """The whole page."""
-        parts = [HEAD, "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
+        parts = [HEAD, *settings_section(), "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
         bodies: dict[str, list[str]] = {}
         for endpoint, operation in self._operations():
             if name := _body_name(operation):

@@ -1,47 +1,159 @@
-"""What the HTTP application needs to know, and nothing else: its own narrow input.
+"""The settings of the HTTP application, each declared once; engine/setting.py describes how.
 
-server/settings/settings.py (flags, variables, files) builds one at start-up; tests build theirs by hand. Frozen, so any thread may
-read it.
+server/settings/settings.py builds one AppConfig at start-up from flags, variables and files; tests build theirs by hand.
+Frozen. Any thread.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from engine.setting import feature, section
+from server.http.origins import read_hosts, read_origins
+
+_model = section("Model")
+_scheduling = section("Scheduling")
+_http = section("HTTP")
+_batches = section("Files and batches")
+_security = section("Security")
+_transfer = feature("kv_transfer_config", "Prefill and decode apart")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppConfig:
-    """Settings of the HTTP surface. Sizes are bytes, times seconds."""
+    """Settings of the HTTP surface. Sizes are bytes, times seconds. Fields without help are derived from other settings."""
 
-    model: str  # the name or path that was loaded; shown as `root` in /v1/models
-    served_model_names: tuple[str, ...]  # what clients may call it; the first is the one reported
-    model_aliases: tuple[str, ...] = ()  # patterns of further names, which are accepted but not listed
-    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
-    tenants: Path | None = None  # the file of those who may call, each with a key of its own
-    share_prefix_cache: bool = False  # tenants find each other's prompts in the prefix cache
-    allowed_hosts: tuple[str, ...] = ()  # answered beside IP addresses and loopback names; with a key, any host is
-    allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
-    protect_metrics: bool = False  # /metrics and /version ask for a key, too
-    max_body_bytes: int = 32 * 1024 * 1024
-    max_json_values: int = 1_000_000  # of a body; server/http/json_values.py says how they count
-    data_dir: Path | None = None  # where files and batches are kept; None: there are none
-    max_file_bytes: int = 200 * 1024 * 1024  # of an upload
-    max_logprobs: int = 20
-    pooling: str = "last"  # which hidden states an embedding is made of; a Pooling of the engine
-    max_stored_responses: int = 1000  # of /v1/responses, kept in memory to be continued; 0: none
-    allow_runtime_lora_updating: bool = False  # clients may load adapters, from paths of this machine
-    role: str = "both"  # prefill: also computes prompts for others; decode: has them computed at prefill_url
-    prefill_url: str | None = None
-    prefill_timeout_s: float = 60.0
-    kv_connector_dir: Path | None = None  # where prefill and decode daemons hand K/V over
-    kv_connector_bytes: int = 4 << 30
-    pinned_prefixes: Path | None = None  # a file of prompts' beginnings that are computed at the start
-    page: bool = True  # the playground and the live view at /
-    strict_fields: bool = False  # unknown fields and dropped hints are a 400 instead of a note in a header
-    tool_call_parser: str = "auto"  # how calls of tools are written; engine/text/tools/dialects.py
-    reasoning_parser: str = "auto"  # how thoughts are marked; engine/text/reasoning.py
-    sse_keep_alive_interval_s: float = 15.0  # a stream that is silent for this long sends a comment; 0: never
-    stall_limit_s: float = 60.0  # busy for this long without a step: /health turns red
-    shutdown_timeout_s: float = 30.0  # open requests may finish for this long
-    metrics_compat: str | None = None  # "vllm": also expose the metrics under vLLM's names
+    model: str  # the name or path that was loaded; `root` in /v1/models
+    served_model_names: tuple[str, ...]  # names that clients may use; the first is reported
+    model_aliases: tuple[str, ...] = ()  # patterns of further names, accepted but not listed
+    allow_runtime_lora_updating: bool = False  # the engine's setting
+
+    tool_call_parser: str = _model(
+        "auto",
+        "",
+        "format of the model's tool calls; auto reads it off the chat template, none leaves calls in the text",
+        choices=("auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml", "harmony"),
+    )
+    reasoning_parser: str = _model(
+        "auto",
+        "",
+        "format of the model's reasoning; auto reads it off the chat template, none leaves reasoning in the text",
+        choices=("auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"),
+    )
+    pooling: str = _model(
+        "last",
+        "",
+        "vector that /v1/embeddings returns: the last token's hidden state, or the mean of all",
+        choices=("last", "mean"),
+    )
+    pinned_prefixes: Path | None = _scheduling(
+        None,
+        "FILE",
+        "JSON lines, each messages or a prompt: prefixes that are computed at the start and stay cached",
+        unset="none",
+    )
+
+    role: str = _transfer(
+        "role",
+        "both",
+        "",
+        "prefill also computes prompts for decode daemons, which take over their K/V",
+        choices=("both", "prefill", "decode"),
+    )
+    prefill_url: str | None = _transfer(
+        "prefill_url",
+        None,
+        "URL",
+        "address of a decode daemon's prefill daemon, which has the same --api-key",
+        unset="none",
+    )
+    prefill_timeout_s: float = _transfer(
+        "timeout_s",
+        60.0,
+        "SECONDS",
+        "longest wait for a prefill daemon; then the prompt is computed here",
+        name="prefill_timeout",
+        above=0,
+    )
+    kv_connector_dir: Path | None = _transfer(
+        "folder",
+        None,
+        "DIR",
+        "folder in shared memory through which the two exchange K/V",
+        unset="one of the user's own under /dev/shm",
+    )
+    kv_connector_gib: float = _transfer("gib", 4.0, "GIB", "most K/V in that folder", above=0)
+
+    max_body_bytes: int = _http(32 << 20, "SIZE", "largest request body, such as 32MiB", at_least=1)
+    max_json_values: int = _http(
+        1_000_000,
+        "N",
+        "most JSON values in a request body, by the memory they take: a string counts as 4, a list or an object as 32",
+        at_least=1,
+    )
+    max_logprobs: int = _http(20, "N", "most logprobs a request may ask for", at_least=0)
+    max_stored_responses: int = _http(
+        1000, "N", "responses of /v1/responses kept in memory to be continued; 0 keeps none", at_least=0
+    )
+    page: bool = _http(True, "", "serve the playground and the live view of the engine at /")
+    strict_fields: bool = _http(False, "", "refuse requests with unknown fields, or hints that cannot be followed")
+    metrics_compat: str = _http(
+        "none", "", "also export metrics under another server's names", choices=("none", "vllm")
+    )
+    sse_keep_alive_interval_s: float = _http(
+        15.0,
+        "SECONDS",
+        "interval of the comments that a silent stream sends, with its place in the queue; 0 sends none",
+        name="sse_keep_alive_interval",
+        at_least=0,
+    )
+    stall_limit_s: float = _http(
+        60.0,
+        "SECONDS",
+        "/health fails when there is work but no step for this long",
+        name="stall_limit",
+        above=0,
+    )
+    shutdown_timeout_s: float = _http(
+        30.0, "SECONDS", "time for open requests to finish after SIGTERM", name="shutdown_timeout", at_least=0
+    )
+
+    data_dir: Path | None = _batches(
+        None, "DIR", "folder for uploaded files and batches, which survive a restart", unset="no batches"
+    )
+    max_file_bytes: int = _batches(200 << 20, "SIZE", "largest upload to /v1/files, such as 200MiB", at_least=1)
+
+    api_keys: tuple[str, ...] = _security(
+        (),
+        "KEY",
+        "keys that clients must present; set the variable, as ps shows flags",
+        name="api_key",
+        unset="open to all",
+        is_secret=True,
+    )
+    tenants: Path | None = _security(
+        None,
+        "FILE",
+        "YAML file of tenants: their keys, tiers, weights and limits; read again on SIGHUP",
+        unset="all keys are equal",
+    )
+    share_prefix_cache: bool = _security(
+        False,
+        "",
+        "tenants share cached prompts, and can infer from times and usage which prompts others sent; without it they share "
+        "only --pinned-prefixes",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(read_hosts)] = _security(
+        (),
+        "NAME",
+        "host names to answer to without a key, beside IP addresses and localhost; *.example.com and * are patterns",
+        unset="none; with a key, any name",
+    )
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(read_origins)] = _security(
+        (), "ORIGIN", "origins whose pages may call from a browser (CORS); * is any", unset="none"
+    )
+    protect_metrics: bool = _security(False, "", "ask for a key on /metrics and /version, too")

@@ -1,31 +1,36 @@
-"""The command line of `quire serve`, made from the fields of Settings, and every fault of a setting as one sentence.
+"""The command line of `quire serve`, made from the declared settings, and each fault of a setting as one sentence.
 
-load_settings() is the only way in. It raises ConfigError and nothing else; a sentence names the setting as its flag,
-the value, and the variable or file it came from. A secret's value is never repeated.
+`load_settings` is the only entry. It raises ConfigError and nothing else; a sentence names the setting as its flag, the value,
+and the variable or file it came from. A secret's value is never repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
-from pydantic import BaseModel, SecretStr, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings
 
 from engine.core.errors import ConfigError
-from server.settings.groups import SecuritySettings
-from server.settings.settings import ENV_PREFIX, Settings
+from engine.setting import Declared, describe, fault, features, to_flag
+from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
-GROUPS: tuple[type[BaseModel], ...] = tuple(base for base in Settings.__bases__ if base is not BaseSettings)
-_SHORTER = {"num_threads": "--threads"}  # second spellings, on the command line alone
+GROUPS = (  # the headings of --help, in order
+    "Model",
+    "Device and memory",
+    "Scheduling",
+    "LoRA adapters",
+    "Prefill and decode apart",
+    "HTTP",
+    "Files and batches",
+    "Security",
+    "Logging and configuration",
+)
 _EPILOG = (
     f"Every setting can also come from a variable (--max-num-seqs is {ENV_PREFIX}MAX_NUM_SEQS) or from the file given "
     "by --config (max-num-seqs: 64). A flag wins over a variable, a variable over the file."
@@ -37,8 +42,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; see `quire serve --help`.")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """One option a field, one heading a group. Values stay strings, and what is not given is left out."""
+def make_parser(settings: Iterable[Declared] = DECLARED) -> argparse.ArgumentParser:
+    """Return a parser with one option per setting and one heading per group. Values stay strings; absent ones are left out."""
     parser = _Parser(
         prog="quire serve",
         usage="quire serve [MODEL] [--flag VALUE ...]",
@@ -50,92 +55,89 @@ def make_parser() -> argparse.ArgumentParser:
             prog, max_help_position=40, width=min(shutil.get_terminal_size().columns, 120)
         ),
     )
+    settings = tuple(settings)
+    known = features(settings)
     for group in GROUPS:
-        section = parser.add_argument_group(group.__doc__)
-        for name, field in group.model_fields.items():
-            extra = field.json_schema_extra
-            assert isinstance(extra, dict)
-            text = f"{field.description} [{_default(field, str(extra['unset']))}]".replace("%", "%%")
-            if name == "model":
-                section.add_argument(name, nargs="?", metavar="MODEL", help=text)
-            elif bool in (field.annotation, *get_args(field.annotation)):
-                section.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=text)
-            elif field.default == ():
-                metavar = str(extra["metavar"])
-                section.add_argument(flag(name), nargs="+", action="extend", metavar=metavar, help=text)
-            else:
-                names = [flag(name), _SHORTER[name]] if name in _SHORTER else [flag(name)]
-                section.add_argument(*names, metavar=str(extra["metavar"]), help=text)
+        section = parser.add_argument_group(group)
+        own = [each for each in settings if each.setting.group == group]
+        for each in own:
+            _add_option(section, each)
+        for name in dict.fromkeys(each.setting.feature for each in own if each.setting.feature):
+            keys = [f"{key}, {each.setting.help} [{default_of(each)}]" for key, each in known[name].items()]
+            section.add_argument(to_flag(name), metavar="JSON", help=_escape("; ".join(keys)))
     return parser
 
 
+def _add_option(section: argparse._ArgumentGroup, each: Declared) -> None:
+    setting = each.setting
+    flag, text = to_flag(each.name), _escape(f"{setting.help} [default: {default_of(each)}]")
+    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.unit
+    if setting.feature:  # the old spelling of a JSON setting's key
+        section.add_argument(flag, help=argparse.SUPPRESS)
+    elif each.name == "model":
+        section.add_argument(each.name, nargs="?", metavar=metavar, help=text)
+    elif bool in (each.type, *get_args(each.type)):
+        section.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    elif each.default == ():
+        section.add_argument(flag, nargs="+", action="extend", metavar=metavar, help=text)
+    else:
+        section.add_argument(*([flag, setting.short] if setting.short else [flag]), metavar=metavar, help=text)
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def default_of(each: Declared) -> str:
+    """Return a setting's default as --help and the reference show it."""
+    value = each.default
+    if value is None or value == ():
+        return each.setting.unset
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if each.setting.unit == "SIZE":
+        return f"{value >> 20}MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def load_settings(argv: Sequence[str]) -> Settings:
-    """Settings of a command line, the variables and the file it names. Raises ConfigError."""
+    """Return the settings of a command line, the variables and the file they name. Raises ConfigError."""
     given, unknown = make_parser().parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]
-        hint = _suggestion(word, [flag(name) for name in Settings.model_fields]) if word.startswith("-") else ""
+        hint = suggestion(word, map(to_flag, names_of(DECLARED))) if word.startswith("-") else ""
         raise ConfigError(f"{word} is not an argument of `quire serve`{hint or '; see `quire serve --help`.'}")
-    _refuse_unknown_variables(os.environ)
-    _refuse_empty_protection(os.environ)
-    flags = vars(given)
+    sources = read_sources(DECLARED, vars(given), os.environ)
     try:
-        return Settings(**flags)
+        settings = Settings(**sources.values)
     except ValidationError as error:
-        raise ConfigError(_sentence(error.errors()[0], flags)) from None
+        raise ConfigError(_sentence(error.errors()[0], sources)) from None
+    for each in DECLARED:
+        value = getattr(settings, each.name)
+        if wanted := fault(each, value):
+            raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, sources.origins)}; {wanted}.")
+    settings.origins.update(sources.origins)
+    settings.notices.extend(sources.notices)
+    return settings
 
 
-def name_origins(message: str, settings: Settings, argv: Sequence[str]) -> str:
-    """Append where the settings that a sentence speaks of were set, as far as that was not the command line."""
-    flags = vars(make_parser().parse_args(argv))
-    names = dict.fromkeys(word[2:].replace("-", "_") for word in re.findall(r"--[a-z][a-z-]*", message))
-    origins = {name: _origin(name, flags, settings.config) for name in names if name in settings.model_fields_set}
-    told = [f"{flag(name)} was set by {origin}" for name, origin in origins.items() if origin]
-    return f"{message} ({', '.join(told)}.)" if told else message
+def name_origins(message: str, settings: Settings) -> str:
+    """Append the variables and files that set the settings which a sentence names, the command line aside."""
+    found: dict[str, str] = {}
+    known = features(DECLARED)
+    for word in re.findall(r"--[a-z][a-z-]*", message):
+        name = word[2:].replace("-", "_")
+        names = [name, *(each.name for each in known.get(name, {}).values())]
+        origin = next((settings.origins[each] for each in names if settings.origins.get(each)), "")
+        if origin:
+            found[word] = origin
+    named = [f"{word} was set by {origin}" for word, origin in found.items()]
+    return f"{message} ({', '.join(named)}.)" if named else message
 
 
-def flag(name: str) -> str:
-    """A field's name as it is typed on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def _default(field: FieldInfo, unset: str) -> str:
-    value = field.default.value if isinstance(field.default, Enum) else field.default
-    return f"default: {unset if value in (None, ()) else 'on' if value is True else 'off' if value is False else value}"
-
-
-def _origin(name: str, flags: Mapping[str, Any], config: object) -> str:
-    """The variable or file that set a setting; empty for the command line."""
-    if name in flags:
-        return ""
-    variable = next(
-        (key for key, value in os.environ.items() if value and key.upper() == ENV_PREFIX + name.upper()), ""
-    )
-    return variable or str(config)
-
-
-def _refuse_unknown_variables(environ: Iterable[str]) -> None:
-    for variable in environ:
-        name = variable.upper().removeprefix(ENV_PREFIX).lower()
-        if variable.upper().startswith(ENV_PREFIX) and name not in Settings.model_fields:
-            known = [ENV_PREFIX + field.upper() for field in Settings.model_fields]
-            raise ConfigError(
-                f"The variable {variable} is not a setting of Quire{_suggestion(variable.upper(), known) or '; unset it.'}"
-            )
-
-
-def _refuse_empty_protection(environ: Mapping[str, str]) -> None:
-    """An empty variable counts as absent, and an absent key is an open daemon."""
-    for variable, value in environ.items():
-        name = variable.upper().removeprefix(ENV_PREFIX).lower()
-        if variable.upper().startswith(ENV_PREFIX) and name in SecuritySettings.model_fields and not value.strip():
-            raise ConfigError(
-                f"The variable {variable} is empty, but a setting that protects needs a value; set it, or unset it."
-            )
-
-
-def _suggestion(word: str, known: Sequence[str]) -> str:
-    return "".join(f"; did you mean {match}?" for match in difflib.get_close_matches(word, known, 1))
+def _set_by(name: str, origins: Mapping[str, str]) -> str:
+    origin = origins.get(name, "")
+    return f" (set by {origin})" if origin else ""
 
 
 _WANTED = {
@@ -152,30 +154,14 @@ _WANTED = {
 }
 
 
-def _sentence(error: ErrorDetails, flags: Mapping[str, Any]) -> str:
-    """One fault that pydantic found, in our words."""
+def _sentence(error: ErrorDetails, sources: Sources) -> str:
+    """Return the sentence for a fault that pydantic found."""
     name = str(error["loc"][0])
-    config = flags.get("config") or os.environ.get(ENV_PREFIX + "CONFIG")
     if error["type"] == "extra_forbidden":
-        keys = [field.replace("_", "-") for field in Settings.model_fields]
         key = name.replace("_", "-")
-        return f"{config} sets {key!r}, which is not a setting of Quire{_suggestion(key, keys) or '; remove it.'}"
-    origin = _origin(name, flags, config)
-    by = f" (set by {origin})" if origin else ""
-    value = "not understood" if _is_secret(name) else repr(error["input"])
-    context = error.get("ctx", {})
-    if "expected" in context:
-        wanted = f"choose {context['expected']}"
-    elif "ge" in context:
-        wanted = f"it must be at least {context['ge']:g}"
-    elif "gt" in context:
-        wanted = f"it must be more than {context['gt']:g}"
-    elif "le" in context:
-        wanted = f"it must be at most {context['le']:g}"
-    else:
-        wanted = f"it must be {_WANTED[error['type']]}" if error["type"] in _WANTED else error["msg"]
-    return f"{flag(name)} is {value}{by}; {wanted}."
-
-
-def _is_secret(name: str) -> bool:
-    return SecretStr in get_args(Settings.model_fields[name].annotation)
+        hint = suggestion(key, [known.replace("_", "-") for known in names_of(DECLARED)])
+        return f"{sources.origins[name]} sets {key!r}, which is not a setting of Quire{hint or '; remove it.'}"
+    each = next(each for each in DECLARED if each.name == name)
+    value = "not understood" if each.setting.is_secret else repr(error["input"])
+    wanted = f"it must be {_WANTED[error['type']]}" if error["type"] in _WANTED else error["msg"]
+    return f"{each.spelling} is {value}{_set_by(name, sources.origins)}; {wanted}."

@@ -1,162 +1,155 @@
-"""The settings of `quire serve`: flag, QUIRE_* variable and YAML key all grow from the fields in server/settings/groups.py.
+"""The settings of `quire serve`, from the fields that EngineConfig, AppConfig and ServeConfig declare, and their sources.
 
-The first source that names a setting wins: flag, then variable, then the file given by --config, then the default; an
-empty variable counts as absent, but in the Security group it is refused, for it would leave the daemon open. server/settings/flags.py makes the command line from these fields and sentences from their
-faults. Settings are read once, before anything is loaded, and never change.
+The first source that names a setting wins: flag, then variable, then the file given by --config, then the default. An empty
+variable counts as absent, but in the Security group it is refused, because it would leave the daemon open. Settings are read
+once, before anything is loaded, and never change. server/settings/flags.py has the command line.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
 import yaml
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 from yaml.error import MarkedYAMLError
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
+from engine.setting import Declared, check_conflicts, declared, expand, features
 from server.settings.app_config import AppConfig
-from server.settings.groups import (
-    AdapterSettings,
-    BatchSettings,
-    DeviceSettings,
-    HandoffSettings,
-    HttpSettings,
-    LoggingSettings,
-    ModelSettings,
-    SchedulingSettings,
-    SecuritySettings,
-)
+from server.settings.conflicts import CONFLICTS
+from server.settings.serve_config import ServeConfig
+from server.settings.values import reveal, type_of
 from server.settings.yaml_file import read_yaml
 
 ENV_PREFIX = "QUIRE_"
+DECLARED = declared(ServeConfig, EngineConfig, AppConfig)
 
 
-class Settings(
-    ModelSettings,
-    DeviceSettings,
-    SchedulingSettings,
-    AdapterSettings,
-    HandoffSettings,
-    HttpSettings,
-    BatchSettings,
-    SecuritySettings,
-    LoggingSettings,
-    BaseSettings,
-):
-    """All settings; `Settings(**flags)` adds what the variables and the file say."""
+def make_model(settings: Iterable[Declared]) -> type[BaseModel]:
+    """Return the pydantic model that validates these settings, by name."""
+    columns: dict[str, Any] = {
+        each.name: (type_of(each), Field(each.default, description=each.setting.help)) for each in settings
+    }
+    config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    return create_model("SettingsModel", __config__=config, **columns)
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
-    )
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the signature is pydantic-settings'
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Where values come from, the strongest first."""
-        path = {**env_settings(), **init_settings()}.get("config")
-        file_settings = InitSettingsSource(settings_cls, read_config_file(Path(path)) if path else {})
-        return init_settings, env_settings, file_settings
+_Model: Any = make_model(DECLARED)
+
+
+class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARED
+    """All settings, as attributes by their names. `origins` and `notices` are filled by `load_settings`."""
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notices: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Return the variable or file that set each setting; "" for the command line."""
+        return self._origins
+
+    @property
+    def notices(self) -> list[str]:
+        """Return a sentence for each old spelling that was used."""
+        return self._notices
 
     def engine_config(self, model: str) -> EngineConfig:
-        """The engine's settings, with the model where it was found. Raises ConfigError."""
-        same = {field.name: getattr(self, field.name) for field in fields(EngineConfig) if field.name != "model"}
-        return EngineConfig(model=model, **same)
+        """Return the engine's settings, with the path of the model. Raises ConfigError."""
+        return EngineConfig(model=model, **self._part(EngineConfig))
 
-    def check_together(self) -> None:
-        """Raise ConfigError for settings that do not go with each other."""
-        if self.role == "decode" and not self.prefill_url:
-            raise ConfigError("--role is 'decode', which needs --prefill-url, the address of a prefill daemon.")
-        if self.role != "decode" and self.prefill_url:
-            raise ConfigError(
-                f"--prefill-url is for --role decode, and --role is {self.role!r}; leave one of them out."
-            )
-        if self.prefill_url and not _is_url(self.prefill_url):
-            raise ConfigError(f"--prefill-url is {self.prefill_url!r}; it must be like http://127.0.0.1:8001.")
-        for name in ("swap_space", "kv_offload_gib", "kv_offload_dir", "record"):
-            if self.role == "decode" and getattr(self, name):
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"--role decode does not go with {flag}; leave one of them out.")
-        if self.protect_metrics and not (self.api_key or self.tenants):
-            raise ConfigError("--protect-metrics needs a key to ask for; set --api-key or --tenants, too.")
-        if self.pinned_prefixes:
-            self._check_pins()
-        if self.role != "both" and not self.enable_prefix_caching:
-            raise ConfigError(
-                f"--role {self.role} hands blocks over through the prefix cache; leave --enable-prefix-caching on."
-            )
-        if self.role != "both" and self.block_size is None:
-            raise ConfigError(
-                f"--role {self.role} does not go with --block-size auto; name a size that both daemons use."
-            )
-
-    def _check_pins(self) -> None:
-        """Raise ConfigError for what leaves no place for --pinned-prefixes."""
-        without = {
-            "--pinned-prefix-share 0, which leaves no place for them": not self.pinned_prefix_share,
-            "--no-enable-prefix-caching": not self.enable_prefix_caching,
-        }
-        for setting, is_so in without.items():
-            if is_so:
-                raise ConfigError(f"--pinned-prefixes does not go with {setting}; leave one of them out.")
+    def serve_config(self) -> ServeConfig:
+        """Return the settings of the process."""
+        return ServeConfig(**self._part(ServeConfig))
 
     def app_config(self, model: str, served_name: str) -> AppConfig:
-        """The HTTP application's settings; `served_name` is for a user who named none."""
+        """Return the HTTP application's settings; `served_name` is for a user who gave no name."""
         return AppConfig(
             model=model,
             served_model_names=tuple(name for name in self.served_model_name if "*" not in name) or (served_name,),
             model_aliases=tuple(name for name in self.served_model_name if "*" in name),
-            api_keys=tuple(key.get_secret_value() for key in self.api_key),
-            tenants=self.tenants,
-            share_prefix_cache=self.share_prefix_cache,
-            allowed_hosts=self.allowed_hosts,
-            allowed_origins=self.allowed_origins,
-            protect_metrics=self.protect_metrics,
-            max_body_bytes=self.max_body_bytes,
-            max_json_values=self.max_json_values,
-            data_dir=self.data_dir,
-            max_file_bytes=self.max_file_bytes,
-            max_logprobs=self.max_logprobs,
-            pooling=self.pooling,
-            max_stored_responses=self.max_stored_responses,
             allow_runtime_lora_updating=self.allow_runtime_lora_updating,
-            role=self.role,
-            prefill_url=self.prefill_url,
-            prefill_timeout_s=self.prefill_timeout,
-            kv_connector_dir=self.kv_connector_dir,
-            kv_connector_bytes=int(self.kv_connector_gib * (1 << 30)),
-            pinned_prefixes=self.pinned_prefixes,
-            page=self.page,
-            strict_fields=self.strict_fields,
-            tool_call_parser=self.tool_call_parser,
-            reasoning_parser=self.reasoning_parser,
-            sse_keep_alive_interval_s=self.sse_keep_alive_interval,
-            stall_limit_s=self.stall_limit,
-            shutdown_timeout_s=self.shutdown_timeout,
-            metrics_compat=None if self.metrics_compat == "none" else self.metrics_compat,
+            **self._part(AppConfig),
         )
 
+    def check_together(self) -> None:
+        """Raise ConfigError for settings that do not go with each other."""
+        check_conflicts(self, CONFLICTS)
 
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        has_address = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-        return parts.scheme in ("http", "https") and has_address and parts.path in ("", "/")
-    except ValueError:
-        return False
+    def _part(self, cls: type) -> dict[str, Any]:
+        return {each.attribute: reveal(getattr(self, each.name)) for each in declared(cls)}
+
+
+class Sources(NamedTuple):
+    """The values that flags, variables and the file give, each with its origin."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]  # "" for the command line
+    notices: list[str]
+
+
+def read_sources(settings: Iterable[Declared], flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sources:
+    """Combine the sources of settings. Raises ConfigError."""
+    settings = tuple(settings)
+    variables = _read_variables(settings, environ)
+    given = {name: value for name, (_, value) in variables.items()}
+    config = {**given, **flags}.get("config")
+    found = Sources({}, {}, [])
+    file = read_config_file(Path(config)) if config else {}
+    for values, origins in (
+        (file, dict.fromkeys(file, str(config))),
+        (given, {name: variable for name, (variable, _) in variables.items()}),
+        (flags, dict.fromkeys(flags, "")),
+    ):
+        for name, value in values.items():
+            expanded, notices = expand(settings, {name: value})
+            found.values.update(expanded)
+            found.origins.update(dict.fromkeys(expanded, origins[name]))
+            found.notices.extend(notices)
+    return found
+
+
+def names_of(settings: Iterable[Declared]) -> list[str]:
+    """Return the names that users write: JSON settings instead of their keys."""
+    settings = tuple(settings)
+    return [each.name for each in settings if not each.setting.feature] + list(features(settings))
+
+
+def _is_protective(each: Declared) -> bool:
+    return each.setting.group == "Security"
+
+
+def _read_variables(settings: tuple[Declared, ...], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return the variables of Quire that are set, and their values, by setting."""
+    protective = {each.name for each in settings if _is_protective(each)}
+    known = {each.name for each in settings} | set(names_of(settings))
+    found: dict[str, tuple[str, str]] = {}
+    for variable, value in environ.items():
+        if not variable.upper().startswith(ENV_PREFIX):
+            continue
+        name = variable.upper().removeprefix(ENV_PREFIX).lower()
+        if name not in known:
+            hint = suggestion(variable.upper(), [ENV_PREFIX + each.upper() for each in names_of(settings)])
+            raise ConfigError(f"The variable {variable} is not a setting of Quire{hint or '; unset it.'}")
+        if name in protective and not value.strip():
+            raise ConfigError(
+                f"The variable {variable} is empty, but a setting that protects needs a value; set it, or unset it."
+            )
+        if value:
+            found[name] = (variable, value)
+    return found
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return a hint at the known word that is most like one that is not known, or ""."""
+    return "".join(f"; did you mean {match}?" for match in difflib.get_close_matches(word, list(known), 1))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file by field name, keys in either spelling and nulls left out. Raises ConfigError."""
+    """Return the settings in a YAML file by name, keys in either spelling and nulls left out. Raises ConfigError."""
     try:
         content = read_yaml(path)
     except OSError as error:
@@ -172,12 +165,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config is {str(path)!r}, which holds no settings; write one 'name: value' a line.")
+    protective = {each.name for each in DECLARED if _is_protective(each)}
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in values:
             raise ConfigError(f"{path} sets {key!r} twice; keep one of the two spellings.")
-        if value is None and name in SecuritySettings.model_fields:
+        if value is None and name in protective:
             raise ConfigError(
                 f"{path} sets {key!r} to nothing, but a setting that protects needs a value; give one, or remove it."
             )

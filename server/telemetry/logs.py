@@ -1,7 +1,7 @@
-"""Where log lines go and how they look: text for people, or one JSON object a line for collectors.
+"""Formats log lines and sends them to standard error: as text for people, or one JSON object per line for collectors.
 
-Set up once, before anything else runs. Whatever a caller passes as `extra=` becomes keys of the JSON line. Tracebacks
-are for --log-level debug; below it an exception is the end of its line.
+Set up once, before anything else runs. What a caller passes as `extra=` becomes keys of the JSON line. Tracebacks are for
+--log-level debug; otherwise a line ends with its exception.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 import logging
 import sys
 from datetime import datetime, timezone
-
-from server.settings.groups import LogFormat, LogLevel
 
 OURS = ("quire", "server", "engine", "uvicorn")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
@@ -25,7 +23,7 @@ class TextFormatter(logging.Formatter):
         self._tracebacks = tracebacks
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and below it the traceback if those are wanted."""
+        """Return one line, followed by the traceback at --log-level debug."""
         if self._tracebacks or not record.exc_info:
             return super().format(record)
         record.exc_text = None
@@ -41,7 +39,7 @@ class JsonFormatter(logging.Formatter):
         self._tracebacks = tracebacks
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; a traceback, if wanted, is one more key."""
+        """Return the line; at --log-level debug the traceback is one more key."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -55,28 +53,28 @@ class JsonFormatter(logging.Formatter):
 
 
 class StandardError(logging.Handler):
-    """Writes to whatever sys.stderr is at the time: while a progress bar is shown, it stands in there."""
+    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except Exception:  # a line that cannot be written must not stop what it speaks of
+        except Exception:  # a line that cannot be written must not stop the code that logs it
             self.handleError(record)
 
 
-def configure_logging(level: LogLevel, layout: LogFormat) -> None:
-    """Send our lines of at least `level`, and everyone's warnings, to standard error."""
+def configure_logging(level: str, layout: str) -> None:
+    """Send Quire's lines of at least `level`, and all libraries' warnings, to standard error."""
     handler = StandardError()
-    tracebacks = level is LogLevel.DEBUG
+    tracebacks = level == "debug"
     handler.setFormatter(
-        JsonFormatter(tracebacks=tracebacks) if layout is LogFormat.JSON else TextFormatter(tracebacks=tracebacks)
+        JsonFormatter(tracebacks=tracebacks) if layout == "json" else TextFormatter(tracebacks=tracebacks)
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for name in OURS:
-        logging.getLogger(name).setLevel(level.value.upper())
-    if level is LogLevel.INFO:  # uvicorn's own start and stop lines repeat ours
+        logging.getLogger(name).setLevel(level.upper())
+    if level == "info":  # uvicorn's own start and stop lines repeat ours
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

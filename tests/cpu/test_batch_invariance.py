@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_attention import empty_pools, make_batch, make_tables
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step_time import Load, StepTime

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, Request
 from engine.model_source import find_model

@@ -14,7 +14,8 @@ import torch
 
 from engine import build
 from engine.build import _warm_up_cuda, resolve_device
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.step import StepPlan, StepResult

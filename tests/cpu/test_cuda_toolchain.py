@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import build
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.runtime.cuda import toolchain
 from engine.runtime.cuda.toolchain import cache_folder, check_toolchain

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.kv import tiers
 from engine.core.kv.tiers import Transfer
@@ -208,7 +208,7 @@ def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
 
 
 def test_a_bound_beyond_the_disk_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-offload-disk-gib asks for .* set it to at most"):
+    with pytest.raises(ConfigError, match=r"--kv-offload-config: disk_gib asks for .* set it to at most"):
         DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES)
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine.build import _pool_budget, build_engine
-from engine.core.config import EngineConfig, LoraModule, SchedulerConfig, num_loras
+from engine.config import EngineConfig, LoraModule
+from engine.core.config import SchedulerConfig
 from engine.core.draft_costs import DraftCosts
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.queue_limits import QueueLimits
@@ -294,7 +295,7 @@ def test_a_draft_model_has_no_adapters(folder: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.speculation.load_model", load)
     monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     build(folder, speculative_config={"model": folder}, allow_runtime_lora_updating=True, max_loras=2)
-    assert [num_loras(config) for config in loaded] == [0]
+    assert [config.num_loras for config in loaded] == [0]
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

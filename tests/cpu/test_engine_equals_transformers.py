@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
 from engine.model_source import find_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import DeviceMemoryError
 from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 from engine.core.types import FinishReason, Request, SamplingParams, StepEvents

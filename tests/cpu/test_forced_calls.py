@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.model_source import find_model
 from engine.text.chat_format import ChatFormat
 from engine.text.reasoning import ReasoningTags

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError, QuireError
 from engine.model_check import check_model
 from engine.runtime.models.layers import Maker

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind

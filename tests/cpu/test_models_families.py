@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.load import load_model

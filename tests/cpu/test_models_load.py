@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.model_check import check_model
 from engine.runtime.models import linear

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.runtime.models import servable
 from engine.runtime.models.load import load_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.runtime.attention.base import LayerAttention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache

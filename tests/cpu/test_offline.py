@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import InvalidRequestError
 from engine.model_source import find_model
 from engine.runtime.models.decoder import Decoder

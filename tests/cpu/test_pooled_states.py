@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Pooling
 from engine.runtime.attention.base import CausalLM

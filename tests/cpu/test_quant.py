@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from test_weights_gguf import tiny, write
 from torch import Tensor
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model

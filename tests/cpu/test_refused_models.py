@@ -14,7 +14,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.core.config import EngineConfig, LoraModule
+from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_check import check_model
 from engine.runtime.models import servable
@@ -160,12 +160,12 @@ SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "num_speculative_tokens is 8, and --max-model-len is 4; a token and its drafts need 9",
     ),
     "offload-file": (
-        lambda at: ["--kv-offload-gib", "1", "--kv-offload-dir", "/dev/null"],
-        "--kv-offload-dir is '/dev/null', which cannot be used: /dev/null is no folder",
+        lambda at: ["--kv-offload-config", '{"host_gib": 1, "folder": "/dev/null"}'],
+        "--kv-offload-config: folder is '/dev/null', which cannot be used: /dev/null is no folder",
     ),
     "connector-file": (
-        lambda at: ["--role", "prefill", "--kv-connector-dir", "/dev/null/a"],
-        "--kv-connector-dir is '/dev/null/a', which cannot be used: /dev/null is no folder",
+        lambda at: ["--kv-transfer-config", '{"role": "prefill", "folder": "/dev/null/a"}'],
+        "--kv-transfer-config: folder is '/dev/null/a', which cannot be used: /dev/null is no folder",
     ),
     "model-name-too-long": (lambda at: ["a" * 5000], "File name too long"),
     "model-null": (lambda at: ["./\udcff" + "b" * 3], "There is no model at"),
@@ -242,7 +242,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_names_of_backends_are_those_of_the_table() -> None:
-    from engine.core.config import ATTENTION_BACKENDS
+    from engine.config import ATTENTION_BACKENDS
     from engine.runtime.attention.table import BACKENDS, GPU_BACKENDS, LIBRARIES
 
     assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS, *GPU_BACKENDS, *LIBRARIES}

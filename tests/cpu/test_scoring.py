@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from torch import Tensor
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM, SamplingParams

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.grammar import Grammar
 from engine.core.scheduler import Scheduler

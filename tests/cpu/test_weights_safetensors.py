@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.models.load import load_model

@@ -75,12 +75,8 @@ def test_prefixes_are_shared_unless_salted_or_switched_off() -> None:
 def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> None:
     flags = (
         *SMALL,
-        "--kv-offload-gib",
-        "0.05",
-        "--kv-offload-dir",
-        tmp_path / "blocks",
-        "--kv-offload-disk-gib",
-        "0.05",
+        "--kv-offload-config",
+        json.dumps({"host_gib": 0.05, "folder": str(tmp_path / "blocks"), "disk_gib": 0.05}),
     )
     with serve(*flags) as daemon:
         text = daemon.text(LONG)

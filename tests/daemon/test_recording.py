@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,10 @@ def test_a_recorded_daemon_replays_plan_for_plan(tmp_path: Path, contents: str) 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     assert "--record is" in refusal(*SMALL, "--record", tmp_path / "nowhere" / "history.jsonl")
-    assert "--kv-offload-dir" in refusal(
-        *SMALL, "--record", tmp_path / "it", "--kv-offload-gib", "0.1", "--kv-offload-dir", tmp_path / "kv"
+    assert "--kv-offload-config" in refusal(
+        *SMALL,
+        "--record",
+        tmp_path / "it",
+        "--kv-offload-config",
+        json.dumps({"host_gib": 0.1, "folder": str(tmp_path / "kv")}),
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.build import build_engine
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ComputeError, MemoryBudgetError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine

@@ -13,7 +13,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError, MemoryBudgetError
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.scheduler import Scheduler

@@ -206,7 +206,7 @@ def test_a_folder_that_has_become_unusable_costs_no_answer(
 def test_a_server_of_another_role_computes_nothing_for_others(live: Live) -> None:
     answer = httpx.post(f"{live.url}/v1/internal/prefill", json={"prompt": [1, 2, 3]})
     assert answer.status_code == 501
-    assert "--role prefill" in answer.json()["error"]["message"]
+    assert "role prefill in --kv-transfer-config" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [{"prompt": []}, {"prompt": [999_999]}, {"prompt": "text"}, {}, {"prompt": [1] * 600}])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness import CONFIG, END, VOCAB_SIZE, Gate, byte_tokenizer, eventually, parrot
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import (
     ComputeError,
     ConfigError,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows

@@ -7,19 +7,21 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.core.config import EngineConfig, LoraModule, num_loras
+from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_source import find_model
+from engine.setting import declared, section, to_flag
+from engine.setting import fault as fault_of
 from server.settings.app_config import AppConfig
-from server.settings.flags import GROUPS, flag, load_settings, make_parser, name_origins
-from server.settings.groups import LogFormat, SecuritySettings
-from server.settings.settings import Settings
+from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
+from server.settings.serve_config import ServeConfig
+from server.settings.settings import DECLARED, Settings, make_model, names_of, read_sources
 from server.settings.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -53,35 +55,62 @@ def test_every_application_setting_has_the_applications_default() -> None:
     assert made == AppConfig(model="m", served_model_names=("m",))
 
 
-def test_no_setting_belongs_to_two_groups() -> None:
-    names = [name for group in GROUPS for name in group.model_fields]
-    assert sorted(names) == sorted(set(names)) == sorted(Settings.model_fields)
+def test_a_setting_is_declared_once_and_under_a_known_heading() -> None:
+    names = [each.name for each in DECLARED]
+    assert len(names) == len(set(names))
+    assert {each.setting.group for each in DECLARED} == set(GROUPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleConfig:
+    """The worked example of CONTRIBUTING.md: to add a setting, add one such field to a configuration."""
+
+    max_wishes: int | None = section("HTTP")(None, "N", "most wishes a request may have", unset="3", at_least=1)
+
+
+def test_a_setting_is_added_by_one_field(tmp_path: Path) -> None:
+    """Its flag, variable, YAML key, type, bounds and line of --help follow from it."""
+    settings = (*DECLARED, *declared(ExampleConfig))
+    model = make_model(settings)
+    assert "--max-wishes N" in make_parser(settings).format_help()
+    given = vars(make_parser(settings).parse_args(["--max-wishes", "4"]))
+    file = tmp_path / "quire.yaml"
+    file.write_text("max-wishes: 6\n")
+    for flags, variables, value in (
+        (given, {"QUIRE_MAX_WISHES": "5"}, 4),
+        ({}, {"QUIRE_MAX_WISHES": "5", "QUIRE_CONFIG": str(file)}, 5),
+        ({"config": str(file)}, {}, 6),
+        ({}, {}, None),
+    ):
+        assert model(**read_sources(settings, flags, variables).values).max_wishes == value
+    assert fault_of(declared(ExampleConfig)[0], 0) == "it must be at least 1"
 
 
 def attributes_read(folder: Path, *owners: str) -> set[str]:
-    """The names read as `owner.name` anywhere below a folder."""
+    """The names read as `owner.name` or `something.owner.name` anywhere below a folder."""
     nodes = (node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
     return {
         node.attr
         for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in owners
+        if isinstance(node, ast.Attribute)
+        and (node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")) in owners
     }
 
 
 def test_every_setting_is_read_by_somebody() -> None:
     """EngineConfig's fields in the engine, the others in the server."""
     engine = {field.name for field in fields(EngineConfig)}
-    unread = engine - attributes_read(ROOT / "engine", "config")
+    unread = engine - attributes_read(ROOT / "engine", "config", "self")
     assert unread == set()
-    ours = set(Settings.model_fields) - (engine - {"model"})
-    assert ours - attributes_read(ROOT / "server", "settings", "self") == set()
+    ours = {each.attribute for each in declared(AppConfig, ServeConfig)}
+    read = attributes_read(ROOT / "server", "config", "app_config", "serve_config", "app", "settings", "self", "serve")
+    assert ours - read - {"config"} == set()
 
 
 def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
     text = make_parser().format_help()
-    for name, field in Settings.model_fields.items():
-        assert (flag(name) if name != "model" else "MODEL") in text
-        assert field.description
+    assert all((to_flag(name) if name != "model" else "MODEL") in text for name in names_of(DECLARED))
+    assert all(each.setting.help for each in DECLARED)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -145,10 +174,10 @@ def test_an_empty_variable_and_an_empty_file_say_nothing(tmp_path: Path, monkeyp
     file.write_text("")
     monkeypatch.setenv("QUIRE_SEED", "")
     monkeypatch.setenv("QUIRE_PORT", "")
-    assert load_settings(["--config", str(file)]) == Settings(config=file)
+    assert load_settings(["--config", str(file)]).model_dump() == Settings(config=file).model_dump()
 
 
-PROTECTIVE = [name for name in Settings.model_fields if name in SecuritySettings.model_fields]
+PROTECTIVE = [each.name for each in DECLARED if each.setting.group == "Security"]
 
 
 @pytest.mark.parametrize("name", PROTECTIVE)
@@ -254,7 +283,7 @@ def test_what_is_no_host_name_is_refused(given: str) -> None:
         (["--async-scheduling"], "async_scheduling", True),
         (["--served-model-name", "a", "b"], "served_model_name", ("a", "b")),
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
-        (["--log-format", "json"], "log_format", LogFormat.JSON),
+        (["--log-format", "json"], "log_format", "json"),
         (["--max-model-len", "auto"], "max_model_len", None),
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
@@ -279,8 +308,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
         "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
-        "--role", "decode", "--prefill-url", "http://a:1", "--prefill-timeout", "9",
-        "--kv-connector-dir", "/dev/shm/x", "--kv-connector-gib", "1",
+        "--kv-transfer-config",
+        '{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1}',
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -310,7 +339,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         prefill_url="http://a:1",
         prefill_timeout_s=9.0,
         kv_connector_dir=Path("/dev/shm/x"),
-        kv_connector_bytes=1 << 30,
+        kv_connector_gib=1.0,
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
@@ -329,17 +358,17 @@ def test_patterns_alone_leave_the_model_its_name() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--role", "decode"], "needs --prefill-url"),
-        (["--prefill-url", "http://a"], "is for --role decode"),
+        (["--role", "decode"], "needs prefill_url"),
+        (["--prefill-url", "http://a"], "is for the role decode"),
         (["--role", "decode", "--prefill-url", "a:1"], r"must be like http"),
         (["--role", "decode", "--prefill-url", "http://[::1"], r"must be like http"),
         (
             ["--role", "decode", "--prefill-url", "http://a", "--kv-offload-gib", "1"],
-            "does not go with --kv-offload-gib",
+            "does not go with --kv-offload-config",
         ),
         (["--role", "decode", "--prefill-url", "http://a", "--swap-space", "1"], "does not go with --swap-space"),
         (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
-        (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no place"),
+        (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no room"),
         (["--pinned-prefixes", "f", "--no-enable-prefix-caching"], "does not go with --no-enable-prefix-caching"),
     ],
 )
@@ -354,6 +383,60 @@ def test_what_is_set_reaches_the_engine() -> None:
     assert settings.app_config("here", "name").served_model_names == ("name",)
 
 
+# -- JSON settings of several keys, and their keys' old spellings -------------------------------------------------------
+
+OFFLOAD = '{"host_gib": 2, "folder": "/x"}'
+
+
+def test_a_json_setting_is_understood_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("kv-offload-config: {host_gib: 2, folder: /x}\n")
+    monkeypatch.setenv("QUIRE_KV_OFFLOAD_CONFIG", OFFLOAD)
+    by_variable = load_settings([])
+    monkeypatch.delenv("QUIRE_KV_OFFLOAD_CONFIG")
+    for settings in (
+        by_variable,
+        load_settings(["--kv-offload-config", OFFLOAD]),
+        load_settings(["--config", str(file)]),
+    ):
+        made = settings.engine_config("m")
+        assert (made.kv_offload_gib, made.kv_offload_dir, made.kv_offload_disk_gib) == (2.0, "/x", 8.0)
+        assert settings.notices == []
+
+
+def test_keys_from_several_sources_are_combined(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("kv-offload-config: {host_gib: 2, folder: /x}\n")
+    made = load_settings(["--config", str(file), "--kv-offload-config", '{"host_gib": 3}']).engine_config("m")
+    assert (made.kv_offload_gib, made.kv_offload_dir) == (3.0, "/x")
+
+
+def test_an_old_spelling_works_and_names_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_KV_OFFLOAD_DIR", "/x")
+    settings = load_settings(["--kv-offload-gib", "2"])
+    made = settings.engine_config("m")
+    assert (made.kv_offload_gib, made.kv_offload_dir) == (2.0, "/x")
+    assert settings.notices == [
+        '--kv-offload-dir is deprecated and goes with the next release; write --kv-offload-config \'{"folder": "/x"}\'.',
+        "--kv-offload-gib is deprecated and goes with the next release; write --kv-offload-config '{\"host_gib\": 2.0}'.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("{", "--kv-offload-config is '{', which is not JSON: "),
+        ("3", "--kv-offload-config is '3'; it must be a JSON object."),
+        ('{"host": 1}', "--kv-offload-config has no key 'host'; did you mean 'host_gib'?"),
+        ('{"x": 1}', "--kv-offload-config has no key 'x'; the keys are host_gib, folder, disk_gib."),
+        ('{"host_gib": "much"}', "--kv-offload-config: host_gib is 'much'; it must be a number."),
+        ('{"host_gib": -1}', "--kv-offload-config: host_gib is -1; it must be at least 0."),
+    ],
+)
+def test_a_wrong_json_setting_is_one_sentence(given: str, sentence: str) -> None:
+    assert fault("--kv-offload-config", given).startswith(sentence)
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -361,11 +444,11 @@ def test_what_is_set_reaches_the_engine() -> None:
     ("argv", "sentence"),
     [
         (["--port", "8x"], "--port is '8x'; it must be a whole number."),
-        (["--port", "70000"], "--port is '70000'; it must be at most 65535."),
-        (["--shutdown-timeout", "-1"], "--shutdown-timeout is '-1'; it must be at least 0."),
-        (["--shutdown-timeout", "nan"], "--shutdown-timeout is 'nan'; it must be at least 0."),
-        (["--stall-limit", "0"], "--stall-limit is '0'; it must be more than 0."),
-        (["--log-format", "xml"], "--log-format is 'xml'; choose 'text' or 'json'."),
+        (["--port", "70000"], "--port is 70000; it must be at most 65535."),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1; it must be at least 0."),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout is nan; it must be at least 0."),
+        (["--stall-limit", "0"], "--stall-limit is 0; it must be more than 0."),
+        (["--log-format", "xml"], "--log-format is 'xml'; choose one of text, json."),
         (["--max-body-bytes", "2 apples"], "--max-body-bytes is '2 apples'; it must be a size such as 2GiB, 512MB or 1048576."),
         (["--prot", "1"], "--prot is not an argument of `quire serve`; did you mean --port?"),
         (["--max-model-len", "all"], "--max-model-len is 'all'; it must be a whole number."),
@@ -384,7 +467,7 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], sentence: str) -> None:
     ("argv", "sentence"),
     [
         (["--lora-modules", "a=b", "a=c"], "--lora-modules names 'a' twice; give each adapter a name of its own."),
-        (["--lora-modules", "a=b", "b=c", "--max-loras", "1"], "--max-loras is 1, less than the 2 of --lora-modules; raise it."),
+        (["--lora-modules", "a=b", "b=c", "--max-loras", "1"], "--max-loras is 1, less than the number of --lora-modules; raise it."),
         (["--max-lora-rank", "0"], "--max-lora-rank is 0; it must be at least 1."),
     ],
 )  # fmt: skip
@@ -406,7 +489,7 @@ def test_adapters_that_cannot_be_are_refused(argv: list[str], sentence: str) -> 
     ],
 )
 def test_how_many_adapters_there_may_be(changes: dict[str, Any], number: int) -> None:
-    assert num_loras(EngineConfig(model="m", **changes)) == number
+    assert EngineConfig(model="m", **changes).num_loras == number
 
 
 def test_more_threads_than_a_machine_can_give_are_refused() -> None:
@@ -451,15 +534,15 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: str, sentence: str) -> N
 
 def test_a_later_fault_tells_where_its_settings_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quire.yaml"
-    file.write_text("max-num-seqs: 9")
-    monkeypatch.setenv("QUIRE_DTYPE", "float8")
-    argv = ["--config", str(file), "--block-size", "16"]
-    settings = load_settings(argv)
-    with pytest.raises(ConfigError, match="--dtype is 'float8'") as caught:
+    file.write_text("max-num-seqs: 9\nkv-offload-config: {folder: /x}")
+    monkeypatch.setenv("QUIRE_MAX_NUM_BATCHED_TOKENS", "8")
+    settings = load_settings(["--config", str(file), "--block-size", "16"])
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens is 8, less than --max-num-seqs") as caught:
         settings.engine_config("m")
-    assert name_origins(str(caught.value), settings, argv).endswith(" (--dtype was set by QUIRE_DTYPE.)")
-    told = name_origins("--max-num-seqs is 9 and --block-size is 16 and --seed is 0.", settings, argv)
-    assert told.endswith(f" (--max-num-seqs was set by {file}.)")
+    origins = f"--max-num-batched-tokens was set by QUIRE_MAX_NUM_BATCHED_TOKENS, --max-num-seqs was set by {file}"
+    assert name_origins(str(caught.value), settings).endswith(f" ({origins}.)")
+    told = name_origins("--kv-offload-config: folder is '/x' and --block-size is 16 and --seed is 0.", settings)
+    assert told.endswith(f" (--kv-offload-config was set by {file}.)")
 
 
 def test_secrets_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

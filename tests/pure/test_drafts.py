@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.draft_costs import FREE, DraftCosts, choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
-from engine.core.speculative_config import SpeculativeConfig
 from engine.core.step import StepPlan, count_agreeing
+from engine.speculative_config import SpeculativeConfig
 from tests.pure.driver import Driver, config, request
 
 FLAT = DraftCosts(plain=((1, 1.0), (8, 1.0), (16, 2.0)), checking=((1, 1.0), (8, 1.0), (16, 2.0)))
@@ -209,7 +209,7 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
         ("3", "it must be a JSON object"),
         ({}, "method is None; choose one of ngram, draft_model"),
         ({"method": "eagle"}, "method is 'eagle'; choose one of"),
-        ({"method": "ngram", "prompt_lookup": 3}, "'prompt_lookup', which nobody knows; did you mean 'prompt_lookup_"),
+        ({"method": "ngram", "prompt_lookup": 3}, "has no key 'prompt_lookup'; did you mean 'prompt_lookup_"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be from 1 to 32"),
         (
             {"method": "ngram", "num_speculative_tokens": "4"},

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.core.config import RECORD_CONTENTS, SchedulerConfig
+from engine.config import RECORD_CONTENTS
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request

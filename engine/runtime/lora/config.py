@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.core.config import LoraModule
+from engine.config import LoraModule
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
 from engine.regular_file import check_regular, read_json, reason
 

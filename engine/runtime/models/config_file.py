@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.regular_file import check_regular, read_json, reason
 from engine.runtime.models.families import FAMILIES

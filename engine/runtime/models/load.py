@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.core.config import EngineConfig, num_loras
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import CausalLM
@@ -37,7 +37,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
     quantization = _resolve_quantization(config, path, device, use_decoder)
     if quantization is Quantization.FP8:
         _require_fp8(device, dtype)
-    if num_loras(config):
+    if config.num_loras:
         _require_adaptable(config, dtype, quantization, use_decoder)
     try:
         if use_decoder:

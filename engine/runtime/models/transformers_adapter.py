@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionSpec, LayerAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.kv.tiers import Transport
 from engine.core.types import Progress
 from engine.runtime.transports.host import HostPool

@@ -49,7 +49,7 @@ def has_blocks(folder: Path, fingerprint: str) -> bool:
 
 
 def open_store(opening: Opening) -> DiskStore | None:
-    """Open the folder of --kv-offload-dir; None where there is none. Raises ConfigError."""
+    """Open the folder of --kv-offload-config; None where there is none. Raises ConfigError."""
     config, block_bytes = opening.config, opening.block_bytes
     if config.kv_offload_dir is None:
         return None
@@ -57,7 +57,7 @@ def open_store(opening: Opening) -> DiskStore | None:
     num_slots = int(config.kv_offload_disk_gib * (1 << 30)) // block_bytes
     if not num_slots:
         raise ConfigError(
-            f"--kv-offload-disk-gib is {config.kv_offload_disk_gib:g}, less than one block of K/V "
+            f"--kv-offload-config: disk_gib is {config.kv_offload_disk_gib:g}, less than one block of K/V "
             f"({block_bytes / (1 << 20):.2f} MiB); raise it."
         )
     store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes)
@@ -85,7 +85,9 @@ class DiskStore:
             os.ftruncate(self._blocks, num_slots * self._stride)  # it takes room as it is written to
             os.ftruncate(self._index, num_slots * _ENTRY_BYTES)
         except OSError as error:
-            raise ConfigError(f"--kv-offload-dir {folder} cannot be used: {error.strerror or error}.") from error
+            raise ConfigError(
+                f"--kv-offload-config: folder {folder} cannot be used: {error.strerror or error}."
+            ) from error
         self._checksums: dict[int, int] = {}  # by slot
         self._num_written = 0
         self.kept = self._read_index()  # from before: (digest, slot), oldest first
@@ -212,7 +214,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(file)
         raise ConfigError(
-            f"--kv-offload-dir {folder} is in use by another daemon; give each a folder of its own."
+            f"--kv-offload-config: folder {folder} is in use by another daemon; give each a folder of its own."
         ) from None
     return file
 
@@ -236,6 +238,6 @@ def _check_room(folder: Path, blocks: int, num_bytes: int, num_leaving: int) -> 
     if num_bytes > free:
         gib = 1 << 30
         raise ConfigError(
-            f"--kv-offload-disk-gib asks for {num_bytes / gib:.1f} GiB in {folder}, and {free / gib:.1f} are free there; set "
+            f"--kv-offload-config: disk_gib asks for {num_bytes / gib:.1f} GiB in {folder}, and {free / gib:.1f} are free there; set "
             f"it to at most {int(free / gib * 10) / 10:g}."
         )

@@ -56,7 +56,7 @@ def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:
     except (RuntimeError, MemoryError) as error:
         gib = num_blocks * size * pool[0].itemsize / _GIB
         raise MemoryBudgetError(
-            f"--swap-space and --kv-offload-gib need {gib:.2f} GiB of main memory, which there is not; lower them."
+            f"--swap-space and host_gib of --kv-offload-config need {gib:.2f} GiB of main memory, which is not free; lower them."
         ) from error
 
 

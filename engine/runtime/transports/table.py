@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from engine.core.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
 from engine.core.types import Progress
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_memory import available_memory
@@ -36,7 +37,7 @@ def open_tiers(
 
     Raises ConfigError or MemoryBudgetError.
     """
-    asked = {"--swap-space": config.swap_space, "--kv-offload-gib": config.kv_offload_gib}
+    asked = {"--swap-space": config.swap_space, "--kv-offload-config": config.kv_offload_gib}
     flags = [flag for flag, num_gib in asked.items() if num_gib]
     if not flags:
         return settings, {}

@@ -1,14 +1,13 @@
-"""What --speculative-config asks for, checked. vLLM's keys, where they mean the same."""
+"""Reads --speculative-config. The keys are vLLM's, where they mean the same. Any thread."""
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.core.errors import ConfigError
+from engine.setting import read_object, unknown_key
 
 METHODS = ("ngram", "draft_model")
 MAX_DRAFTS = 32
@@ -18,32 +17,28 @@ _FLAG = "--speculative-config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Who drafts, and how much at most. `model` and what follows are for draft_model, prompt_lookup_* for ngram."""
+    """How tokens are drafted, and how many at most. `model` and below are for draft_model, prompt_lookup_* for ngram."""
 
     method: str
     num_speculative_tokens: int = 4
-    prompt_lookup_min: int = 2  # tokens that have to agree with an earlier place ...
-    prompt_lookup_max: int = 4  # ... and that are tried first
+    prompt_lookup_min: int = 2  # shortest n-gram that is searched for in the text so far
+    prompt_lookup_max: int = 4  # longest, which is searched for first
     model: str | None = None
     revision: str | None = None
     quantization: str = "auto"
 
     @classmethod
     def read(cls, asked: str | Mapping[str, Any]) -> SpeculativeConfig:
-        """From JSON or what has been read from it. Raises ConfigError."""
-        values = _parse(asked) if isinstance(asked, str) else asked
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"""{_FLAG} is {asked!r}; it must be a JSON object, such as {{"method": "ngram"}}.""")
+        """Return the configuration in JSON, or in what was read from it. Raises ConfigError."""
+        values = read_object(_FLAG, asked)
         types = {field.name: field.type for field in fields(cls)}
         for key, value in values.items():
             if key not in types:
-                close = difflib.get_close_matches(str(key), types, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(types)}."
-                raise ConfigError(f"{_FLAG} has the key {key!r}, which nobody knows; {hint}")
+                raise unknown_key(_FLAG, key, types)
             wanted = int if types[key] == "int" else str
             if type(value) is not wanted:
-                what = "a whole number" if wanted is int else "a string"
-                raise ConfigError(f"{_FLAG}: {key} is {value!r}; it must be {what}.")
+                kind = "a whole number" if wanted is int else "a string"
+                raise ConfigError(f"{_FLAG}: {key} is {value!r}; it must be {kind}.")
         method = values.get("method") or ("draft_model" if "model" in values else None)
         if method not in METHODS:
             raise ConfigError(f"{_FLAG}: method is {method!r}; choose one of {', '.join(METHODS)}.")
@@ -55,7 +50,7 @@ class SpeculativeConfig:
         return cls(**{**_filled(values), "method": method})
 
     def check_vocabulary(self, num_tokens: int, of_target: int) -> None:
-        """Raise ConfigError if the draft model's tokens cannot be those of the model it drafts for."""
+        """Raise ConfigError if the draft model has another vocabulary than the model."""
         if num_tokens != of_target:
             raise ConfigError(
                 f"{_FLAG}: the draft model {self.model} has {num_tokens} tokens and the model {of_target}; choose one of "
@@ -63,7 +58,7 @@ class SpeculativeConfig:
             )
 
     def check_room(self, flag: str, room: int | None) -> None:
-        """Raise ConfigError if a token and its drafts are more than a step or a context may hold."""
+        """Raise ConfigError if a token and its drafts exceed a limit on tokens, `room`."""
         if room is not None and room <= self.num_speculative_tokens:
             raise ConfigError(
                 f"{_FLAG}: num_speculative_tokens is {self.num_speculative_tokens}, and {flag} is {room}; a token and its "
@@ -85,15 +80,8 @@ class SpeculativeConfig:
             )
 
 
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{_FLAG} is {text!r}, which is not JSON: {error}.") from None
-
-
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Where only one end of prompt_lookup_* was given, the other yields to it."""
+    """Return the values with the other end of prompt_lookup_* adjusted, where one was given."""
     filled = dict(values)
     if "prompt_lookup_max" in values:
         filled.setdefault("prompt_lookup_min", min(2, values["prompt_lookup_max"]))

@@ -1,0 +1,293 @@
+"""The engine's settings, each declared once: what a user asks for, before anything is known of the machine or the model.
+
+None means "choose for me"; engine/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
+setting (flag, variable, YAML key, --help, docs/reference.md) follows from its field here. Standard library and core only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from engine.core.config import FEW_TOKENS
+from engine.core.errors import ConfigError
+from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.queues import POLICIES
+from engine.setting import Conflict, check, feature, section
+from engine.speculative_config import SpeculativeConfig
+
+ATTENTION_BACKENDS = ("auto", "cpu_native", "cpu", "torch", "reference", "triton", "torch_varlen", "flashinfer")
+RECORD_CONTENTS = ("lengths", "ids")
+DEFAULT_MAX_LORAS = 8  # where adapters may be loaded while the daemon runs
+
+
+class LoraModule(NamedTuple):
+    """An adapter that is loaded at the start, by the name that requests have for it."""
+
+    name: str
+    path: str
+
+
+_model = section("Model")
+_device = section("Device and memory")
+_scheduling = section("Scheduling")
+_lora = section("LoRA adapters")
+_logging = section("Logging and configuration")
+_offload = feature("kv_offload_config", "Device and memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the user asks of the engine. Frozen and checked when made."""
+
+    model: str
+    revision: str | None = _model(None, "REV", "branch, tag or commit of a Hugging Face id", unset="its main branch")
+    load_format: str = _model(
+        "auto",
+        "",
+        "where weights come from; dummy makes random ones",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    model_impl: str = _model(
+        "auto", "", "whose model code runs; auto prefers Quire's", choices=("auto", "quire", "transformers")
+    )
+    dtype: str = _model(
+        "auto",
+        "",
+        "number format of weights, activations and KV cache",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str = _model(
+        "auto",
+        "",
+        "weights on a CPU: gguf as the file stores them (auto, unless --dtype names another format), or int8; on CUDA: fp8",
+        choices=("auto", "none", "gguf", "int8", "fp8"),
+    )
+    max_model_len: int | None = _model(
+        None,
+        "TOKENS",
+        "longest prompt plus answer; auto is the model's context, or as much of it as the KV pool holds",
+        unset="auto",
+        is_auto=True,
+        at_least=1,
+    )
+    seed: int = _model(0, "N", "seed of dummy weights")
+
+    device: str = _device(
+        "auto", "", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+    )
+    num_threads: int | None = _device(
+        None,
+        "N",
+        "CPU threads of the model",
+        unset="one per core",
+        short="--threads",
+        at_least=1,
+        at_most=1024,  # thread libraries end the process where the system gives no more
+    )
+    attention_backend: str = _device(
+        "auto",
+        "",
+        "attention implementation; auto takes the best one for the device",
+        choices=ATTENTION_BACKENDS,
+    )
+    cpu_kernels: str = _device(
+        "auto",
+        "",
+        "native kernels on a CPU; auto takes its best instruction set, off uses torch alone",
+        choices=("auto", "off", "portable", "avx2", "avx512", "avx512bf16"),
+    )
+    gpu_memory_utilization: float = _device(
+        0.9, "SHARE", "share of the GPU's memory that Quire may use", above=0, at_most=1
+    )
+    kv_cache_memory_bytes: int | None = _device(
+        None, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured", at_least=1
+    )
+    kv_cache_dtype: str = _device(
+        "auto",
+        "",
+        "number format of the KV pool; auto is the model's; int8, and on CUDA fp8, hold nearly twice the tokens",
+        choices=("auto", "int8", "fp8"),
+    )
+    block_size: int | None = _device(
+        16,
+        "TOKENS",
+        "tokens per KV block, a power of two; auto weighs speed against waste, for requests like those of the last run",
+        is_auto=True,
+        at_least=1,
+        at_most=1024,
+    )
+    swap_space: float = _device(
+        0.0, "GIB", "host memory for the K/V of preempted sequences; 0 recomputes it", at_least=0
+    )
+    kv_offload_gib: float = _offload(
+        "host_gib", 0.0, "GIB", "host memory for cached blocks that the KV pool has no room for", at_least=0
+    )
+    kv_offload_dir: str | None = _offload(
+        "folder", None, "DIR", "folder for cached blocks that survive a restart", unset="none"
+    )
+    kv_offload_disk_gib: float = _offload("disk_gib", 8.0, "GIB", "largest size of that folder", at_least=0)
+
+    max_num_seqs: int | None = _scheduling(
+        None, "N", "most sequences in one step", unset="chosen for the device", at_least=1
+    )
+    max_num_batched_tokens: int | None = _scheduling(
+        None, "N", "most tokens in one step", unset="chosen for the device", at_least=1
+    )
+    scheduling_policy: str = _scheduling("fcfs", "", "which request goes first", choices=tuple(POLICIES))
+    target_itl_ms: float | None = _scheduling(
+        None,
+        "MS",
+        "gap between two tokens that steps are kept within, by taking fewer prompt tokens",
+        unset="none; only long prompts are held back",
+        above=0,
+    )
+    target_ttft_ms: float | None = _scheduling(
+        None, "MS", "wait for the first token that long prompts are sped up to keep", unset="none", above=0
+    )
+    enable_prefix_caching: bool = _scheduling(True, "", "reuse the KV blocks of shared prompt prefixes")
+    prefix_cache_eviction: str = _scheduling(
+        "lru", "", "which cached blocks are evicted first", choices=tuple(EVICTION_POLICIES)
+    )
+    pinned_prefix_share: float = _scheduling(
+        0.25,
+        "SHARE",
+        "share of the KV pool, and of each tier behind it, that pinned prefixes may keep",
+        at_least=0,
+        below=1,
+    )
+    async_scheduling: bool | None = _scheduling(
+        None, "", "plan the next step while this one runs", unset="chosen for the device"
+    )
+    speculative_config: str | Mapping[str, Any] | None = _scheduling(
+        None,
+        "JSON",
+        'draft tokens ahead: {"method": "ngram"} from the text so far, or {"model": PATH} by a smaller model',
+        unset="off",
+    )
+    enforce_eager: bool = _scheduling(
+        False, "", "on CUDA, launch decode steps kernel by kernel instead of as CUDA graphs"
+    )
+    max_num_queued_reqs: int | None = _scheduling(
+        None, "N", "requests that may wait; more are refused with 429", unset="1024", at_least=1
+    )
+    max_num_queued_tokens: int | None = _scheduling(
+        None, "N", "prompt tokens that may wait; more are refused with 429", unset="8 times the KV pool", at_least=1
+    )
+
+    lora_modules: tuple[LoraModule, ...] = _lora(
+        (), "NAME=PATH", "adapters, folders saved by PEFT; requests name one as their model", unset="none"
+    )
+    max_loras: int | None = _lora(
+        None,
+        "N",
+        "most adapters held at once",
+        unset=f"those of --lora-modules; {DEFAULT_MAX_LORAS} if others may be loaded",
+        at_least=1,
+    )
+    max_lora_rank: int = _lora(64, "N", "highest rank that an adapter may have", at_least=1)
+    allow_runtime_lora_updating: bool = _lora(
+        False, "", "let clients load and unload adapters; they name paths of this machine, so set --api-key too"
+    )
+
+    record: str | None = _logging(
+        None,
+        "FILE",
+        "write the scheduler's inputs, without texts and keys, for `quire simulate replay FILE`; ends at 256 MiB",
+        unset="none",
+    )
+    record_contents: str = _logging(
+        "lengths",
+        "",
+        "recorded of prompts and answers: lengths and shared beginnings, or token ids",
+        choices=RECORD_CONTENTS,
+    )
+
+    def __post_init__(self) -> None:
+        check(self, CONFLICTS)
+        drafts = self.speculation
+        if drafts is not None:
+            drafts.check_room("--max-model-len", self.max_model_len)
+            drafts.check_room("--max-num-batched-tokens", self.max_num_batched_tokens)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Return --speculative-config, read. Raises ConfigError."""
+        return None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
+
+    @property
+    def num_loras(self) -> int:
+        """Return how many adapters may be held at once; 0 where there are never any."""
+        if not (self.lora_modules or self.allow_runtime_lora_updating):
+            return 0
+        least = DEFAULT_MAX_LORAS if self.allow_runtime_lora_updating else 0
+        return self.max_loras or max(len(self.lora_modules), least)
+
+    @property
+    def repeated_lora(self) -> str | None:
+        """Return a name that --lora-modules has twice, if there is one."""
+        names = [module.name for module in self.lora_modules]
+        return next((name for name in names if names.count(name) > 1), None)
+
+    def check_length(self, longest: int) -> None:
+        """Raise ConfigError if more positions are asked for than the model was made for."""
+        asked = self.max_model_len
+        if asked is not None and asked > longest:
+            raise ConfigError(
+                f"--max-model-len is {asked}, but the model was made for {longest} positions; set it to at most {longest}."
+            )
+
+    def of_draft(self, asked: SpeculativeConfig) -> EngineConfig:
+        """Return the settings that the draft model of `asked` is loaded with."""
+        assert asked.model is not None, "n-grams need no model"
+        return replace(
+            self,
+            model=asked.model,
+            revision=asked.revision,
+            quantization=asked.quantization,
+            max_model_len=None,
+            load_format=self.load_format if self.load_format == "dummy" else "auto",
+            lora_modules=(),
+            max_loras=None,
+            allow_runtime_lora_updating=False,
+        )
+
+
+# Settings that do not go together; `c` is the EngineConfig. server/settings/conflicts.py has the server's rows.
+CONFLICTS = (
+    Conflict(
+        lambda c: None not in (c.max_num_batched_tokens, c.max_num_seqs) and c.max_num_batched_tokens < c.max_num_seqs,
+        FEW_TOKENS,
+    ),
+    Conflict(
+        lambda c: c.block_size is not None and c.block_size & (c.block_size - 1),
+        "--block-size is {c.block_size}; it must be a power of two from 1 to 1024, or auto.",
+    ),
+    Conflict(
+        lambda c: c.speculation is not None and c.async_scheduling,
+        "--async-scheduling plans a step before the tokens of the last one are known, and --speculative-config needs them; "
+        "leave one of the two out.",
+    ),
+    Conflict(
+        lambda c: c.kv_offload_dir is not None and not c.kv_offload_gib,
+        "--kv-offload-config: folder is {c.kv_offload_dir!r}, and blocks go there through host memory; set host_gib, too, "
+        "such as 1.",
+    ),
+    Conflict(
+        lambda c: c.kv_offload_gib and not c.enable_prefix_caching,
+        "--kv-offload-config keeps blocks of the prefix cache, which is off; leave out one of the two.",
+    ),
+    Conflict(
+        lambda c: c.record is not None and c.kv_offload_dir is not None,
+        "--record does not cover the folder of --kv-offload-config; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: c.repeated_lora is not None,
+        "--lora-modules names {c.repeated_lora!r} twice; give each adapter a name of its own.",
+    ),
+    Conflict(
+        lambda c: len(c.lora_modules) > c.num_loras,
+        "--max-loras is {c.max_loras}, less than the number of --lora-modules; raise it.",
+    ),
+)

@@ -1,0 +1,207 @@
+"""Declares settings: a setting is one field of a frozen dataclass, with its default, unit, bounds and line of help.
+
+EngineConfig (engine/config.py) and the server's classes (server/settings/) consist of such fields. Flags, variables, YAML
+keys, --help and docs/reference.md are made from them, and `check` holds a configuration to its bounds and conflicts however
+it was made. Standard library only. Any thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from math import isfinite
+from operator import ge, gt, le, lt
+from typing import Any, NamedTuple, get_type_hints
+
+from engine.core.errors import ConfigError
+
+_METADATA = "setting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting as its field declares it, apart from the name, type and default."""
+
+    group: str  # heading of --help
+    unit: str  # "MS", "GIB", ...; "SIZE" also takes 2GiB, "JSON" an object
+    help: str
+    name: str = ""  # on the command line, where it differs from the field's
+    unset: str = ""  # meaning of a default of None or of no items
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    is_auto: bool = False  # "auto" stands for None
+    is_secret: bool = False
+    short: str = ""  # a second flag
+    feature: str = ""  # the JSON setting that this is a key of ...
+    key: str = ""  # ... and the key
+
+
+class Declared(NamedTuple):
+    """A setting with what its field says."""
+
+    name: str  # as flags, variables and YAML keys spell it
+    attribute: str  # of the dataclass
+    type: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def spelling(self) -> str:
+        """Return the setting as a sentence names it."""
+        feature = self.setting.feature
+        return f"{to_flag(feature)}: {self.setting.key}" if feature else to_flag(self.name)
+
+
+class Conflict(NamedTuple):
+    """One row of a table: a condition on a configuration that is refused, and the sentence to refuse it with."""
+
+    applies: Callable[[Any], object]
+    sentence: str  # `{c.name}` is a value of the configuration
+
+
+def section(group: str) -> Callable[..., Any]:
+    """Return a function that declares settings under one heading of --help: default, unit, help, further `Setting` fields."""
+
+    def declare(default: Any, unit: str, text: str, **more: Any) -> Any:
+        setting = Setting(group=group, unit=unit, help=text, **more)
+        return field(default=default, metadata={_METADATA: setting}, repr=not setting.is_secret)
+
+    return declare
+
+
+def feature(name: str, group: str) -> Callable[..., Any]:
+    """Return a function that declares keys of the JSON setting `name`: key, default, unit, help, further `Setting` fields.
+
+    The field's own name stays valid as a flag, variable and YAML key for one release; `expand` says so.
+    """
+    declare = section(group)
+
+    def declare_key(key: str, default: Any, unit: str, text: str, **more: Any) -> Any:
+        return declare(default, unit, text, feature=name, key=key, **more)
+
+    return declare_key
+
+
+@lru_cache
+def declared(*classes: type) -> tuple[Declared, ...]:
+    """Return the settings that dataclasses declare, in order."""
+    found = []
+    for cls in classes:
+        hints = get_type_hints(cls, include_extras=True)
+        for each in fields(cls):
+            setting = each.metadata.get(_METADATA)
+            if setting is not None:
+                name = setting.name or each.name
+                found.append(Declared(name, each.name, hints[each.name], each.default, setting))
+    return tuple(found)
+
+
+def to_flag(name: str) -> str:
+    """Return a setting's name as it is typed on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def fault(each: Declared, value: Any) -> str:
+    """Return what a value must be instead, or "" for one within the setting's bounds."""
+    setting = each.setting
+    if value is None or value == ():
+        return ""
+    if setting.choices:
+        return "" if value in setting.choices else f"choose one of {', '.join(setting.choices)}"
+    for bound, is_kept, words in (
+        (setting.at_least, ge, "at least"),
+        (setting.above, gt, "more than"),
+        (setting.at_most, le, "at most"),
+        (setting.below, lt, "less than"),
+    ):
+        if bound is not None and not is_kept(value, bound):
+            return f"it must be {words} {bound:g}"
+    return "it must be a finite number" if isinstance(value, float) and not isfinite(value) else ""
+
+
+def describe(value: Any) -> str:
+    """Return a value as a sentence shows it."""
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def check(config: object, conflicts: Sequence[Conflict]) -> None:
+    """Raise ConfigError for a configuration with a value out of bounds, or with a conflict."""
+    cls: type = type(config)
+    for each in declared(cls):
+        value = getattr(config, each.attribute)
+        wanted = fault(each, value)
+        if wanted:
+            raise ConfigError(f"{each.spelling} is {describe(value)}; {wanted}.")
+    check_conflicts(config, conflicts)
+
+
+def check_conflicts(config: Any, conflicts: Iterable[Conflict]) -> None:
+    """Raise ConfigError for the first row of the table that applies."""
+    for conflict in conflicts:
+        if conflict.applies(config):
+            raise ConfigError(conflict.sentence.format(c=config))
+
+
+def read_object(flag: str, given: object) -> Mapping[str, Any]:
+    """Return a JSON setting's keys and values, from JSON or what was read from it. Raises ConfigError."""
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ConfigError(f"{flag} is {given!r}, which is not JSON: {error}.") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
+    return values
+
+
+def unknown_key(flag: str, key: object, known: Iterable[str]) -> ConfigError:
+    """Return the error for a key that a JSON setting does not have."""
+    known = list(known)
+    close = difflib.get_close_matches(str(key), known, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}."
+    return ConfigError(f"{flag} has no key {key!r}; {hint}")
+
+
+def features(settings: Iterable[Declared]) -> dict[str, dict[str, Declared]]:
+    """Return the JSON settings by name, each with its keys."""
+    found: dict[str, dict[str, Declared]] = {}
+    for each in settings:
+        if each.setting.feature:
+            found.setdefault(each.setting.feature, {})[each.setting.key] = each
+    return found
+
+
+def expand(settings: Iterable[Declared], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return `given` with JSON settings replaced by the settings in them, and a notice for each old spelling.
+
+    Names that nothing declares are left as they are. Raises ConfigError for a JSON setting that is malformed.
+    """
+    known = features(settings)
+    keys = {each.name: each for own in known.values() for each in own.values()}
+    values: dict[str, Any] = {}
+    for name in known.keys() & given.keys():
+        flag = to_flag(name)
+        for key, value in read_object(flag, given[name]).items():
+            if key not in known[name]:
+                raise unknown_key(flag, key, known[name])
+            values[known[name][key].name] = value
+    old = [keys[name] for name in given if name in keys]
+    notices = [
+        f"{to_flag(each.name)} is deprecated and goes with the next release; write {to_flag(each.setting.feature)} "
+        f"'{json.dumps({each.setting.key: _in_json(given[each.name])}, default=str)}'."
+        for each in old
+    ]
+    return values | {name: value for name, value in given.items() if name not in known}, notices
+
+
+def _in_json(value: object) -> object:
+    """Return a value as JSON has it: a number instead of its text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

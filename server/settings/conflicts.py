@@ -1,0 +1,65 @@
+"""Settings of the server that do not go together: a table. `c` is the Settings; engine/config.py has the engine's rows."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from engine.setting import Conflict
+
+
+def _is_url(text: str) -> bool:
+    """Return whether a text is the address of a server, without a path."""
+    try:
+        parts = urlsplit(text)
+        has_address = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        return parts.scheme in ("http", "https") and has_address and parts.path in ("", "/")
+    except ValueError:
+        return False
+
+
+CONFLICTS = (
+    Conflict(
+        lambda c: c.role == "decode" and not c.prefill_url,
+        "--kv-transfer-config: role is 'decode', which needs prefill_url, the address of a prefill daemon.",
+    ),
+    Conflict(
+        lambda c: c.role != "decode" and c.prefill_url,
+        "--kv-transfer-config: prefill_url is for the role decode, and role is {c.role!r}; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: c.prefill_url and not _is_url(c.prefill_url),
+        "--kv-transfer-config: prefill_url is {c.prefill_url!r}; it must be like http://127.0.0.1:8001.",
+    ),
+    Conflict(
+        lambda c: c.role == "decode" and c.swap_space,
+        "--kv-transfer-config: role decode does not go with --swap-space; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: c.role == "decode" and (c.kv_offload_gib or c.kv_offload_dir),
+        "--kv-transfer-config: role decode does not go with --kv-offload-config; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: c.role == "decode" and c.record,
+        "--kv-transfer-config: role decode does not go with --record; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: c.role != "both" and not c.enable_prefix_caching,
+        "--kv-transfer-config: role {c.role} hands blocks over through the prefix cache; leave --enable-prefix-caching on.",
+    ),
+    Conflict(
+        lambda c: c.role != "both" and c.block_size is None,
+        "--kv-transfer-config: role {c.role} does not go with --block-size auto; name a size that both daemons use.",
+    ),
+    Conflict(
+        lambda c: c.protect_metrics and not (c.api_key or c.tenants),
+        "--protect-metrics needs a key to ask for; set --api-key or --tenants, too.",
+    ),
+    Conflict(
+        lambda c: c.pinned_prefixes and not c.pinned_prefix_share,
+        "--pinned-prefixes does not go with --pinned-prefix-share 0, which leaves no room for them; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: c.pinned_prefixes and not c.enable_prefix_caching,
+        "--pinned-prefixes does not go with --no-enable-prefix-caching; leave one of them out.",
+    ),
+)

@@ -1,0 +1,85 @@
+"""How text from flags, variables and YAML becomes a setting's value: the type that pydantic validates each setting as.
+
+Start-up thread.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, ByteSize, SecretStr
+from pydantic_core import PydanticCustomError
+
+from engine.config import LoraModule
+from engine.setting import Declared
+
+
+def type_of(each: Declared) -> Any:
+    """Return the type to validate a setting's value as."""
+    setting = each.setting
+    if setting.is_secret:
+        return Annotated[tuple[SecretStr, ...], BeforeValidator(_split_keys)]
+    if setting.is_auto:
+        return Annotated[each.type, BeforeValidator(_none_if_auto)]
+    if setting.unit == "SIZE":
+        return ByteSize | None if type(None) in get_args(each.type) else ByteSize
+    if each.type == tuple[LoraModule, ...]:
+        return Annotated[each.type, BeforeValidator(_read_modules)]
+    if each.type == tuple[str, ...]:
+        return Annotated[each.type, BeforeValidator(_split)]
+    return each.type
+
+
+def reveal(value: Any) -> Any:
+    """Return a validated value as the configurations hold it: secrets as plain text."""
+    if isinstance(value, tuple):
+        return tuple(item.get_secret_value() if isinstance(item, SecretStr) else item for item in value)
+    return value
+
+
+def _split(value: object) -> object:
+    """Return the items of a list, which variables and YAML strings separate with commas."""
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+def _split_keys(value: object) -> object:
+    """Return the items of a list of keys. Refuses an empty key: dropped, it would open the daemon to all."""
+    keys = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if isinstance(keys, list) and not (
+        keys and all(not isinstance(key, str) or (key and key == key.strip()) for key in keys)
+    ):
+        sentence = "a key is empty, or begins or ends with a space; give every key, or leave the setting out"
+        raise PydanticCustomError("empty_key", sentence)
+    return keys
+
+
+def _none_if_auto(value: object) -> object:
+    return None if value == "auto" else value
+
+
+def _read_modules(value: object) -> tuple[LoraModule, ...]:
+    """Return adapters given as name=path, or as objects of `name` and `path` like vLLM's."""
+    try:
+        if isinstance(value, str):
+            is_json = value.lstrip().startswith(("[", "{"))
+            value = json.loads(value) if is_json else [item.strip() for item in value.split(",") if item.strip()]
+        return tuple(_module(item) for item in (value if isinstance(value, list | tuple) else [value]))
+    except ValueError as error:
+        sentence = 'write each adapter as name=path, or as {"name": ..., "path": ...}'
+        raise PydanticCustomError("lora_modules", sentence) from error
+
+
+def _module(item: object) -> LoraModule:
+    if isinstance(item, LoraModule):
+        return item
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        item = json.loads(item)
+    elif isinstance(item, str):
+        name, _, path = item.partition("=")
+        item = {"name": name.strip(), "path": path.strip()}
+    if not isinstance(item, dict) or item.keys() != {"name", "path"}:
+        raise ValueError(item)
+    if not all(isinstance(text, str) and text for text in item.values()):
+        raise ValueError(item)
+    return LoraModule(item["name"], item["path"])
