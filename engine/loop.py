@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from engine.adapters import Adapters
-from engine.connector.base import Layout
 from engine.core.admission import check_request
 from engine.core.block_size import waste
 from engine.core.errors import (
@@ -31,6 +30,7 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
 )
+from engine.core.kv.page_table import Layout
 from engine.core.kv.tiers import Transport
 from engine.core.places import Door
 from engine.core.queue_limits import NO_LIMITS, QueueLimits

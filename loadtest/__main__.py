@@ -11,34 +11,26 @@ from pathlib import Path
 
 from engine.core.errors import QuireError
 from loadtest import (
+    beside,
     compare,
     eviction,
     front,
-    handoff,
     hostile,
     house,
-    latency,
     levers,
     perplexity,
     scheduler,
     steps,
     tiers,
 )
-from loadtest.arguments import OutputError, open_console, positive_float, positive_int, refuse_unwritable
+from loadtest.arguments import open_console, positive_float, positive_int, refuse_unwritable
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
-from loadtest.client import Client, ClientError, Target
-from loadtest.compare import CompareError
-from loadtest.daemon import DaemonError
-from loadtest.front import FrontError
-from loadtest.perplexity import PerplexityError
-from loadtest.plots import PlotError, draw_bench, require_matplotlib
+from loadtest.client import Client, Target
+from loadtest.errors import LoadtestError
+from loadtest.plots import draw_bench, require_matplotlib
 from loadtest.report import show, write_json
 from loadtest.simulation import calibrate, command, validate
-from loadtest.simulation.costs import CostError
-from loadtest.simulation.replica import SimulationError
-from loadtest.simulation.trace import TraceError
 from loadtest.tuning import command as tuning
-from loadtest.tuning.tuner import TuneError
 from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
 
 
@@ -213,10 +205,9 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
-    "handoff": ("measure what prefill on a daemon of its own does", handoff.add_options, handoff.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "house": ("measure the code itself", house.add_options, house.run),
-    "latency": ("measure what a long prompt does to those beside it", latency.add_options, latency.run),
+    "beside": ("measure what a long prompt does to requests beside it", beside.add_options, beside.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
@@ -244,22 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         refuse_unwritable(options)
         status: int = options.run(options)
-    except (
-        QuireError,
-        ClientError,
-        WorkloadError,
-        PlotError,
-        OutputError,
-        SimulationError,
-        TraceError,
-        CostError,
-        FrontError,
-        DaemonError,
-        CompareError,
-        PerplexityError,
-        TuneError,
-        OSError,
-    ) as error:
+    except (QuireError, LoadtestError, OSError) as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

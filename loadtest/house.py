@@ -1,4 +1,4 @@
-"""Measures the code itself: what one token runs through, and how large the rooms are. CONTRIBUTING.md quotes it.
+"""Measures the code itself: the lines that one token runs through, and the sizes of packages, for CONTRIBUTING.md.
 
 A warm streamed chat request to the real application over the real engine is traced on all threads: every function of
 `engine` and `server` that runs counts with all of its lines, and so does its file.
@@ -18,10 +18,17 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from loadtest.errors import LoadtestError
+
 ROOT = Path(__file__).parents[1]
 MAX_FUNCTION_LINES = 60
+BEGIN, END = "<!-- figures: python -m loadtest house --update CONTRIBUTING.md -->", "<!-- end of figures -->"
 _LOADED = "import sys, engine.core.scheduler; print(sum(name.startswith('engine.') for name in sys.modules))"
 _CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 12, "stream": True}
+
+
+class HouseError(LoadtestError):
+    """The figures cannot be written; the message says why."""
 
 
 class Row(NamedTuple):
@@ -29,6 +36,8 @@ class Row(NamedTuple):
 
     name: str
     value: str
+    wanted: str  # at most
+    detail: str = ""
 
 
 def trace_token() -> dict[str, int]:
@@ -75,33 +84,112 @@ def trace_token() -> dict[str, int]:
 
 
 def measure() -> list[Row]:
-    """All figures."""
+    """Return all figures."""
     traced = trace_token()
+    return [
+        Row("traced token: lines of the functions that run", f"{sum(traced.values()):,}", "2,700"),
+        Row(
+            "traced token: files / lines in them",
+            f"{len(traced)} / {sum(map(_count, traced_paths(traced))):,}",
+            "50 / 8,500",
+        ),
+        *measure_sources(),
+    ]
+
+
+def traced_paths(traced: dict[str, int]) -> list[Path]:
+    """Return the files of a trace."""
+    return [ROOT / name for name in traced]
+
+
+def measure_sources() -> list[Row]:
+    """Return the figures that need no model: they are read from the sources."""
     core, server = list(_sources("engine/core")), list(_sources("server"))
     tops = [path for path in server if path.parent == ROOT / "server"]
     loaded = subprocess.run([sys.executable, "-c", _LOADED], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S603
     from engine.core.sequence import Sequence
 
-    both = _total([*_sources("engine"), *server])
+    python = _total([*_sources("engine"), *server])
     long = [name for package in ("engine", "server", "loadtest") for name in _long_functions(package)]
+    circles = import_circles()
+    num_within = sum(map(len, circles.packages))
     return [
-        Row("lines of the functions of a warm streamed chat token", f"{sum(traced.values()):,}"),
-        Row("files they are in", f"{len(traced)}"),
-        Row("lines of these files", f"{sum(_count(ROOT / name) for name in traced):,}"),
-        Row("engine/core: files / lines", f"{len(core)} / {_total(core):,}"),
-        Row("modules that importing the scheduler loads", loaded.stdout.strip()),
-        Row("server: files at its top level / lines in all", f"{len(tops)} / {_total(server):,}"),
-        Row("engine and server: lines of Python", f"{both:,}"),
-        Row("loadtest: lines of Python", f"{_total(list(_sources('loadtest'))):,}"),
-        Row("slots of a Sequence", f"{len(Sequence.__slots__)}"),
-        Row("constants of engine/core that are numbers", f"{sum(map(_count_constants, core))}"),
-        Row(f"functions of more than {MAX_FUNCTION_LINES} lines", f"{len(long)} {' '.join(long)}".strip()),
+        Row("engine/core: files / lines", f"{len(core)} / {_total(core):,}", "34 / 5,600"),
+        Row("engine modules that importing the scheduler loads", loaded.stdout.strip(), "32"),
+        Row("server: files at its top level / lines", f"{len(tops)} / {_total(server):,}", "12 / 10,000"),
+        Row("engine and server: lines of Python", f"{python:,}", "30,000"),
+        Row("loadtest: lines of Python", f"{_total(list(_sources('loadtest'))):,}", "9,000"),
+        Row("slots of a Sequence", f"{len(Sequence.__slots__)}", "38"),
+        Row("tuned constants of engine/core", f"{sum(map(_count_constants, core))}", "35"),
+        Row("import circles: files / top packages", f"{len(circles.files)} / {len(circles.tops)}", "0 / 0"),
+        Row("inner packages that are part of an import circle", f"{num_within}", "0"),
+        Row(f"functions of more than {MAX_FUNCTION_LINES} lines", f"{len(long)}", "0", " ".join(long)),
     ]
+
+
+class Circles(NamedTuple):
+    """Groups that import each other: files, the top packages, and packages below them."""
+
+    files: list[list[str]]
+    tops: list[list[str]]
+    packages: list[list[str]]
+
+
+def import_circles() -> Circles:
+    """Find the import circles of quire, engine and server, wherever in a file the imports are.
+
+    A package and one that contains it are no circle: a package's own files may serve and wire what is inside.
+    """
+    paths = {_module(path): path for package in ("quire", "engine", "server") for path in _sources(package)}
+    files: Graph = {name: {each for each in _imports(path) if each in paths} - {name} for name, path in paths.items()}
+    tops: Graph = {}
+    packages: Graph = {}
+    for name, imported in files.items():
+        for other in imported:
+            tops.setdefault(name.partition(".")[0], set()).add(other.partition(".")[0])
+            ours, theirs = (paths[each].parent.relative_to(ROOT) for each in (name, other))
+            if not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)) and ours.parts[0] == theirs.parts[0]:
+                packages.setdefault(str(ours), set()).add(str(theirs))
+    return Circles(_circles(files), _circles(tops), _circles(packages))
+
+
+Graph = dict[str, set[str]]
+
+
+def _circles(graph: Graph) -> list[list[str]]:
+    """Return the groups of nodes that reach each other."""
+    reached = {node: _reachable(graph, node) for node in graph}
+    groups = {tuple(sorted(other for other in reached[node] if node in reached.get(other, ()))) for node in graph}
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def _reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    left = [start]
+    while left:
+        for node in graph.get(left.pop(), set()) - found:
+            found.add(node)
+            left.append(node)
+    return found
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _sources(package: str) -> Iterator[Path]:
     for path in sorted((ROOT / package).rglob("*.py")):
-        if path.stat().st_size:
+        if path.stat().st_size:  # an empty __init__.py is not a file to read
             yield path
 
 
@@ -137,9 +225,32 @@ def _long_functions(package: str) -> Iterator[str]:
                     yield f"{path.relative_to(ROOT)}:{node.name} ({num_lines})"
 
 
+def update(path: Path, rows: list[Row]) -> None:
+    """Replace the table between BEGIN and END in a document. Raises HouseError if it has no such place."""
+    text = path.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise HouseError(f"{path} has no {BEGIN} and {END}, where the figures go.")
+    lines = [
+        "| figure | now | wanted |",
+        "|---|---|---|",
+        *(f"| {row.name} | {row.value} | {row.wanted} |" for row in rows),
+    ]
+    path.write_text("\n".join([f"{head}{BEGIN}", *lines, f"{END}{tail}"]), encoding="utf-8")
+
+
+def read_table(path: Path) -> dict[str, str]:
+    """Return the figures that a document shows, by name."""
+    table = path.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()[3:]]
+    return {row[1]: row[2] for row in cells if len(row) > 2}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `house`."""
     parser.add_argument("--files", action="store_true", help="list the files that the token goes through, with lines")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="write the table into this document")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
@@ -152,7 +263,11 @@ def run(options: argparse.Namespace) -> int:
     rows = measure()
     width = max(len(row.name) for row in rows)
     for row in rows:
-        print(f"{row.name:<{width}}  {row.value}")
+        print(f"{row.name:<{width}}  {row.value}  (wanted: {row.wanted})  {row.detail}".rstrip())
+    for circle in import_circles().packages:
+        print(f"these packages import each other in a circle: {', '.join(circle)}")
+    if options.update:
+        update(options.update, rows)
     if options.json:
-        options.json.write_text(json.dumps(dict(rows), indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps({row.name: row.value for row in rows}, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -17,9 +17,12 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 
 from engine.core.types import Request
+from engine.handover import open_handover
 from engine.loop import Engine
+from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.limits import ModelLimits
 from engine.version import VERSION
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
@@ -29,19 +32,19 @@ from server.client import EngineClient
 from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
-from server.middleware import RequestScope
-from server.openai.limits import Limits
+from server.middleware import RequestScope, log_answer
 from server.openai.responses.store import ResponseStore
 from server.operations import live, unserved
-from server.operations.handoff import Receiver, Sender, open_exchange
+from server.operations.handoff import Receiver, Sender
 from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import GrammarCompiled, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
 
@@ -100,28 +103,54 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
 def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context:
     """Return the application's parts."""
     live_view = LiveView(engine)
-    exchange = None if config.role == "both" else open_exchange(engine, config)
+    handover = None
+    if config.role != "both":
+        handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
+    request_log = RequestLog()
+    telemetry = Telemetry(request_log, metrics.observe, log_answer)
+    emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
-    tenancy = Tenancy(config.api_keys, _tenants(config), metrics.tenants, shares_prefixes=config.share_prefix_cache)
+    limits = _limits(engine, tokenizer, config)
+    tenancy = Tenancy(
+        config.api_keys,
+        _tenants(config),
+        lambda tenant, limit: emit(TenantRefused(tenant, limit)),
+        shares_prefixes=config.share_prefix_cache,
+    )
     return Context(
         engine=engine,
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=Limits.of(engine.config, engine.vocab_size, tokenizer, config),
+        limits=limits,
+        preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
+        telemetry=telemetry,
         tenancy=tenancy,
         live=live_view,
         queue_status=QueueStatus(live_view),
-        ledger=Ledger(),
+        request_log=request_log,
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
-        grammars=GrammarCompiler(tokenizer, engine.vocab_size, metrics.grammar_compiled),
+        grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
         bodies=bodies,
         batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
-        sender=Sender(engine, exchange) if exchange and config.role == "prefill" else None,
-        receiver=Receiver(engine, exchange, config, metrics.handoff) if exchange and config.role == "decode" else None,
+        sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
+        receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
+        if handover and config.role == "decode"
+        else None,
+    )
+
+
+def _limits(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> ModelLimits:
+    return ModelLimits.of(
+        engine.config,
+        engine.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
 
 
@@ -135,8 +164,8 @@ async def _start(context: Context, prefixes: Sequence[Request]) -> None:
     if prefixes:
         await compute_prefixes(prefixes, context)
     if context.batches is not None and not context.client.is_draining:
-        background = _routed(replace(context, is_background=True))
-        context.batches.start(Dispatcher(background), Dispatcher(_routed(context)))
+        background, emit = _routed(replace(context, is_background=True)), context.telemetry.emit
+        context.batches.start(Dispatcher(background, emit), Dispatcher(_routed(context), emit))
 
 
 async def _stop(context: Context) -> None:
@@ -173,7 +202,7 @@ def _routed(context: Context, **options: Any) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """Return the middlewares, outermost first: log, refuse foreign web pages, allow origins, check the key."""
     config = context.config
-    stack = [Middleware(RequestScope, metrics=context.metrics)]
+    stack = [Middleware(RequestScope, emit=context.telemetry.emit)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:

@@ -209,8 +209,8 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
     from engine.text.draft_tokenizer import check_draft_tokenizer
+    from engine.text.fields.sampling import check_defaults
     from engine.text.tokenizer import load_tokenizer
-    from server.openai.sampling import check_defaults
 
     serve_config = plan.serve
     tokenizer = load_tokenizer(

@@ -11,7 +11,7 @@ Owned by the engine thread. Knows no clock (time is an argument), no tensors, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
@@ -24,6 +24,7 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
+from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.outcomes import Outcomes
 from engine.core.prompts import PromptPlanner
@@ -34,7 +35,6 @@ from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step import StepPlan, StepResult
-from engine.core.step_time import decode_load
 from engine.core.targets import Targets
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
@@ -46,7 +46,7 @@ class Scheduler:
         self.config = config
         self.stats = stats if stats is not None else Stats()
         targets = Targets(config.target_ttft_s, config.target_itl_s)
-        self._budget = StepBudget(config, targets)
+        self._budget = StepBudget(config)
         self._kv = KVCacheManager(config, self.stats, self._budget.times)
         self.tiers = self._kv.tiers
         self._predictor = LengthPredictor() if config.policy == "sjf" else None
@@ -134,12 +134,12 @@ class Scheduler:
         step = InFlightStep(planned_s=now)
         if self._kv.pool.num_available < len(self._queue.running):
             self._queue.arrange()  # some may be preempted
-        limit = self._budget.limit(has_foreground=self._queue.has_foreground)
+        allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
+        limit = allowance.num_tokens
         if self._queue.may_yield:
             self._admit_first(now, step)
-        due = self._queue.due(limit)
-        catching_up = self._plan_decodes(step, due)
-        allowance = self._budget.allowance(step.slices, limit - step.num_decodes)
+        catching_up = self._plan_decodes(step, self._queue.due(limit))
+        allowance.take_decodes(step.slices)
         admits = self._kv.has_slot or self._queue.has_takeable
         if allowance.num_tokens and (catching_up or (admits and self._queue.first_waiting is not None)):
             admitted = self._admit(now, step) if admits else ()
@@ -262,27 +262,20 @@ class Scheduler:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
-        self._learn(step, now)
+        # With overlap a step begins, as far as the device goes, when the one before it ends.
+        seconds = now - max(step.planned_s, self._committed_s)
+        self._committed_s = now
+        prompts = step.load if step.load.num_prompt_tokens else None
+        self._budget.observe(prompts, step.slices, sum(step.num_drafts.values()), seconds)
         self._kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
             self._departures.settle(seq)
         events = self._outcomes.take_in(step, result, now)
         self._queue.charge(step)
-        self._budget.committed()
         self._recorder.stepped(plan, now, is_background=next(step.all_sequences).is_background)
         self._queue.update_gauges()
         return events
-
-    def _learn(self, step: InFlightStep, now: float) -> None:
-        """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
-        has_prompts = step.load.num_prompt_tokens > 0
-        if step.slices and self._budget.is_due(has_prompts=has_prompts):
-            load = step.load if has_prompts else decode_load(step.slices)
-            if step.num_drafts:
-                load = load._replace(num_decodes=load.num_decodes + sum(step.num_drafts.values()))
-            self._budget.times.learn(load, now - max(step.planned_s, self._committed_s))
-        self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
         """Nothing of the plans in flight was computed, for want of memory: plan anew, steps half as large at first.
@@ -334,19 +327,17 @@ class Scheduler:
         """True if any sequence waits for a transfer, and for nothing else."""
         return bool(self._queue.parked)
 
-    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
-        """The blocks that hold the beginning of a prompt, computed and nobody's to write, at most so many."""
-        return self._kv.find_prefix(names, tokens, num_blocks)
+    @property
+    def kv(self) -> KVCacheManager:
+        """The K/V manager, for what is done between steps."""
+        return self._kv
 
-    def adopt_prefix(
-        self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, fill: Callable[[int, list[int]], None]
-    ) -> int:
-        """Take K/V that was computed elsewhere into the prefix cache; see Memory."""
-        assert not self.config.num_host_blocks, "what it drives out would be copied to the host too late"
-        return self._kv.adopt_prefix(names, tokens, num_blocks, len(self._queue.running), fill)
+    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> PrefixImport:
+        """Hold blocks for K/V that another engine computed, leaving one for each running sequence; see the manager."""
+        return self._kv.import_prefix(names, tokens, num_blocks, reserve=len(self._queue.running))
 
     def first_names(self, request: Request) -> list[bytes]:
-        """How the names of a request's blocks begin; see Memory."""
+        """Return how the names of a request's blocks begin; see the manager."""
         return self._kv.first_names(request)
 
     @property

@@ -121,6 +121,11 @@ class ChatFormat:
         return f"as in {self.tags.name}" if self.tags else "is not expected"
 
     @property
+    def expects_thoughts(self) -> bool:
+        """True if answers may have thoughts that are separated from the words."""
+        return self.tags is not None or self.has_channels
+
+    @property
     def takes_effort(self) -> bool:
         """Whether there is a way to make the model think more or less."""
         return bool(self.switches) or self.tag_ids is not None
@@ -142,11 +147,9 @@ class ChatFormat:
 
     def reader(
         self, dialect: Dialect | None, tools: Mapping[str, Mapping[str, Any]], *, begins_within: bool
-    ) -> Callable[[], MessageReader] | None:
-        """What makes a reader for each choice of an answer; None where nothing is to be found in it."""
+    ) -> Callable[[], MessageReader]:
+        """Return a factory that makes a reader for each choice of an answer."""
         tags = self.tags
-        if tags is None and dialect is None and not self.has_channels:
-            return None
 
         def make() -> MessageReader:
             if self.has_channels:

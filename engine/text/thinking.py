@@ -26,6 +26,14 @@ class TagIds(NamedTuple):
     closing: int
 
 
+class Thinking(NamedTuple):
+    """How thoughts come before an answer."""
+
+    tags: TagIds
+    begins_within: bool  # the prompt has opened them
+    budget: int | None  # tokens; None for as many as the model likes
+
+
 class _State(Enum):
     START = auto()  # the opening tag may come
     THOUGHTS = auto()
@@ -37,9 +45,8 @@ class ThinkingMatcher:
 
     __slots__ = ("_budget", "_grammar", "_inner", "_num_thoughts", "_past", "_state", "_tags")
 
-    def __init__(self, tags: TagIds, budget: int | None, inner: Grammar | None, *, begins_within: bool) -> None:
-        self._tags = tags
-        self._budget = budget
+    def __init__(self, thinking: Thinking, inner: Grammar | None) -> None:
+        self._tags, begins_within, self._budget = thinking
         self._num_thoughts = 0
         self._state = _State.THOUGHTS if begins_within else _State.START
         self._past: list[tuple[_State, bool]] = []  # of each token: the state before it, and whether it is the answer's
@@ -106,18 +113,14 @@ class ThinkingMatcher:
 class ThinkingGrammar:
     """Where matchers start."""
 
-    def __init__(
-        self, tags: TagIds, *, begins_within: bool, budget: int | None, inner: Grammar | None, end_ids: frozenset[int]
-    ) -> None:
-        self._tags = tags
-        self._begins_within = begins_within
-        self._budget = budget
+    def __init__(self, thinking: Thinking, *, inner: Grammar | None, end_ids: frozenset[int]) -> None:
+        self._thinking = thinking
         self._inner = inner
         self.end_ids = end_ids
 
     def start(self) -> ThinkingMatcher:
         """A matcher before the first token."""
-        return ThinkingMatcher(self._tags, self._budget, self._inner, begins_within=self._begins_within)
+        return ThinkingMatcher(self._thinking, self._inner)
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
         """A row of words for each matcher."""

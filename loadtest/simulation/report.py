@@ -32,55 +32,33 @@ def in_percent(ratio: float) -> str:
     return "-" if math.isnan(ratio) else f"{ratio:.1%}"
 
 
+_LATENCY = ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "e2e p50", "p99", "good", "fair")
+_WORK = [
+    "served",
+    "refused",
+    "429",
+    "s",
+    "out tok/s",
+    "busy",
+    "preempted",
+    "swapped",
+    "hits",
+    "blocks",
+    "most",
+    "waiting",
+]
+
+
 def show(rows: Sequence[Row], targets: Targets, console: Console) -> None:
-    """Latencies and goodput, then what it took, then each tenant."""
-    latency = Table(title="Latency, ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("workload", "variant"):
-        latency.add_column(column)
-    for column in ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99", "e2e p50", "p99", "good", "fair"):
-        latency.add_column(column, justify="right")
-    work = Table(title="Work", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("workload", "variant"):
-        work.add_column(column)
-    for column in (
-        "served",
-        "refused",
-        "429",
-        "s",
-        "out tok/s",
-        "busy",
-        "preempted",
-        "swapped",
-        "hits",
-        "blocks",
-        "most",
-        "waiting",
-    ):
-        work.add_column(column, justify="right")
+    """Print latencies and goodput, then the work done, then each tenant."""
+    latency = _table("Latency, ms", ("workload", "variant"), _LATENCY)
+    work = _table("Work", ("workload", "variant"), _WORK)
     previous = ""
     for row in rows:
-        each, name = row.figures, "" if row.workload == previous else row.workload
+        name = "" if row.workload == previous else row.workload
         previous = row.workload
-        spreads = (each.ttft_s, each.tpot_s, each.itl_s, each.e2e_s)
-        times = [in_ms(value) for spread in spreads for value in (spread.p50, spread.p99)]
-        fair = "-" if math.isnan(each.fairness) else f"{each.fairness:.3f}"
-        latency.add_row(name, row.variant, *times, in_percent(each.goodput_ratio), fair)
-        work.add_row(
-            name,
-            row.variant,
-            str(each.num_served),
-            str(each.num_refused + each.num_dropped),
-            str(each.num_rejected),
-            f"{each.end_s:.0f}",
-            f"{each.output_tokens_per_s:,.0f}",
-            in_percent(each.busy_ratio),
-            str(each.preemptions),
-            str(each.swapped),
-            in_percent(each.prefix_hit_ratio),
-            f"{each.mean_blocks_held:,.0f}",
-            f"{each.most_blocks_held:,}",
-            str(each.most_waiting),
-        )
+        latency.add_row(name, row.variant, *_latencies(row.figures))
+        work.add_row(name, row.variant, *_work(row.figures))
     console.print(latency)
     console.print(
         f"good: the share of requests with TTFT up to {targets.ttft_s * 1e3:g} ms and TPOT up to "
@@ -97,15 +75,35 @@ def show(rows: Sequence[Row], targets: Targets, console: Console) -> None:
     )
 
 
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name)
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    return table
+
+
+def _latencies(each: Figures) -> list[str]:
+    spreads = (each.ttft_s, each.tpot_s, each.itl_s, each.e2e_s)
+    times = [in_ms(value) for spread in spreads for value in (spread.p50, spread.p99)]
+    return [*times, in_percent(each.goodput_ratio), "-" if math.isnan(each.fairness) else f"{each.fairness:.3f}"]
+
+
+def _work(each: Figures) -> list[str]:
+    counts = (each.num_served, each.num_refused + each.num_dropped, each.num_rejected)
+    rates = (f"{each.end_s:.0f}", f"{each.output_tokens_per_s:,.0f}", in_percent(each.busy_ratio))
+    cache = (str(each.preemptions), str(each.swapped), in_percent(each.prefix_hit_ratio))
+    sizes = (f"{each.mean_blocks_held:,.0f}", f"{each.most_blocks_held:,}", str(each.most_waiting))
+    return [*map(str, counts), *rates, *cache, *sizes]
+
+
 def _show_tenants(rows: Sequence[Row], console: Console) -> None:
     """TTFT of each tenant; nothing where no trace names two."""
     if not any(row.figures.tenants for row in rows):
         return
-    table = Table(title="Tenants, TTFT and TPOT, ms", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("workload", "variant", "tenant"):
-        table.add_column(column)
-    for column in ("served", "TTFT p50", "p99", "TPOT p50", "p99", "good"):
-        table.add_column(column, justify="right")
+    figures = ("served", "TTFT p50", "p99", "TPOT p50", "p99", "good")
+    table = _table("Tenants, TTFT and TPOT, ms", ("workload", "variant", "tenant"), figures)
     for row in rows:
         for index, (name, each) in enumerate(row.figures.tenants.items()):
             heads = ("", "") if index else (row.workload, row.variant)
@@ -116,10 +114,8 @@ def _show_tenants(rows: Sequence[Row], console: Console) -> None:
 
 def show_recordings(replayed: Mapping[str, Replayed], console: Console) -> None:
     """Figures of each recording, and whether every plan was as recorded."""
-    table = Table(title="Recordings, ms", box=box.SIMPLE_HEAD)
-    table.add_column("recording")
-    for column in ("requests", "steps", "preempted", "TTFT p50", "p99", "ITL p50", "p99"):
-        table.add_column(column, justify="right")
+    names = ("requests", "steps", "preempted", "TTFT p50", "p99", "ITL p50", "p99")
+    table = _table("Recordings, ms", ("recording",), names)
     for name, done in replayed.items():
         figures = recording_figures(done)
         counts = [f"{figures[each]:,}" for each in ("requests", "steps", "preemptions")]

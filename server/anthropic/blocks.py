@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from engine.core.errors import InvalidRequestError, shorten
-from server.errors import unsupported
-from server.http.schema import RequestBody
+from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.fields.base import RequestBody
 from server.openai.retention import CacheControl, Place
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -46,7 +45,7 @@ class Block(RequestBody):
     def _look_at_type(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in _KINDS:
-            raise unsupported("messages", f"content of type {shorten(kind)!r} cannot be read; send text.")
+            raise UnsupportedError("messages", f"content of type {shorten(kind)!r} cannot be read; send text.")
         return data
 
     @model_validator(mode="after")

@@ -62,12 +62,6 @@ class ChunkTemplate:
         return self._head + b",".join([choice.json_bytes() for choice in choices]) + tail
 
 
-def new_call_id(prefix: str, length: int) -> str:
-    """A call's name for its result to be matched by; `length` characters where a model's template insists on that, else 0."""
-    unique = uuid.uuid4().hex
-    return unique[:length] if length else prefix + unique[:24]
-
-
 class ResponseFormatter(Protocol):
     """Shapes deltas as what a client of one API reads. One object an answer."""
 

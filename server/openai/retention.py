@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from server.http.schema import RequestBody
+from engine.text.fields.base import RequestBody
 
 # OpenAI's clients had both spellings, and a name of its own that retains nothing.
 Retention = Literal["in_memory", "in-memory", "24h"]

@@ -1,28 +1,24 @@
-"""Prefill on one daemon, decode on another: who asks, who is asked, and what happens when nobody answers.
+"""Negotiates the hand-over: a decode daemon has a prefill daemon compute prompts, and takes their K/V into its cache.
 
-A decode daemon has long prompts computed by a prefill daemon (--kv-transfer-config), takes their K/V into its own prefix cache
-and goes on as if it had been there all along, so an answer is the same with and without. Whatever goes wrong on that way,
-the prompt is computed here: a stream is never lost, only later. Event loop; the copies run on threads.
+The decode daemon (--kv-transfer-config) goes on as if the prefix cache had held the K/V all along, so an answer is the
+same with and without. If anything fails, the prompt is computed here: a stream may be late, it is never lost. Event
+loop; the copies run on threads (engine/handover.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from enum import Enum
-from pathlib import Path
 
 import httpx
 from pydantic import BaseModel
 
-from engine.connector.base import ParcelError
-from engine.connector.exchange import Exchange, Prefix
-from engine.connector.local import LocalConnector
-from engine.core.errors import ConfigError
+from engine.core.errors import ParcelError
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.types import Request
+from engine.handover import Handover, Prefix
 from engine.loop import Engine
 from server.settings.app_config import AppConfig
 
@@ -51,21 +47,21 @@ class HandoffOutcome(str, Enum):
 class Sender:
     """A prefill daemon's end."""
 
-    def __init__(self, engine: Engine, exchange: Exchange) -> None:
-        self._engine, self._exchange = engine, exchange
+    def __init__(self, engine: Engine, handover: Handover) -> None:
+        self._engine, self._handover = engine, handover
 
     def send(self, request: Request) -> tuple[str, int] | None:
         """Pack a computed prompt: the parcel's name and its blocks. Blocks; raises ParcelError."""
-        return self._exchange.send(_prefix(self._engine, request))
+        return self._handover.send(_prefix(self._engine, request))
 
 
 class Receiver:
     """A decode daemon's end."""
 
     def __init__(
-        self, engine: Engine, exchange: Exchange, config: AppConfig, count: Callable[[HandoffOutcome], None]
+        self, engine: Engine, handover: Handover, config: AppConfig, count: Callable[[HandoffOutcome], None]
     ) -> None:
-        self._engine, self._exchange, self._count = engine, exchange, count
+        self._engine, self._handover, self._count = engine, handover, count
         self._timeout_s = config.prefill_timeout_s
         key = config.api_keys[0] if config.api_keys else ""
         self._client = httpx.AsyncClient(
@@ -92,13 +88,13 @@ class Receiver:
             return  # nobody waits for it, or every position is computed for what is made of it
         prefix = _prefix(self._engine, request)
         try:
-            num_missing = await asyncio.to_thread(self._exchange.count_missing, prefix)
+            num_missing = await asyncio.to_thread(self._handover.count_missing, prefix)
             if num_missing < MIN_BLOCKS:
                 self._count(HandoffOutcome.SHORT)
                 return
             parcel = await asyncio.wait_for(self._ask(request), self._patience_s(request))
             if parcel is not None:
-                await asyncio.to_thread(self._exchange.receive, parcel, prefix)
+                await asyncio.to_thread(self._handover.receive, parcel, prefix)
         except Exception as error:
             self._note(HandoffOutcome.FAILED, f"{type(error).__name__}: {error}")
         else:
@@ -135,20 +131,6 @@ class Receiver:
         elif why and self._is_well:
             log.warning("Prompts are computed here, for %s did not hand one over (%s).", self._client.base_url, why)
         self._is_well = is_well or not why
-
-
-def open_exchange(engine: Engine, config: AppConfig) -> Exchange:
-    """The engine's side of the connector. Raises ConfigError."""
-    if engine.layout is None or not engine.config.enable_prefix_caching:
-        raise ConfigError(
-            "--kv-transfer-config hands blocks over through the prefix cache; leave --enable-prefix-caching on."
-        )
-    try:
-        folder = config.kv_connector_dir or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
-        connector = LocalConnector(folder, int(config.kv_connector_gib * (1 << 30)))
-    except ParcelError as error:
-        raise ConfigError(f"--kv-transfer-config: folder cannot be used: {error}.") from error
-    return Exchange(engine, connector, engine.layout)
 
 
 def _remote_salt(request: Request) -> str:

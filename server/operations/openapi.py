@@ -16,8 +16,9 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from engine.text.fields.base import RequestBody
 from engine.version import VERSION
-from server.http.schema import RequestBody, ResponseBody
+from server.http.schema import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.text.fields.base import RequestBody
 from server.app import routers
-from server.http.schema import RequestBody
 from server.openai.translated import PASSED_ON, TranslatedBody
 from server.operations.openapi import describe
 from server.settings.reference import settings_section

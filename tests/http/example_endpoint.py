@@ -8,8 +8,9 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import Response
 
+from engine.text.fields.base import RequestBody
 from server.context import InContext, json_body
-from server.http.schema import RequestBody, ResponseBody
+from server.http.schema import ResponseBody
 from server.operations.openapi import answers
 
 

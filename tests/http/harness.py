@@ -18,9 +18,9 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
-from engine.connector.base import Layout
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
+from engine.core.kv.page_table import Layout
 from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceSlice

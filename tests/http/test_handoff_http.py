@@ -16,7 +16,7 @@ from harness import Live, eventually
 from test_lifecycle import asked
 
 from engine.adapters import Adapters
-from engine.connector.local import LocalConnector
+from engine.runtime.transports.shared_memory import SharedMemory
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, until it is tired of it"  # 85 tokens, 5 blocks
 
@@ -180,16 +180,16 @@ def test_a_damaged_parcel_is_computed_anew(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     _, decode = pair
-    whole = LocalConnector.open
+    whole = SharedMemory.open
 
-    def damage(self: LocalConnector, name: str, layout: Any) -> Any:
+    def damage(self: SharedMemory, name: str, layout: Any) -> Any:
         path = folder / name
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
         return whole(self, name, layout)
 
-    monkeypatch.setattr(LocalConnector, "open", damage)
+    monkeypatch.setattr(SharedMemory, "open", damage)
     assert ask(decode)["choices"][0]["text"] == TEXT[:20]
     assert handoffs(decode) == {"failed": 1}
 
@@ -198,7 +198,7 @@ def test_a_folder_that_has_become_unusable_costs_no_answer(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, decode = pair
-    monkeypatch.setattr(LocalConnector, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(SharedMemory, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert ask(decode)["choices"][0]["text"] == TEXT[:20]
     assert handoffs(decode) == {"failed": 1}
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from engine.text.fields.structured import ResponseFormat
 from engine.text.grammars.spec import close_schema
 from engine.text.grammars.trial_process import to_guidance
 from engine.text.tools.dialects import DIALECTS
@@ -18,7 +19,6 @@ from engine.text.tools.offered import OfferedTool
 from engine.text.tools.parser import ToolParser
 from engine.text.tools.pieces import CallArguments, CallBegin
 from engine.text.tools.strict import free_text_grammar
-from server.openai.structured import ResponseFormat
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}

@@ -4,6 +4,7 @@
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
     publish, leave, hide                   what is computed can be found by others, or not
     suspend, discard, free                 a sequence is preempted, with a ticket to resume from; or it ends
+    import_prefix, finish, cancel          K/V that another engine computed
     begin, committed, rolled_back          a step that moves blocks
 
 Three rules live here. A whole prompt is claimed in one go, so a prompt that has started never stalls for memory. A block
@@ -13,18 +14,18 @@ before heads, so the prefix cache evicts them first. Owned by the scheduler, eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
+from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import Grant, InFlightStep
-from engine.core.kv.page_table import NEVER, blocks_for
+from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
 from engine.core.kv.tiers import Report, Tiers
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
-from engine.core.step_time import StepTime
 from engine.core.types import Request
 
 
@@ -40,6 +41,7 @@ class KVCacheManager:
         self._pins = Pins(stats, max_pinned)
         self.tiers = Tiers(config, stats, self._pins, times)
         self._listener = self.tiers if config.host_caching else None
+        self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = PrefixCache(
@@ -191,34 +193,42 @@ class KVCacheManager:
         sharer.kv.shares_tail = sharer.num_planned % self.block_size != 0
         sharer.kv.writable_until = 0 if sharer.kv.shares_tail else sharer.kv.capacity
 
+    # -- K/V of other engines ----------------------------------------------------------------------------------------
+
     def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
-        """The cached blocks that hold a prompt's beginning, at most so many."""
+        """Return the cached blocks that hold a prompt's beginning, at most so many."""
         return self._cache.match(list(names), tokens, num_blocks * self.block_size)
 
-    def adopt_prefix(
-        self,
-        names: Seq[bytes],
-        tokens: Seq[int],
-        num_blocks: int,
-        num_reserved: int,
-        fill: Callable[[int, list[int]], None],
-    ) -> int:
-        """Have the cache hold a prompt's first blocks, as far as blocks are available beyond `num_reserved`.
+    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
+        """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        `fill` is given how many it has, and the blocks after them to write to. Returns how many it has then.
+        They are to be filled, then `finish` or `cancel` is called once. Nobody finds or reuses them meanwhile, so bytes
+        that arrive late reach no other owner.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
         for block in hits:
             pool.fork(block)
-        count = min(num_blocks - len(hits), max(pool.num_available - num_reserved, 0))
-        blocks = hits + pool.alloc_many(count, after=hits[-1] if hits else -1)
-        try:
-            fill(len(hits), blocks[len(hits) :])
-            self._cache.register(chain, tokens, blocks, len(hits), len(blocks))
-        finally:
-            pool.free(*reversed(blocks))
-        return len(blocks)
+        count = min(num_blocks - len(hits), max(pool.num_available - reserve, 0))
+        imported = PrefixImport(chain, tokens, hits, len(hits))
+        imported.blocks += pool.alloc_many(count, after=hits[-1] if hits else -1)
+        self.tiers.host.overwritten(imported.to_fill)
+        self._imports[imported] = None
+        return imported
+
+    def finish(self, imported: PrefixImport) -> int:
+        """Have the cache find blocks that were imported and filled; returns how many of the prompt's it has."""
+        if imported not in self._imports:
+            return 0
+        self._cache.register(imported.chain, imported.tokens, imported.blocks, imported.num_found, len(imported.blocks))
+        self.cancel(imported)
+        return len(imported.blocks)
+
+    def cancel(self, imported: PrefixImport) -> None:
+        """Let go of an import's blocks, once nothing writes to them any more."""
+        if imported in self._imports:
+            del self._imports[imported]
+            self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
         """Show the prefix cache all blocks that are full and computed by now."""
@@ -309,7 +319,8 @@ class KVCacheManager:
     def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
         self.tiers.check_integrity([step.host_blocks for step in in_flight])
-        self.pool.check_integrity(seq.kv.blocks for seq in living)
+        imported = [each.blocks for each in self._imports]
+        self.pool.check_integrity([*(seq.kv.blocks for seq in living), *imported])
         self._cache.check_integrity()
         self._pins.check_integrity()
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])

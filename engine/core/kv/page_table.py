@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 NEVER = sys.maxsize
 
@@ -15,6 +16,14 @@ NEVER = sys.maxsize
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Return the number of blocks that `num_tokens` positions occupy."""
     return -(-num_tokens // block_size)
+
+
+class Layout(NamedTuple):
+    """What two engines have to agree on to exchange blocks."""
+
+    fingerprint: str  # of the weights, the types and the layout of a block
+    block_size: int  # tokens
+    block_bytes: int
 
 
 class Ticket:
@@ -82,3 +91,20 @@ class SequenceKV:
         self.chain = list(other.chain)
         self.num_published = other.num_published
         self.next_publish = other.next_publish
+
+
+class PrefixImport:
+    """Blocks of the pool for a prompt's first blocks, whose K/V another engine computed; none is in a page table.
+
+    The first `num_found` of `blocks` were cached already.
+    """
+
+    __slots__ = ("blocks", "chain", "num_found", "tokens")
+
+    def __init__(self, chain: list[bytes], tokens: Seq[int], blocks: list[int], num_found: int) -> None:
+        self.chain, self.tokens, self.blocks, self.num_found = chain, tokens, blocks, num_found
+
+    @property
+    def to_fill(self) -> list[int]:
+        """The blocks that the K/V is to be written to."""
+        return self.blocks[self.num_found :]

@@ -5,6 +5,7 @@ Immutable, and all that passes between the readers (engine/text/reasoning.py, en
 
 from __future__ import annotations
 
+import uuid
 from typing import NamedTuple, TypeAlias
 
 
@@ -33,3 +34,9 @@ class CallArguments(NamedTuple):
 
 
 Piece: TypeAlias = Reasoning | Content | CallBegin | CallArguments
+
+
+def new_call_id(prefix: str, length: int) -> str:
+    """Return a new id for a call; `length` characters where a model's template insists on a length, else 0."""
+    unique = uuid.uuid4().hex
+    return unique[:length] if length else prefix + unique[:24]

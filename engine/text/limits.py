@@ -1,4 +1,4 @@
-"""What this model and this server allow: the numbers that a request is held against before the engine sees it."""
+"""The limits of the served model and of the server's settings, checked before the engine sees a request. Any thread."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
 from engine.text.chat_format import ChatFormat
 from engine.text.detokenizer import Tokenizer
-from server.settings.app_config import AppConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds in tokens and ids, resolved once at start-up."""
+class ModelLimits:
+    """The served model as request processing sees it: bounds, tokenizer, chat format. Made once at start-up."""
 
     vocab_size: int
     max_model_len: int
@@ -26,40 +25,48 @@ class Limits:
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
     @classmethod
-    def of(cls, config: SchedulerConfig, vocab_size: int, tokenizer: Tokenizer, app: AppConfig) -> Limits:
+    def of(
+        cls,
+        config: SchedulerConfig,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+        *,
+        max_logprobs: int,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> ModelLimits:
+        """Return the limits of an engine and its tokenizer. Raises ConfigError for a parser that does not fit."""
         return cls(
             vocab_size=vocab_size,
             max_model_len=config.max_model_len,
             pool_tokens=config.num_blocks * config.block_size,
-            max_logprobs=app.max_logprobs,
+            max_logprobs=max_logprobs,
             has_priorities=config.policy in ("priority", "fair"),
             tokenizer=tokenizer,
-            chat_format=ChatFormat.of(
-                tokenizer, tool_call_parser=app.tool_call_parser, reasoning_parser=app.reasoning_parser
-            ),
+            chat_format=ChatFormat.of(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),
         )
 
     @property
     def call_id_length(self) -> int:
-        """Of a call's id, where the model's template insists on one; else 0."""
+        """The length of a call's id, where the model's template insists on one; else 0."""
         return self.chat_format.dialect.id_length if self.chat_format.dialect else 0
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raise InvalidRequestError if the model has no such token."""
+        """Raise InvalidRequestError for an id that the model does not have."""
         for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
                 message = f"{param} has the token id {shorten(str(token_id))}; ids of this model are 0 to {self.vocab_size - 1}."
                 raise InvalidRequestError(message, param=param)
 
     def check_length(self, text: str, param: str) -> None:
-        """Raise ContextLengthError if the text is too long whatever its tokens are.
+        """Raise ContextLengthError for a text that is too long whatever its tokens are.
 
-        Encoding costs a second and 180 MB for every million characters, so what cannot fit must not get that far.
+        Encoding costs a second and 180 MB for every million characters, so a text that cannot fit is not encoded.
         """
         self.check_num_chars(len(text), param)
 
     def check_num_chars(self, num: int, param: str) -> None:
-        """The same of a text that is not made yet."""
+        """Do the same for a text of so many characters that is not rendered yet."""
         most = self.max_model_len * self.tokenizer.max_token_chars
         if num > most:
             raise ContextLengthError(
@@ -71,14 +78,14 @@ class Limits:
             )
 
     def check_logprobs(self, wanted: int | None, param: str) -> None:
-        """Raise InvalidRequestError if more alternatives are asked for than this server gives."""
+        """Raise InvalidRequestError for more alternatives than this server returns."""
         if wanted is not None and wanted > self.max_logprobs:
             raise InvalidRequestError(
                 f"{param} is {wanted}; this server gives at most {self.max_logprobs}.", param=param
             )
 
     def rest_of_context(self, num_prompt: int, param: str) -> int:
-        """The most tokens that can follow a prompt. Raises ContextLengthError if there is room for none."""
+        """Return the most tokens that can follow a prompt. Raises ContextLengthError if there is room for none."""
         if num_prompt >= self.max_model_len:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, but {param} has {num_prompt}, "
@@ -91,5 +98,5 @@ class Limits:
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many items two sequences have in common at their beginning."""
+    """Return the length of the longest common prefix of two sequences."""
     return bisect_left(range(1, min(len(one), len(other)) + 1), True, key=lambda count: one[:count] != other[:count])

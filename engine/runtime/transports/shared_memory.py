@@ -1,12 +1,12 @@
-"""A KV connector between daemons of one machine: a parcel is a file in shared memory.
+"""Hands K/V blocks from one daemon of a machine to another: a parcel is a file in shared memory.
 
     header    magic, number of blocks and room for how many, tokens and bytes of a block, fingerprint
-    checks    a CRC-32 a block, of its place in the parcel and its bytes
-    blocks    from the next page on
+    checks    a CRC-32 of each block's place in the parcel and bytes
+    blocks    from the next page on, a prompt's first full blocks in order
 
-The sender writes under a name that nobody looks for and renames when all is there, so a daemon that dies leaves nothing
-half-read. Whoever opens a parcel removes it first; what nobody came for is swept by the next one that packs. The memory
-that parcels may take is bounded. Any thread.
+Only an engine with the same layout may open a parcel. The sender writes under a temporary name and renames when all is
+there, so a daemon that dies leaves nothing half-written. Opening a parcel removes it first; the next sender removes
+parcels that are stale. The memory that parcels may take is bounded. Any thread.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.connector.base import Layout, ParcelError, Rows
+from engine.core.errors import ParcelError
+from engine.core.kv.page_table import Layout
+
+Rows = NDArray[np.uint8]  # [blocks, bytes of a block]
 
 _MAGIC = b"quirekv1"
 _HEADER = struct.Struct("<8sIIQQ64s")
 _CHECK_BYTES, _PAGE = 4, 4096
 _SENT, _PACKING = ".parcel", ".packing"
-_STALE_S = 120.0  # nobody comes for a parcel after this long
+_STALE_S = 120.0  # a parcel that was not opened for this long is removed
 
 
-class LocalConnector:
+class SharedMemory:
     """Parcels in one folder, of at most `max_bytes` together."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """The folder is made if need be, for this user alone. Raises ParcelError if it cannot be, or is another user's."""
+        """Create the folder if it does not exist, for this user alone. Raises ParcelError if others may read it."""
         self._folder, self._max_bytes = folder, max_bytes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -44,8 +48,8 @@ class LocalConnector:
         if state.st_uid != os.getuid() or state.st_mode & 0o077:
             raise ParcelError(f"{folder} is open to other users; make it yours alone (chmod 700)")
 
-    def pack(self, layout: Layout, num_blocks: int) -> LocalParcel:
-        """A file as large as so many blocks. Raises ParcelError."""
+    def pack(self, layout: Layout, num_blocks: int) -> Parcel:
+        """Return a parcel with room for so many blocks: fill its rows, then send or drop it. Raises ParcelError."""
         size = _first_block(num_blocks) + num_blocks * layout.block_bytes
         taken = self._sweep()
         if taken + size > self._max_bytes:
@@ -60,10 +64,10 @@ class LocalConnector:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise ParcelError(f"{path} of {size >> 20} MiB cannot be written: {error.strerror}") from error
-        return LocalParcel(path, whole, layout, num_blocks)
+        return Parcel(path, whole, layout, num_blocks)
 
     def open(self, name: str, layout: Layout) -> Rows:
-        """Read, remove, check. Raises ParcelError."""
+        """Return a parcel's blocks, checked; the parcel is removed, whatever the outcome. Raises ParcelError."""
         if Path(name).name != name or not name.endswith(_SENT):
             raise ParcelError(f"{name!r} is not the name of a parcel")
         path = self._folder / name
@@ -78,7 +82,7 @@ class LocalConnector:
         return _checked(path, whole, layout)
 
     def _sweep(self) -> int:
-        """Remove what is stale; the bytes of the rest. Other daemons open and sweep meanwhile, so any file may be gone."""
+        """Remove stale parcels; returns the bytes of the rest. Other daemons remove files meanwhile, so any may be gone."""
         taken = 0
         for path in self._folder.iterdir():
             if path.suffix not in (_SENT, _PACKING):
@@ -92,15 +96,15 @@ class LocalConnector:
         return taken
 
 
-class LocalParcel:
-    """A file that is being filled."""
+class Parcel:
+    """A parcel that is being filled."""
 
     def __init__(self, path: Path, whole: Rows, layout: Layout, num_blocks: int) -> None:
         self._path, self._whole, self._layout = path, whole, layout
         self.rows: Rows = whole[_first_block(num_blocks) :].reshape(num_blocks, layout.block_bytes)
 
     def send(self, num_blocks: int) -> str:
-        """Checks, header, and the name under which it is found."""
+        """Seal the first so many blocks; returns the name that another daemon opens it by."""
         _, block_size, block_bytes = layout = self._layout
         checks = np.array([_check(index, row) for index, row in enumerate(self.rows[:num_blocks])], "<u4")
         self._whole[_HEADER.size : _HEADER.size + checks.nbytes] = checks.view(np.uint8)
@@ -113,12 +117,12 @@ class LocalParcel:
         return sent.name
 
     def drop(self) -> None:
-        """Remove it, if it has not been sent."""
+        """Remove the parcel, if it was not sent."""
         self._path.unlink(missing_ok=True)
 
 
 def _first_block(capacity: int) -> int:
-    """Where the blocks begin."""
+    """Return the offset of the first block."""
     return -(-(_HEADER.size + capacity * _CHECK_BYTES) // _PAGE) * _PAGE
 
 

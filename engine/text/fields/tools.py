@@ -1,4 +1,4 @@
-"""Tools in a request: what may be called, whether it must be, and calls of earlier turns. Names as OpenAI has them."""
+"""The fields of tools: which may be called, whether one must be, and calls of earlier turns. Pure data."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, shorten
+from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.fields.base import RequestBody
 from engine.text.tools.offered import OfferedTool
-from server.errors import unsupported
-from server.http.schema import RequestBody
 
 # OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 class Function(RequestBody):
-    """What a tool does. Whatever else it holds is for the chat template to read.
+    """A tool's function. Its other fields are for the chat template to read.
 
-    `strict` makes every call of it valid; else arguments are what the model writes, where a call is its own choice.
+    `strict` makes every call of it valid; otherwise a call that the model may leave out has the arguments it writes.
     """
 
     name: ToolName
@@ -37,7 +36,7 @@ class Function(RequestBody):
         return self
 
     def offered(self) -> OfferedTool:
-        """As the grammars of calls need it."""
+        """Return the tool as the grammars of calls need it."""
         return OfferedTool(self.name, self.parameters, self.strict)
 
 
@@ -51,7 +50,7 @@ class Tool(RequestBody):
 def without_hosted(data: Any, own: Collection[str | None]) -> Any:
     """Return a body without the tools that a provider would run, if tools of the types `own` stand beside them.
 
-    The model can do without them; what was dropped is left as an unknown field, which the client is told of.
+    The model can do without them. Each dropped type remains as an unknown field, which is reported to the client.
     """
     tools = data.get("tools") if isinstance(data, dict) else None
     if not isinstance(tools, list):
@@ -63,7 +62,7 @@ def without_hosted(data: Any, own: Collection[str | None]) -> Any:
     kept = [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in hosted]
     if not kept:
         wanted = next(kind for kind in own if kind is not None)
-        raise unsupported(
+        raise UnsupportedError(
             "tools",
             f"nothing here runs tools of type {shorten(min(hosted))!r}, and no others stand beside them; send tools of "
             f"type {wanted!r}, which the client runs.",
@@ -72,7 +71,7 @@ def without_hosted(data: Any, own: Collection[str | None]) -> Any:
 
 
 def check_tools(tools: list[Tool] | None) -> None:
-    """Raise InvalidRequestError for a list that has a name twice."""
+    """Raise InvalidRequestError for two tools with one name."""
     twice = next(
         (name for name, count in Counter(tool.function.name for tool in tools or ()).items() if count > 1), None
     )
@@ -81,7 +80,7 @@ def check_tools(tools: list[Tool] | None) -> None:
 
 
 class ToolChoice(NamedTuple):
-    """Whether the model may or must call; `name` is the one tool that it must."""
+    """Whether the model may or must call a tool; `name` is the one that it must call."""
 
     mode: Literal["none", "auto", "required", "named"]
     name: str | None = None
@@ -97,7 +96,7 @@ def _as_choice(value: Any) -> Any:
     return ToolChoice("named", name)
 
 
-Choice = Annotated[
+ToolChoiceField = Annotated[
     Any, BeforeValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | dict[str, Any])
 ]
 
@@ -107,12 +106,12 @@ class CalledFunction(RequestBody):
     arguments: str | dict[str, Any] = ""
 
     def arguments_object(self) -> Any:
-        """As chat templates expect them; what is not JSON stays the string that the model once wrote."""
+        """Return them as chat templates expect them; text that is not JSON stays the string that the model wrote."""
         if not isinstance(self.arguments, str):
             return self.arguments
         try:
             return json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):  # the latter of brackets, thousands deep
+        except (ValueError, RecursionError):  # RecursionError: brackets, thousands deep
             return self.arguments
 
 
@@ -124,6 +123,6 @@ class ToolCall(RequestBody):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Return the call as chat templates expect it."""
         function = {"name": self.function.name, "arguments": self.function.arguments_object()}
         return {"id": self.id, "type": self.type, "function": function}

@@ -1,19 +1,18 @@
 """The fields that constrain an answer: OpenAI's response_format and vLLM's structured_outputs. Pure data.
 
-Each becomes a GrammarSpec, or None where nothing is constrained. Whether the model is told what to write is the
-client's business: the answer is valid either way, better if the prompt asks for it.
+Each becomes a GrammarSpec, or None where it constrains nothing. The answer is valid whether or not the prompt asks for
+the format, but better if it does.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
+from engine.text.fields.base import RequestBody, refused_field
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec, close_schema
-from server.errors import refused_field
-from server.http.schema import RequestBody
 
 _MAX_TAGS = 256
 MAX_CHOICES = 2000  # beyond it llguidance's table for one step is full
@@ -21,7 +20,7 @@ _WHITESPACE = r"[\x20\x09\x0A\x0D]{0,40}"  # between JSON's tokens: a model that
 
 
 def _parsed(value: Any) -> Any:
-    """A schema may come as an object or as its text."""
+    """Return the object of a schema that came as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -35,6 +34,13 @@ def _is_schema(value: Any) -> Any:
     if not isinstance(value, dict | bool):
         raise ValueError("must be a JSON schema: an object, or true")
     return value
+
+
+class Constraint(NamedTuple):
+    """A grammar that an answer must follow, and the field that asks for it."""
+
+    spec: GrammarSpec
+    param: str
 
 
 Schema = Annotated[Any, AfterValidator(_is_schema), WithJsonSchema({"type": ["object", "boolean", "string"]})]
@@ -53,9 +59,9 @@ WhitespacePattern = Annotated[str, Field(max_length=200)]
 
 
 class JsonSchemaFormat(RequestBody):
-    """`strict` refuses keywords that cannot be enforced, else left out as OpenAI does, and takes objects to be closed.
+    """`strict` refuses keywords that cannot be enforced, which are otherwise left out, and closes objects.
 
-    See engine/text/grammars/spec.py for the latter.
+    See `close_schema` in engine/text/grammars/spec.py.
     """
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})
@@ -74,7 +80,7 @@ class Structure(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """What OpenAI calls it; `structural_tag` is vLLM's addition, with its fields beside the type."""
+    """OpenAI's field of that name; `structural_tag` is vLLM's addition, with its fields beside the type."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -97,6 +103,7 @@ class ResponseFormat(RequestBody):
         return self
 
     def spec(self) -> GrammarSpec | None:
+        """Return the grammar, or None for text."""
         if self.type == "json_object":
             return ANY_OBJECT._replace(whitespace=_WHITESPACE)
         if self.json_schema is not None:
@@ -106,7 +113,7 @@ class ResponseFormat(RequestBody):
         return self._tags() if self.structures else None
 
     def _tags(self) -> GrammarSpec:
-        """The longest trigger that a tag begins with is the one that calls for it."""
+        """Return the grammar of tags in free text. A tag belongs to the longest trigger that it begins with."""
         tags = []
         for structure in self.structures:
             fitting = [trigger for trigger in self.triggers if trigger and structure.begin.startswith(trigger)]
@@ -119,7 +126,7 @@ class ResponseFormat(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """vLLM's: exactly one of json, json_object, regex, choice, grammar and structural_tag."""
+    """vLLM's field of that name: exactly one of json, json_object, regex, choice, grammar and structural_tag."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
@@ -133,7 +140,7 @@ class StructuredOutputs(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _read_tag(cls, data: Any) -> Any:
-        """The tag comes as text."""
+        """Parse a structural tag, which comes as text."""
         if isinstance(data, dict) and isinstance(data.get("structural_tag"), str):
             return {**data, "structural_tag": _parsed(data["structural_tag"])}
         return data
@@ -152,7 +159,7 @@ class StructuredOutputs(RequestBody):
 
     @classmethod
     def of_guided(cls, kind: str, value: Any, whitespace_pattern: str | None) -> StructuredOutputs:
-        """Return what a field guided_`kind` of older versions of vLLM means."""
+        """Return the meaning of the field guided_`kind`, which older versions of vLLM have."""
         return cls.model_validate({kind: value, "whitespace_pattern": whitespace_pattern})
 
     def _constraints(self) -> dict[str, Any]:
@@ -160,6 +167,7 @@ class StructuredOutputs(RequestBody):
         return {name.rstrip("_"): getattr(self, name) for name in names}
 
     def spec(self) -> GrammarSpec | None:
+        """Return the grammar."""
         whitespace = self.whitespace_pattern if self.whitespace_pattern is not None else _WHITESPACE
         if self.disable_any_whitespace:
             whitespace = ""
@@ -174,3 +182,31 @@ class StructuredOutputs(RequestBody):
         if self.grammar is not None:
             return GrammarSpec(GrammarKind.LARK, self.grammar)
         return None if self.structural_tag is None else self.structural_tag.spec()
+
+
+class ConstraintFields(RequestBody):
+    """The fields of a request that constrain the answer; `guided_*` is from older versions of vLLM."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
+    guided_whitespace_pattern: WhitespacePattern | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Return every constraint on the answer; a valid request has one, perhaps in several fields."""
+        found: list[tuple[str, ResponseFormat | StructuredOutputs | None]] = []
+        guided = zip(
+            ("json", "regex", "choice", "grammar"),
+            (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
+            strict=True,
+        )
+        for kind, value in guided:
+            if value is not None and value is not False:
+                asked = StructuredOutputs.of_guided(kind, value, self.guided_whitespace_pattern)
+                found.append((f"guided_{kind}", asked))
+        found += [("structured_outputs", self.structured_outputs), ("response_format", self.response_format)]
+        specs = [(None if asked is None else asked.spec(), param) for param, asked in found]
+        return [Constraint(spec, param) for spec, param in specs if spec is not None]
