@@ -18,7 +18,6 @@ from engine.core.queues import POLICIES
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.scheduler import Scheduler
 from engine.offload import Offload
-from tests.examples import endpoint
 from tests.examples.cache_tier import CompressedStore, open_store
 from tests.examples.queue_key import short_prompts
 from tests.examples.queue_turns import TurnsQueue
@@ -63,11 +62,10 @@ def test_a_policy_with_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.app, "API", (*server.app.API, endpoint))
+    monkeypatch.setattr(server.app, "ENDPOINTS", [*server.app.ENDPOINTS, "tests.examples.endpoint"])
     with Live().serving() as live, httpx.Client(base_url=live.url) as client:
-        assert client.post("/v1/count", json={"text": "four"}).json() == {"num_tokens": 4}
-        assert client.post("/v1/count", json={"model": "another", "text": "four"}).status_code == 404
-        assert "/v1/count" in client.get("/openapi.json").json()["paths"]
+        assert client.post("/v1/count_words", json={"text": "one two three"}).json()["num_words"] == 3
+        assert "/v1/count_words" in client.get("/openapi.json").json()["paths"]
 
 
 class HostPages(list["array[int]"]):

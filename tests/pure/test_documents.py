@@ -16,8 +16,8 @@ PAGES = [ROOT / name for name in ("README.md", "SERVING.md", "CONTRIBUTING.md")]
 PAGES += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "reference.md")  # that one is generated
 MAX_WORDS = {"SERVING.md": 4500}
 MAX_LINES = {"README.md": 150}
-# Flags of other programs, in commands that use them.
-FOREIGN_FLAGS = {"--model_args", "--profile"}
+# Flags of other programs, in commands that use them, and of examples.
+FOREIGN_FLAGS = {"--model_args", "--profile", "--max-wishes"}
 
 
 @cache
