@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from engine.text.fields.base import RequestBody
 from engine.version import VERSION
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
