@@ -17,9 +17,9 @@ from starlette.middleware import Middleware
 from engine.handover import open_handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
+from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server import errors
 from server.anthropic import messages

@@ -16,11 +16,11 @@ from engine.core.adapter import Adapter
 from engine.core.errors import shorten
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.detokenizer import Tokenizer
 from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
+from engine.text.types import Tokenizer
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError

@@ -15,8 +15,8 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.model_source import find_model
 from engine.text.chat_format import ChatFormat
+from engine.text.grammars.thinking import TagIds
 from engine.text.reasoning import ReasoningTags
-from engine.text.thinking import TagIds
 from engine.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.settings.app_config import AppConfig
