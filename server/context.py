@@ -30,10 +30,11 @@ from server.middleware import IGNORED_FIELDS
 from server.openai.responses.store import ResponseStore
 from server.operations.handoff import Receiver, Sender
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
 from server.tenancy.tenant_file import DEFAULT
@@ -60,11 +61,12 @@ class Context:
     limits: ModelLimits
     preprocessor: ChatPreprocessor
     metrics: Metrics
+    telemetry: Telemetry
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
     queue_status: QueueStatus
-    ledger: Ledger
+    request_log: RequestLog
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
@@ -196,4 +198,4 @@ def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
     setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
     logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
     for name in names[:MAX_TOLD_FIELDS]:
-        context.metrics.ignored_field(name)
+        context.telemetry.emit(FieldIgnored(name))

@@ -87,15 +87,15 @@ class PromptPlanner:
 
     def _plan_long(self, long: list[Sequence], allowance: Allowance, now: float, step: InFlightStep) -> None:
         """Plan the part of the long ones: half is for the first, half for the one that is soonest through."""
-        seconds = allowance.share_long(long, now)
+        seconds = allowance.long_s(long, now)
         first, soonest = long[0], min(long, key=_num_to_plan)
         if soonest is first:
-            allowance.spare_s = seconds
+            allowance.seconds = seconds
             self._plan_chunk(first, allowance, step, least=1)
             return
-        allowance.spare_s = seconds / 2
+        allowance.seconds = seconds / 2
         self._plan_chunk(first, allowance, step, least=1)
-        allowance.spare_s += seconds / 2 if seconds < inf else 0.0
+        allowance.seconds += seconds / 2 if seconds < inf else 0.0
         self._plan_chunk(soonest, allowance, step)
 
     def _plan_chunk(self, seq: Sequence, allowance: Allowance, step: InFlightStep, least: int = 0) -> None:

@@ -35,7 +35,6 @@ from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step import StepPlan, StepResult
-from engine.core.step_time import decode_load
 from engine.core.targets import Targets
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
@@ -47,7 +46,7 @@ class Scheduler:
         self.config = config
         self.stats = stats if stats is not None else Stats()
         targets = Targets(config.target_ttft_s, config.target_itl_s)
-        self._budget = StepBudget(config, targets)
+        self._budget = StepBudget(config)
         self._kv = KVCacheManager(config, self.stats, self._budget.times)
         self.tiers = self._kv.tiers
         self._predictor = LengthPredictor() if config.policy == "sjf" else None
@@ -135,12 +134,12 @@ class Scheduler:
         step = InFlightStep(planned_s=now)
         if self._kv.pool.num_available < len(self._queue.running):
             self._queue.arrange()  # some may be preempted
-        limit = self._budget.limit(has_foreground=self._queue.has_foreground)
+        allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
+        limit = allowance.num_tokens
         if self._queue.may_yield:
             self._admit_first(now, step)
-        due = self._queue.due(limit)
-        catching_up = self._plan_decodes(step, due)
-        allowance = self._budget.allowance(step.slices, limit - step.num_decodes)
+        catching_up = self._plan_decodes(step, self._queue.due(limit))
+        allowance.take_decodes(step.slices)
         admits = self._kv.has_slot or self._queue.has_takeable
         if allowance.num_tokens and (catching_up or (admits and self._queue.first_waiting is not None)):
             admitted = self._admit(now, step) if admits else ()
@@ -263,27 +262,20 @@ class Scheduler:
         """Take in the oldest plan's outcome; returns what happened, in plan order."""
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
-        self._learn(step, now)
+        # With overlap a step begins, as far as the device goes, when the one before it ends.
+        seconds = now - max(step.planned_s, self._committed_s)
+        self._committed_s = now
+        prompts = step.load if step.load.num_prompt_tokens else None
+        self._budget.observe(prompts, step.slices, sum(step.num_drafts.values()), seconds)
         self._kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
             self._departures.settle(seq)
         events = self._outcomes.take_in(step, result, now)
         self._queue.charge(step)
-        self._budget.committed()
         self._recorder.stepped(plan, now, is_background=next(step.all_sequences).is_background)
         self._queue.update_gauges()
         return events
-
-    def _learn(self, step: InFlightStep, now: float) -> None:
-        """What the step took. With overlap it begins, as far as the device goes, when the one before it ends."""
-        has_prompts = step.load.num_prompt_tokens > 0
-        if step.slices and self._budget.is_due(has_prompts=has_prompts):
-            load = step.load if has_prompts else decode_load(step.slices)
-            if step.num_drafts:
-                load = load._replace(num_decodes=load.num_decodes + sum(step.num_drafts.values()))
-            self._budget.times.learn(load, now - max(step.planned_s, self._committed_s))
-        self._committed_s = now
 
     def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
         """Nothing of the plans in flight was computed, for want of memory: plan anew, steps half as large at first.

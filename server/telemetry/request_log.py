@@ -1,9 +1,8 @@
-"""The book of generating requests: all that are open, and the last RECENT that ended, of batches' lines as many besides.
+"""Records generating requests: all that are open, and the last RECENT that ended; batches' lines as many besides.
 
-No prompt and no answer is in it.
-
-Event loop. Found by the `x-request-id` of the answer's headers, or by the answer's own id, both names inside the owner's
-account; of two requests that an owner gave the same id the later one is found. GET /v1/requests/{id} reads it.
+No prompt and no answer is in a record. GET /v1/requests/{id} finds it by the `x-request-id` of the answer's headers, or by
+the answer's own id, both names within the owner's account; of two requests to which an owner gave the same id, the later
+one is found. Event loop.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
-_ORDER = ("running", "prefill", "preempted")  # the state of a request is that of its foremost sequence
+_ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Entry:
-    """One request; mutable while it is open."""
+class RequestRecord:
+    """One generating request; mutable while it is open."""
 
     request_id: str
     answer_id: str
@@ -37,8 +36,7 @@ class Entry:
     stream: bool
     requests: Sequence[Request]  # emptied at the end: they hold the prompts
     adapter: str | None
-    generation: Generation | None
-    ledger: Ledger
+    generation: Generation | None  # None once it has ended
     account: Account | None = None
     is_background: bool = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -46,7 +44,6 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.is_background = self.requests[0].is_background
-        self.ledger.open(self)
 
     @property
     def owner(self) -> str:
@@ -54,7 +51,7 @@ class Entry:
 
     @property
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Under which it is found: its owner, and either id."""
+        """Return the keys that it is found by: its owner, and either id."""
         return (self.owner, self.request_id), (self.owner, self.answer_id)
 
     @property
@@ -63,24 +60,22 @@ class Entry:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """For the log line."""
+        """Return the fields of the log line."""
         named: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
         return {} if self.generation is None else named | self.generation.history
 
     def close(self, status: int, seconds: float) -> None:
-        """The answer is over, whichever way."""
+        """Keep what the request came to, and drop its prompts. Idempotent."""
         if self.generation is None:
             return
         self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
         if self.account is not None:
-            generation = self.generation
-            self.account.close(generation.usage, generation.num_drawn_tokens, generation.timeline.spans())
+            self.account.close(self.generation.num_drawn_tokens)
         self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
         self.generation, self.requests = None, ()
-        self.ledger.close(self)
 
     def document(self, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
-        """What is told of it; `views` and `place` are how it stands in the engine, while it is open."""
+        """Return the record as JSON; `views` and `place` are its state in the engine, while it is open."""
         head = {
             "id": self.request_id,
             "object": "request",
@@ -128,7 +123,7 @@ class Entry:
         }
 
     def _history(self) -> list[dict[str, Any]]:
-        """Seconds since arrival; of several choices the slowest."""
+        """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
         assert self.generation is not None
         events, at_s = [("received", 0.0)], 0.0
         spans = self.generation.timeline.spans()
@@ -141,36 +136,39 @@ class Entry:
                 at_s += seconds
                 events.append((name, at_s))
         if not self.generation.usage.completion_tokens:
-            events = events[:2]  # nothing was drawn, so far
+            events = events[:2]  # no token was drawn so far
         if self.generation.timeline.is_dropped:
             events[1:] = [("dropped", at) for _, at in events[1:2]]
         return [{"event": name, "at_s": round(at, 3)} for name, at in events]
 
 
-class Ledger:
-    """Opens, closes and finds entries. Where too many have ended, the owner that has most of them loses its oldest."""
+class RequestLog:
+    """Opens, closes and finds records. Beyond RECENT that ended, the owner that has most of them loses its oldest."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], Entry] = {}  # by owner and each of their names
-        # Of clients that waited, and of the background, by owner.
-        self._ended: tuple[dict[str, deque[Entry]], dict[str, deque[Entry]]] = {}, {}
+        self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
+        # By owner: of clients, and of the background.
+        self._ended: tuple[dict[str, deque[RequestRecord]], dict[str, deque[RequestRecord]]] = {}, {}
 
-    def open(self, entry: Entry) -> None:
-        """From now on it can be found."""
-        self._entries.update(dict.fromkeys(entry.names, entry))
+    def open(self, record: RequestRecord) -> None:
+        """Add a record, so that it can be found."""
+        self._records.update(dict.fromkeys(record.names, record))
 
-    def close(self, entry: Entry) -> None:
-        """It has ended: the oldest that ended is forgotten for it, if there are many."""
-        ended = self._ended[entry.is_background]
-        ended.setdefault(entry.owner, deque()).append(entry)
+    def close(self, record: RequestRecord, status: int, seconds: float) -> None:
+        """Close a record; beyond RECENT, forget the oldest that ended."""
+        if record.generation is None:
+            return
+        record.close(status, seconds)
+        ended = self._ended[record.is_background]
+        ended.setdefault(record.owner, deque()).append(record)
         if sum(map(len, ended.values())) <= RECENT:
             return
         oldest = max(ended.values(), key=len).popleft()
         for name in oldest.names:
-            if self._entries.get(name) is oldest:
-                del self._entries[name]
+            if self._records.get(name) is oldest:
+                del self._records[name]
 
-    def find(self, owner: str, name: str) -> Entry | None:
-        """By the request's id, or the answer's with or without its prefix, among the owner's."""
+    def find(self, owner: str, name: str) -> RequestRecord | None:
+        """Return an owner's record by the request's id, or by the answer's with or without its prefix."""
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
-        return self._entries.get((owner, name)) or self._entries.get((owner, bare))
+        return self._records.get((owner, name)) or self._records.get((owner, bare))
