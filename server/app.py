@@ -123,7 +123,6 @@ def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=limits,
         preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
         telemetry=telemetry,

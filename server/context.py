@@ -58,7 +58,6 @@ class Context:
     client: EngineClient
     tokenizer: Tokenizer
     config: AppConfig
-    limits: ModelLimits
     preprocessor: ChatPreprocessor
     metrics: Metrics
     telemetry: Telemetry
@@ -76,6 +75,11 @@ class Context:
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
     is_background: bool = False  # what is asked here runs when nobody else needs the engine
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The limits of the served model."""
+        return self.preprocessor.limits
 
     def batch_service(self) -> BatchService:
         """Files and batches. Raises a 501 where there are none."""

@@ -49,13 +49,13 @@ class ChatPreprocessor:
     """`prepare` a conversation; `render` and `encode` are its first steps, for callers that only need the prompt."""
 
     def __init__(self, limits: ModelLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._tokenizer = limits.tokenizer
         self._format = limits.chat_format
 
     def render(self, chat: Conversation) -> str:
         """Return the prompt's text. Raises InvalidRequestError if the template refuses it, or it cannot fit."""
-        self._limits.check_num_chars(chat.num_chars, "messages")
+        self.limits.check_num_chars(chat.num_chars, "messages")
         chat_format = self._format
         messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
@@ -74,9 +74,9 @@ class ChatPreprocessor:
 
     def encode(self, chat: ChatFields, text: str) -> list[int]:
         """Return the token ids of a rendered prompt. Raises ContextLengthError for a text that cannot fit."""
-        self._limits.check_length(text, "messages")
+        self.limits.check_length(text, "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-        return truncated(chat, ids, self._limits)
+        return truncated(chat, ids, self.limits)
 
     def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt, if `render` was called before.
@@ -107,7 +107,7 @@ class ChatPreprocessor:
         )
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
-        limits, asked = self._limits, chat.asked_max_tokens
+        limits, asked = self.limits, chat.asked_max_tokens
         limits.check_logprobs(chat.top_logprobs, "top_logprobs")
         return sampling_params(
             chat,
