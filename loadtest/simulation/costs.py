@@ -17,11 +17,12 @@ from typing import Any
 
 from engine.core.draft_costs import DraftCosts, lower_hull
 from engine.core.step import StepPlan
+from loadtest.errors import LoadtestError
 
 DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
 
 
-class CostError(ValueError):
+class CostError(LoadtestError):
     """A file of costs cannot be used; the message says which and why."""
 
 
