@@ -23,22 +23,14 @@ from loadtest import (
     steps,
     tiers,
 )
-from loadtest.arguments import OutputError, open_console, positive_float, positive_int, refuse_unwritable
+from loadtest.arguments import open_console, positive_float, positive_int, refuse_unwritable
 from loadtest.bench import PATHS, Asking, Level, Sweep, first_model
-from loadtest.client import Client, ClientError, Target
-from loadtest.compare import CompareError
-from loadtest.daemon import DaemonError
-from loadtest.front import FrontError
-from loadtest.house import HouseError
-from loadtest.perplexity import PerplexityError
-from loadtest.plots import PlotError, draw_bench, require_matplotlib
+from loadtest.client import Client, Target
+from loadtest.errors import LoadtestError
+from loadtest.plots import draw_bench, require_matplotlib
 from loadtest.report import show, write_json
 from loadtest.simulation import calibrate, command, validate
-from loadtest.simulation.costs import CostError
-from loadtest.simulation.replica import SimulationError
-from loadtest.simulation.trace import TraceError
 from loadtest.tuning import command as tuning
-from loadtest.tuning.tuner import TuneError
 from loadtest.workload import Job, Length, WorkloadError, arrivals, dataset, synthetic
 
 
@@ -243,23 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         refuse_unwritable(options)
         status: int = options.run(options)
-    except (
-        QuireError,
-        ClientError,
-        WorkloadError,
-        PlotError,
-        OutputError,
-        SimulationError,
-        TraceError,
-        CostError,
-        FrontError,
-        HouseError,
-        DaemonError,
-        CompareError,
-        PerplexityError,
-        TuneError,
-        OSError,
-    ) as error:
+    except (QuireError, LoadtestError, OSError) as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from loadtest.errors import LoadtestError
+
 _WRITTEN = ("output", "json", "plot", "save_trace")  # the options that name a file to be written
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDE = 200  # columns for tables that go to a file or a pipe: as many as they need
 
 
-class OutputError(Exception):
+class OutputError(LoadtestError):
     """A file that is to be written cannot be; the message says which and why."""
 
 

@@ -1,8 +1,8 @@
 """A lean HTTP/1.1 client for OpenAI-compatible event streams, and the times at which their chunks arrive.
 
-It is written on asyncio's transports because a load generator must not be what is measured: a general client spends
-more on one chunk than the server it drives (loadtest/front.py measures this client's own ceiling). One timestamp is
-taken for each piece of the socket's data, before anything is parsed. Connections are kept alive and reused.
+It is written on asyncio's transports because a load generator must not be the bottleneck: a general client spends more
+on one chunk than the server it drives. One timestamp is taken for each piece of the socket's data, before anything is
+parsed. Connections are kept alive and reused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from loadtest.errors import LoadtestError
+
 DONE = b"[DONE]"
 
 OnData = Callable[[float, bytes], None]  # arrival time of a piece of the body, and the piece
 
 
-class ClientError(Exception):
+class ClientError(LoadtestError):
     """The exchange failed; the message is one sentence for the report's error table."""
 
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from loadtest.bench import Asking, Level, Sweep
 from loadtest.client import Client, ClientError, Target
 from loadtest.comparison import IDLE_LOAD, ROOT, Drive, Results, describe_host
+from loadtest.errors import LoadtestError
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
 from loadtest.peers.shapes import SHAPES
 from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
@@ -36,7 +37,7 @@ _MODELS = tuple(SHAPES)
 _MARGIN_TOKENS = 64  # of a context, above what a workload's words should take
 
 
-class CompareError(Exception):
+class CompareError(LoadtestError):
     """The comparison cannot be made; one sentence."""
 
 

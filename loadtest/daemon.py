@@ -12,10 +12,12 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from loadtest.errors import LoadtestError
+
 _START_LIMIT_S = 180.0
 
 
-class DaemonError(Exception):
+class DaemonError(LoadtestError):
     """The daemon did not start; one sentence."""
 
 

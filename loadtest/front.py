@@ -1,7 +1,7 @@
 """Measures the HTTP front alone: the real app and engine thread over a runner that only invents tokens.
 
-Server and client each get a core of their own. The client's ceiling is measured first, against ready-made bytes, so
-that a figure near it is known to be the client's and not the front's. Server CPU is read from the kernel's accounting.
+Server and client each get a core of their own; a client that is busy all the time is the limit, and not the front.
+Server CPU is read from the kernel's accounting.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 
 from loadtest.bench import Asking, closed_loop
 from loadtest.client import Client, Outcome, Target
+from loadtest.errors import LoadtestError
 from loadtest.workload import Job
 
 TARGET_EVENTS_PER_S = 10_000
 
 
-class FrontError(Exception):
+class FrontError(LoadtestError):
     """The measurement could not be made; the message says why."""
 
 
@@ -106,32 +107,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the client's ceiling, then the front. 1 if a stream failed."""
+    """Measure and print. 1 if a stream failed."""
     cores = sorted(os.sched_getaffinity(0))
     server_core = cores[-1] if len(cores) > 1 else None
     if server_core is not None:
         os.sched_setaffinity(0, {cores[0]})
-    found = {}
     try:
-        for name, module, arguments in (
-            ("client alone", "loadtest.canned", []),
-            ("front", "loadtest.fake_server", [str(options.step_ms)]),
-        ):
-            with child(module, server_core, arguments) as (process, port):
-                figures = asyncio.run(drive(port, process.pid, options.streams, options.tokens, options.endpoint))
-            found[name] = figures
-            print(
-                f"{name:<18}{figures.events_per_s:>10,.0f} events/s   server {figures.cpu_us_per_event:>6.1f} us/event"
-                f"   client busy {figures.client_busy:>4.0%}   {figures.tokens_per_event:.2f} tokens/event"
-                f"   {figures.failed} failed"
-            )
+        with child("loadtest.fake_server", server_core, [str(options.step_ms)]) as (process, port):
+            found = asyncio.run(drive(port, process.pid, options.streams, options.tokens, options.endpoint))
     finally:
         os.sched_setaffinity(0, cores)
-    front = found["front"].events_per_s
-    print(f"target {TARGET_EVENTS_PER_S:,} events/s: {'met' if front >= TARGET_EVENTS_PER_S else 'missed'}")
+    print(
+        f"{found.events_per_s:,.0f} events/s   server {found.cpu_us_per_event:.1f} us/event   client busy "
+        f"{found.client_busy:.0%}   {found.tokens_per_event:.2f} tokens/event   {found.failed} failed"
+    )
+    print(
+        f"target {TARGET_EVENTS_PER_S:,} events/s: {'met' if found.events_per_s >= TARGET_EVENTS_PER_S else 'missed'}"
+    )
     if server_core is None:
         print("server and client shared the only core, so both figures are too low.")
     if options.json:
-        document = {name: asdict(figures) for name, figures in found.items()}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 1 if found["front"].failed else 0
+        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    return 1 if found.failed else 0

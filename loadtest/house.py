@@ -18,6 +18,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from loadtest.errors import LoadtestError
+
 ROOT = Path(__file__).parents[1]
 MAX_FUNCTION_LINES = 60
 BEGIN, END = "<!-- figures: python -m loadtest house --update CONTRIBUTING.md -->", "<!-- end of figures -->"
@@ -25,7 +27,7 @@ _LOADED = "import sys, engine.core.scheduler; print(sum(name.startswith('engine.
 _CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 12, "stream": True}
 
 
-class HouseError(Exception):
+class HouseError(LoadtestError):
     """The figures cannot be written; the message says why."""
 
 

@@ -26,11 +26,12 @@ from rich.progress import Progress
 
 from engine.core.types import Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
+from loadtest.errors import LoadtestError
 
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
-class PerplexityError(Exception):
+class PerplexityError(LoadtestError):
     """The text cannot be scored; one sentence."""
 
 

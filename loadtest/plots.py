@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.client import Outcome
+from loadtest.errors import LoadtestError
 from loadtest.report import Point, gaps, ttfts
 
 _COMPARED = ("out tok/s", "TTFT p50 ms", "TTFT p99 ms", "ITL p50 ms")
 
 
-class PlotError(Exception):
+class PlotError(LoadtestError):
     """A picture cannot be drawn; the message says what to install."""
 
 
@@ -66,31 +67,6 @@ def _cdf(axis: Any, seconds: Sequence[float], label: str) -> None:
     if seconds:
         ordered = sorted(max(second * 1e3, 0.1) for second in seconds)  # the axis is logarithmic
         axis.step(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], where="post", label=label)
-
-
-def draw_simulation(
-    path: Path,
-    title: str,
-    times: Sequence[float],
-    held: Sequence[int],
-    static: int,
-    queues: Mapping[str, Sequence[int]],
-) -> None:
-    """Blocks in use against static allocation, and how many sequences are in each queue below."""
-    plt = require_matplotlib()
-    figure, (memory, below) = plt.subplots(2, 1, figsize=(10, 7), sharex=True, constrained_layout=True)
-    memory.fill_between(times, held, step="pre", alpha=0.5, label="held (paged)")
-    memory.axhline(static, color="tab:red", linestyle="--", label=f"static allocation: {static}")
-    memory.axhline(max(held), color="tab:green", linestyle=":", label=f"paged peak: {max(held)}")
-    memory.set(title=title, ylabel="blocks", ylim=(0, None))
-    memory.legend()
-    for name, counts in queues.items():
-        below.step(times, counts, where="pre", label=name)
-    below.set(xlabel="step", ylabel="sequences", ylim=(0, None))
-    below.yaxis.set_major_locator(plt.MaxNLocator(integer=True))
-    below.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_comparison(

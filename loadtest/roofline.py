@@ -1,17 +1,14 @@
 """The machine's own limits, measured in the run that they stand beside: bytes read a second, and multiplications.
 
-roofline.c is compiled by the machine's `cc` into a folder that is gone afterwards; ctypes lets go of the interpreter
-lock, so Python threads are the cores. Without a compiler torch is asked in a process of its own, which says
-what its library reaches rather than what the processor can. Either way the figures name who made them.
+roofline.c is compiled by the machine's `cc` into a temporary folder; ctypes releases the interpreter lock, so Python
+threads are the cores. Without a compiler there are no limits to compare with.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,20 +21,6 @@ _READ_BYTES = 256 << 20  # a core's, far beyond its caches
 _TILE_BYTES = 1 << 16  # at least what roofline.c multiplies
 _TIMES = 20_000  # tile products a measurement: some milliseconds, so that one of the repeats is undisturbed
 _REPEATS = 30
-
-_TORCH = """
-import json, sys, time, torch
-torch.set_num_threads(int(sys.argv[1]))
-def best(run, work):
-    run()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter(); run(); times.append(time.perf_counter() - start)
-    return work / min(times)
-buffer = torch.ones(1 << 28, dtype=torch.int32)
-a = torch.ones(1024, 1024, dtype=torch.bfloat16)
-print(json.dumps([best(buffer.max, buffer.nbytes), best(lambda: a @ a, 2 * 1024**3)]))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +40,7 @@ def measure(num_threads: int) -> Roofline:
         with tempfile.TemporaryDirectory() as folder:
             if library := _compile(compiler, Path(folder)):
                 return _measure_c(library, num_threads)
-    return _measure_torch(num_threads)
+    return Roofline("no C compiler", num_threads, None, None, None)
 
 
 def _compile(compiler: str, folder: Path) -> ctypes.CDLL | None:
@@ -117,10 +100,3 @@ def _rate(make: Callable[[], Callable[[], int]], num_threads: int) -> float | No
         threads = [future.result() for future in [pool.submit(work) for _ in range(num_threads)]]
     rates = [sum(done for done, _ in repeat) / max(took for _, took in repeat) for repeat in zip(*threads, strict=True)]
     return max(rates) or None
-
-
-def _measure_torch(num_threads: int) -> Roofline:
-    command = [sys.executable, "-c", _TORCH, str(num_threads)]
-    result = subprocess.run(command, capture_output=True, check=False)  # noqa: S603 - our own
-    read, bf16 = json.loads(result.stdout) if result.returncode == 0 else (None, None)
-    return Roofline("torch, for want of a C compiler", num_threads, read, bf16, None)

@@ -1,4 +1,4 @@
-"""Times the scheduler alone: one plan and one commit with 16, 64 and 256 sequences running, and what it imports."""
+"""Times the scheduler alone: one plan and one commit with 16, 64 and 256 sequences running."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,16 +16,6 @@ from engine.core.types import Request, SamplingParams
 
 PROMPT_LEN = 64
 TARGET_US = 300.0  # at 256 sequences
-
-_IMPORTS = """
-import json, sys, time
-before = set(sys.modules)
-started = time.perf_counter()
-import engine.core.scheduler
-seconds = time.perf_counter() - started
-roots = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(roots - set(sys.stdlib_module_names) - {"engine"}), seconds]))
-"""
 
 
 def decode_step_us(num_seqs: int, num_steps: int) -> list[float]:
@@ -59,13 +47,6 @@ def decode_step_us(num_seqs: int, num_steps: int) -> list[float]:
     return figures[8:]  # the first steps prefill
 
 
-def third_party_imports() -> tuple[list[str], float]:
-    """Modules outside the standard library that importing the scheduler pulls in, and the import's seconds."""
-    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
-    modules, seconds = json.loads(done.stdout)
-    return modules, seconds
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scheduler`."""
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 64, 256])
@@ -74,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Time and print. 1 if the scheduler imports anything from outside the standard library."""
+    """Time and print."""
     gc.disable()  # a collection is the process's cost, not the scheduler's
     rows = {}
     print("plan + commit, microseconds, every sequence decoding")
@@ -84,11 +65,6 @@ def run(options: argparse.Namespace) -> int:
         rows[num_seqs] = {"median_us": median, "p99_us": p99}
         target = f"   target {TARGET_US:g}" if num_seqs == 256 else ""
         print(f"  {num_seqs:>4} sequences   median {median:>7.1f}   p99 {p99:>7.1f}{target}")
-    modules, seconds = third_party_imports()
-    print(
-        f"importing engine.core.scheduler: {seconds * 1e3:.1f} ms, third-party modules: {', '.join(modules) or 'none'}"
-    )
     if options.json:
-        document = {"plan_and_commit": rows, "third_party_imports": modules, "import_s": seconds}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 1 if modules else 0
+        options.json.write_text(json.dumps({"plan_and_commit": rows}, indent=2) + "\n", encoding="utf-8")
+    return 0

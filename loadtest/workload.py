@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loadtest.errors import LoadtestError
+
 COMMON = """
 time year people way day man thing woman life child world school state family student group country problem hand
 part place case week company system program question work government number night point home water room mother area
@@ -24,7 +26,7 @@ face
 WORDS = COMMON.split()
 
 
-class WorkloadError(ValueError):
+class WorkloadError(LoadtestError):
     """A workload cannot be made from what was asked; the message says why, for the person at the terminal."""
 
 

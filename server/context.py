@@ -15,24 +15,26 @@ from fastapi import Depends, Request
 from engine.core.adapter import Adapter
 from engine.core.errors import shorten
 from engine.loop import Engine
-from engine.text.detokenizer import Tokenizer
+from engine.text.chat_preprocessor import ChatPreprocessor
+from engine.text.fields.base import RequestBody
+from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.limits import ModelLimits
+from engine.text.types import Tokenizer
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
 from server.http.bodies import BodyReader, is_large, limited
-from server.http.schema import RequestBody
 from server.http.slow_thread import run_slowly
 from server.middleware import IGNORED_FIELDS
-from server.openai.chat_body import Conversation
-from server.openai.limits import Limits
 from server.openai.responses.store import ResponseStore
 from server.operations.handoff import Receiver, Sender
 from server.settings.app_config import AppConfig
-from server.telemetry.ledger import Ledger
+from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.queue_status import QueueStatus
+from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
 from server.tenancy.tenant_file import DEFAULT
@@ -56,13 +58,14 @@ class Context:
     client: EngineClient
     tokenizer: Tokenizer
     config: AppConfig
-    limits: Limits
+    preprocessor: ChatPreprocessor
     metrics: Metrics
+    telemetry: Telemetry
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
     queue_status: QueueStatus
-    ledger: Ledger
+    request_log: RequestLog
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
@@ -72,6 +75,11 @@ class Context:
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
     is_background: bool = False  # what is asked here runs when nobody else needs the engine
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The limits of the served model."""
+        return self.preprocessor.limits
 
     def batch_service(self) -> BatchService:
         """Files and batches. Raises a 501 where there are none."""
@@ -100,22 +108,20 @@ class Context:
         raise ApiError(404, "model_not_found", message, "model")
 
     async def render(self, body: Conversation) -> str:
-        """A conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
+        """Return a conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
         if body.is_long or _IS_LARGE.get():
-            return await run_slowly(lambda: body.render(self.limits))
-        return body.render(self.limits)
+            return await run_slowly(lambda: self.preprocessor.render(body))
+        return self.preprocessor.render(body)
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text, without holding up the event loop. Raises ContextLengthError for a hopeless one."""
+        """Return the token ids of each text. Raises ContextLengthError for one that cannot fit."""
         for text in texts:
             self.limits.check_length(text, param)
 
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        if sum(map(len, texts)) <= MAX_INLINE_CHARS:
-            return encode_all()
-        return await (run_slowly(encode_all) if _IS_LARGE.get() else asyncio.to_thread(encode_all))
+        return await for_text(sum(map(len, texts)), encode_all)
 
 
 async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own
@@ -180,6 +186,13 @@ async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body
         return context.bodies.read_here(model, raw)
 
 
+async def for_text(num_chars: int, function: Callable[[], Result]) -> Result:
+    """Run a function that encodes so many characters, on the event loop only if they are few."""
+    if _IS_LARGE.get():
+        return await run_slowly(function)
+    return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
+
+
 async def aside(function: Callable[[], Result]) -> Result:
     """Run what takes time in proportion to the request's body: on the slow thread if that is large, else here."""
     return await run_slowly(function) if _IS_LARGE.get() else function()
@@ -189,4 +202,4 @@ def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
     setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
     logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
     for name in names[:MAX_TOLD_FIELDS]:
-        context.metrics.ignored_field(name)
+        context.telemetry.emit(FieldIgnored(name))

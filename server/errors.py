@@ -9,7 +9,6 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 from __future__ import annotations
 
 import errno
-import json
 import math
 import sqlite3
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError, to_json
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -36,10 +35,11 @@ from engine.core.errors import (
     OverloadedError,
     QuireError,
     ShuttingDownError,
+    UnsupportedError,
     shorten,
 )
+from engine.text.fields.base import describe
 
-MAX_ENTRIES = 10  # of a validation message
 # Keys of an ASGI request's state, which the outermost middleware writes.
 REQUEST_ID = "request_id"
 IS_ANTHROPIC = "is_anthropic"  # True for a request of Anthropic's API
@@ -51,6 +51,7 @@ _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ContextLengthError, 400, _INVALID, "context_length_exceeded"),
     (NeverFitsError, 400, _INVALID, "request_too_large"),
+    (UnsupportedError, 400, _INVALID, "unsupported_parameter"),
     (InvalidRequestError, 400, _INVALID, "invalid_value"),
     (AdapterNotFoundError, 404, _INVALID, "adapter_not_found"),
     (AdapterConflictError, 409, _INVALID, "adapter_conflict"),
@@ -112,20 +113,6 @@ class ApiError(Exception):
         return Response(body, self.status, headers, media_type="application/json")
 
 
-def unsupported(name: str, reason: str) -> ApiError:
-    """Return the error for a known field that would change the answer and is not implemented."""
-    return ApiError(400, "unsupported_parameter", f"{name} is not supported: {reason}", name)
-
-
-def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> PydanticCustomError:
-    """Return the error with which a validator refuses a field; the name "" is the value itself.
-
-    The path to the field comes from pydantic, so a nested field is named in full wherever its object stands.
-    """
-    kind = "unsupported_parameter" if is_unsupported else "refused_field"
-    return PydanticCustomError(kind, "{name} {reason}", {"name": name, "reason": reason})
-
-
 def is_disk_full(error: Exception) -> bool:
     """Return whether a write failed because the disk is full; OSError or SQLite's error."""
     if isinstance(error, OSError):
@@ -161,37 +148,10 @@ def _retry_headers(error: Exception) -> dict[str, str]:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    entries = error.errors(include_url=False)
-    lines, params = [], []
-    for entry in entries[:MAX_ENTRIES]:
-        param, message = _describe(entry)
-        params.append(param)
-        lines.append(message)
-    if len(entries) > MAX_ENTRIES:
-        lines.append(f"and {len(entries) - MAX_ENTRIES} more")
-    kind = entries[0]["type"]
+    message, param = describe(error)
+    kind = error.errors(include_url=False, include_context=False, include_input=False)[0]["type"]
     code = _VALIDATION_CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
-    return ApiError(400, code, "; ".join(lines), params[0] or None)
-
-
-def _describe(entry: ErrorDetails) -> tuple[str, str]:
-    """Return the field and the sentence."""
-    path = list(map(str, entry["loc"]))
-    context = entry.get("ctx", {})
-    if "reason" in context:  # of refused_field
-        param = shorten(".".join([*path, context["name"]] if context["name"] else path))
-        return param, f"{param} {context['reason']}"
-    param = shorten(".".join(path))
-    message = shorten(entry["msg"].removeprefix("Value error, ")) + _culprit(entry)
-    return param, f"{param}: {message}" if param else message
-
-
-def _culprit(entry: ErrorDetails) -> str:
-    """Return the offending number, which pydantic's messages omit. Text is never repeated: it may be a secret."""
-    value = entry["input"]
-    if entry["type"] == "value_error" or not isinstance(value, int | float):
-        return ""
-    return f", not {shorten(json.dumps(value))}"
+    return ApiError(400, code, message, param)
 
 
 def _from_http(error: HTTPException) -> ApiError:

@@ -1,4 +1,4 @@
-"""The outermost middleware: gives every HTTP request an id, counts and logs it, and answers unforeseen exceptions.
+"""The outermost middleware: gives every HTTP request an id, reports its end, and answers unforeseen exceptions.
 
 Plain ASGI on the event loop: a streamed answer costs one wrapped `send` an event and nothing is buffered. Knows no
 route and no protocol.
@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import ShuttingDownError
 from server.errors import IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
-from server.telemetry.ledger import Entry
-from server.telemetry.metrics import Metrics
+from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
 from server.tenancy.tenancy import TENANT
 
 logger = logging.getLogger(__name__)
@@ -26,18 +25,17 @@ logger = logging.getLogger(__name__)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's id is repeated in headers and logs only if it looks like this
 # Keys of the request's state, under which routes leave what the answer's headers and the log line report.
 IGNORED_FIELDS = "ignored_fields"
-ENTRY = "entry"
+RECORD = "record"
 
 
 class RequestScope:
-    """Normalises a request, gives it an id, counts and logs it, and lets no exception out.
+    """Normalises a request, gives it an id, reports its end, and lets no exception out.
 
     What is inside sees a GET for a HEAD, and no slash at the end of a path: a redirect would lose the body of a POST.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
+    def __init__(self, app: ASGIApp, emit: Listener) -> None:
+        self._app, self._emit = app, emit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request; an unforeseen exception becomes a 500, unless the answer has begun."""
@@ -66,8 +64,8 @@ class RequestScope:
                 if IGNORED_FIELDS in state:
                     headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
                 if TENANT in state:
-                    entry = state.get(ENTRY)
-                    generation = entry.generation if isinstance(entry, Entry) else None
+                    record = state.get(RECORD)
+                    generation = None if record is None else record.generation
                     headers.update(state[TENANT].headers(generation.num_drawn_tokens if generation is not None else 0))
             await send(message)
 
@@ -90,28 +88,25 @@ class RequestScope:
 
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        self._metrics.http_request(route, scope["method"], status, seconds)
-        entry = scope["state"].get(ENTRY)
-        history = entry.log_fields if isinstance(entry, Entry) else {}
-        if isinstance(entry, Entry):
-            if entry.generation is not None:
-                self._metrics.generation_ended(entry.requests, entry.generation.timeline)
-            entry.close(status, seconds)
-        level = logging.INFO if scope["method"] == "POST" else logging.DEBUG  # probes and scrapes are frequent
-        if not logger.isEnabledFor(level):
-            return
-        counts = "".join(f", {name} {value}" for name, value in history.items())
-        logger.log(
-            level,
-            "%s %s %d in %.3f s, request %r%s",
-            scope["method"],
-            route,
-            status,
-            seconds,
-            request_id,
-            counts,
-            extra={"request_id": request_id, "route": route, "status": status, "seconds": round(seconds, 3), **history},
-        )
+        record = scope["state"].get(RECORD)
+        self._emit(HttpAnswered(request_id, route, scope["method"], status, seconds, record))
+        if record is not None:
+            self._emit(RequestEnded(record, status, seconds))
+
+
+def log_answer(event: Event) -> None:
+    """Write the line of an answered HTTP request, with the counts and times of a generating one."""
+    if not isinstance(event, HttpAnswered):
+        return
+    level = logging.INFO if event.method == "POST" else logging.DEBUG  # probes and scrapes are frequent
+    if not logger.isEnabledFor(level):
+        return
+    fields = {} if event.record is None else event.record.log_fields
+    shown = "".join(f", {name} {value}" for name, value in fields.items())
+    words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
+    named = {"request_id": event.request_id, "route": event.route, "status": event.status}
+    extra = {**named, "seconds": round(event.seconds, 3), **fields}
+    logger.log(level, "%s %s %d in %.3f s, request %r%s", *words, extra=extra)
 
 
 def _is_anthropic(path: str, headers: Headers) -> bool:

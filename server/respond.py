@@ -24,17 +24,18 @@ from engine.core.admission import check_request
 from engine.core.errors import QuireError
 from engine.core.types import Pin, Request, SamplingParams
 from engine.text.choice import TextRules
-from engine.text.grammars.spec import GrammarSpec
+from engine.text.sampling import seconds
 from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
 from server.generation import ChoiceDelta, Generation
 from server.http.slow_thread import run_slowly
-from server.middleware import ENTRY
+from server.middleware import RECORD
 from server.openai.formatter import ResponseFormatter
-from server.openai.sampling import EngineBody, SamplingBody, seconds
+from server.openai.sampling import EngineBody, SamplingBody
 from server.openai.usage import AnswerMetrics, server_timing, with_metrics
-from server.telemetry.ledger import Entry
+from server.telemetry.events import RequestOpened
+from server.telemetry.request_log import RequestRecord
 from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,6 @@ def engine_requests(
     adapter = context.adapter(body.model)
     if adapter is not None:
         params = [replace(each, adapter=adapter) for each in params]
-        context.metrics.adapter_request(adapter.name, len(prompts))
     retained_s = body.retained_s
     return [
         Request(
@@ -75,13 +75,6 @@ def engine_requests(
     ]
 
 
-async def constrain(context: Context, asked: tuple[GrammarSpec, str] | None, params: SamplingParams) -> SamplingParams:
-    """Return the parameters with a field's grammar, compiled. Raises InvalidRequestError if it cannot be."""
-    if asked is None or not params.max_tokens:
-        return params
-    return replace(params, grammar=await context.grammars.compile(*asked))
-
-
 def answer_id(requests: Sequence[Request]) -> str:
     """Return the part of the engine's request ids that they share; clients see it in the answer's id."""
     return requests[0].request_id.partition("-")[0]
@@ -95,9 +88,11 @@ def submit(
     if account is not None:
         requests = _admit(context, account, requests)
     answer = context.client.submit(requests)
+    if account is not None:
+        account.open(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     adapter = requests[0].params.adapter
-    entry = Entry(
+    record = RequestRecord(
         request_id=getattr(http.state, REQUEST_ID),
         answer_id=answer_id(requests),
         endpoint=http.url.path,
@@ -105,10 +100,10 @@ def submit(
         requests=requests,
         adapter=None if adapter is None else adapter.name,
         generation=generation,
-        ledger=context.ledger,
         account=account,
     )
-    setattr(http.state, ENTRY, entry)
+    setattr(http.state, RECORD, record)
+    context.telemetry.emit(RequestOpened(record))
     return answer, generation
 
 

@@ -1,177 +1,278 @@
 """How much a step may hold: tokens after the device ran out of memory, and seconds beside sequences that decode.
 
-    limit        tokens of a step; half as many after out-of-memory, growing back; a part of them for background work
-    allowance    what prompts and drafts may add to a step beside so many decodes
-    times        what steps take, learned from those that were
+    StepBudget    counts tokens and seconds for one step after another
+    Allowance     what one step has left for prompts and drafts
+    StepTime      estimates what a step takes, from the steps that were committed
 
-A prompt that a step can hold is not held back: running sequences feel it once, and a crowd of such prompts is the load
-itself, for which throughput would pay. A long one is paced, for every running sequence feels each of its steps:
+A prompt that fits one step is not held back: running sequences feel it once, and if there are many of them, prompts are
+the load, for which throughput matters. A long prompt is paced, because running sequences feel each of its steps:
 
-    beside others    SHARE * n * n of what the step takes without them, where n long prompts are in line
-    alone            ALONE * n times what a step costs however little is in it: an arrival waits for the step that runs
+    beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running
+    alone            ALONE * n times the fixed cost of a step: a request that arrives waits for the step that runs
 
-One is hardly felt; where many wait, prompts are the load, and they are the ones that should not wait. With a target ITL
-all prompts of a step share what it leaves, and nothing else holds them back. With a target TTFT a long prompt takes what it
-needs to be in time, while it can be. Until steps with prompts have been seen, nothing is held back.
+With a target ITL, all prompts of a step share the time it leaves, and nothing else holds them back. With a target TTFT,
+a long prompt takes the time it needs to meet it, if it still can. Until the estimate is known, nothing is held back.
 
-Owned by the scheduler, engine thread; knows no clock, only the seconds it is given.
+Owned by the scheduler, engine thread. It knows no clock, only the seconds it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from math import inf
+from collections import abc
+from math import inf, sqrt
+from operator import mul
+from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.sequence import Sequence
 from engine.core.step import SequenceSlice
-from engine.core.step_time import Load, StepTime, decode_load
-from engine.core.targets import Targets
 
-BACKGROUND_SHARE = 4  # a step of background work is this much smaller than others may be: an arrival waits for it
-RESERVE = 8  # one token of so many is for long prompts, where a long one is first in line
-SHARE = 0.35  # a step with one long prompt takes 1.35 times as long, plus what reading its context adds
-ALONE = 8  # an eighth of a lone prompt's time is the price
-AIM = 0.9  # of a target: steps vary
-FLOOR = 0.1  # of what decoding takes: so much longer a step may take if it misses the target ITL without any prompt
-_MAX_URGENCY = 0.9  # of all time, for long prompts that are about to miss the target TTFT
-_DECODES_SKIPPED = 8  # of steps without prompts one in so many is learned from: they are many and alike
-_GROWTH = 8  # after out-of-memory the limit grows by one part of so many a step
+BACKGROUND_SHARE = 4  # a background step is this many times smaller: a request that arrives waits for its end
+RESERVE = 8  # one token of so many is for long prompts, where a long one is first: it always makes progress
+SHARE = 0.32  # a step with one long prompt takes 1.32 times as long: running sequences hardly feel it
+ALONE = 8  # fixed costs a step: the last of them is the eighth that pacing costs a prompt which runs alone
+AIM = 0.9  # of a target, and of all time if a target TTFT is at risk: steps vary by about a tenth
+FLOOR = 0.1  # of the time for decoding, which prompts have at least: else an unattainable target ITL would starve them
+_GROWTH = 8  # after out-of-memory the limit grows by one part of so many a step: it doubles in about six steps
+_DECODES_SKIPPED = 8  # one step without prompts of so many is observed: they are frequent and alike
+_FORGETTING = 0.993  # weight of the past at each observed step: of fewer than 140 steps the estimate is unsteady
+_NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estimates 5 % off, 16 take twice the time
+_MIN_CHUNKS = 4  # steps with prompts before the estimate is used: fewer cannot tell its parts from each other
+
+
+class Load(NamedTuple):
+    """What a step computes. A context is a sum over tokens, of the positions that each of them attends to."""
+
+    num_decodes: int = 0
+    decode_context: int = 0
+    num_prompt_tokens: int = 0
+    prompt_context: float = 0.0
+
+    def with_chunk(self, start: int, count: int) -> Load:
+        """Return this load and `count` positions of a prompt from `start`."""
+        tokens, context = self.num_prompt_tokens + count, self.prompt_context + count * (start + count / 2)
+        return self._replace(num_prompt_tokens=tokens, prompt_context=context)
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """Return the factors of Costs."""
+        has_prompts = float(self.num_prompt_tokens > 0)
+        return self.prompt_context, self.num_prompt_tokens, 1.0, self.num_decodes, self.decode_context, has_prompts
+
+
+class Costs(NamedTuple):
+    """Seconds that the parts of a step take, none of them negative.
+
+    While steps are too much alike to tell the parts apart, an earlier field takes the blame for what a later one costs.
+    """
+
+    context_s: float = 0.0  # of a prompt
+    token_s: float = 0.0  # of a prompt
+    fixed_s: float = 0.0
+    decode_s: float = 0.0
+    decode_context_s: float = 0.0
+    chunked_s: float = 0.0  # once, if the step has any prompt token
+
+
+def decode_load(slices: abc.Collection[SequenceSlice]) -> Load:
+    """Return the load of slices of one token each."""
+    return Load(len(slices), sum([piece.start for piece in slices]))
+
+
+class StepTime:
+    """An estimate of what a step takes: least squares that forget, where no cost is below 0.
+
+    An error counts relative to the step's duration, or to the estimate if that is longer. So a step that was interrupted
+    moves the estimate little.
+    """
+
+    __slots__ = ("_num_chunks", "_products", "_totals", "costs")
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self._products = [[0.0] * len(self.costs) for _ in self.costs]  # of two features each, summed over past steps
+        self._totals = [0.0] * len(self.costs)  # of a feature and the duration, likewise
+        self._num_chunks = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether there were enough steps with prompts."""
+        return self._num_chunks >= _MIN_CHUNKS
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Learn from a step of this load that took `seconds`."""
+        if seconds <= 0:
+            return
+        self._num_chunks += load.num_prompt_tokens > 0
+        unit = max(seconds, self.seconds(load))
+        row = [feature / unit for feature in load.features]
+        self._products = [
+            [_FORGETTING * value + factor * other for value, other in zip(line, row, strict=True)]
+            for line, factor in zip(self._products, row, strict=True)
+        ]
+        self._totals = [
+            _FORGETTING * value + factor * seconds / unit for value, factor in zip(self._totals, row, strict=True)
+        ]
+        # Coordinate descent: the best value of each cost in turn, given the others. The next steps carry it on.
+        costs = list(self.costs)
+        for index in _NUM_SWEEPS * [index for index, factor in enumerate(row) if factor]:
+            line = self._products[index]
+            error = self._totals[index] - sum(map(mul, line, costs))
+            costs[index] = max(costs[index] + error / line[index], 0.0)
+        self.costs = Costs(*costs)
+
+    def seconds(self, load: Load) -> float:
+        """Return what a step of this load is expected to take."""
+        expected: float = sum(map(mul, self.costs, load.features))
+        return expected
+
+    def chunk_s(self, start: int, count: int) -> float:
+        """Return what `count` positions of a prompt from `start` add to a step that has prompts already."""
+        return count * (self.costs.token_s + self.costs.context_s * (start + count / 2))
+
+    def tokens_within(self, seconds: float, start: int) -> float:
+        """Return how many positions of a prompt from `start` can be added for `seconds`: the inverse of `chunk_s`."""
+        if seconds <= 0 or seconds == inf:
+            return max(seconds, 0.0)
+        slope = self.costs.token_s + self.costs.context_s * start
+        root = slope + sqrt(slope * slope + 2 * self.costs.context_s * seconds)
+        return 2 * seconds / root if root > 0 else inf
 
 
 class StepBudget:
-    """The one answer to how much a step may hold."""
+    """Says how much each step may hold, and learns from what it took."""
 
-    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "_targets", "times")
+    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "_target_itl_s", "_target_ttft_s", "times")
 
-    def __init__(self, config: SchedulerConfig, targets: Targets) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self.times = StepTime()
         self._max_tokens = self._limit = config.max_num_batched_tokens
-        self._targets = targets
-        self._num_skipped = 0  # steps without prompts since one was learned from
+        self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
+        self._num_skipped = 0  # steps without prompts since one was observed
 
-    def limit(self, *, has_foreground: bool) -> int:
-        """Tokens of the next step."""
-        return self._limit if has_foreground else -(-self._limit // BACKGROUND_SHARE)
+    def begin(self, *, has_foreground: bool) -> Allowance:
+        """Return the allowance of the next step, which is smaller if it is of background work alone."""
+        return Allowance(self, self._limit if has_foreground else -(-self._limit // BACKGROUND_SHARE))
 
     @property
     def is_reduced(self) -> bool:
-        """True for a while after the device ran out of memory."""
+        """Return whether the device ran out of memory lately."""
         return self._limit < self._max_tokens
 
     def out_of_memory(self, num_tokens: int) -> None:
-        """A step of so many tokens did not fit the device."""
+        """Halve the next steps: the device had no memory for one of `num_tokens`."""
         self._limit = max(num_tokens // 2, 1)
 
-    def committed(self) -> None:
-        """A step is done: after out-of-memory the next one may be larger."""
+    def observe(
+        self, prompts: Load | None, slices: abc.Collection[SequenceSlice], num_drafts: int, seconds: float
+    ) -> None:
+        """Take in that a step took `seconds`. `prompts` is its load, or None if all of its slices are decodes."""
         self._limit = min(self._limit + self._limit // _GROWTH + 1, self._max_tokens)
-
-    def is_due(self, *, has_prompts: bool) -> bool:
-        """Whether to learn from a step that was committed: all that tell something about prompts are."""
         self._num_skipped += 1
-        if not has_prompts and self._num_skipped < _DECODES_SKIPPED:
-            return False
-        self._num_skipped = 0
-        return True
-
-    def allowance(self, decodes: list[SequenceSlice], num_tokens: int) -> Allowance:
-        """What prompts and drafts may add to a step with these decodes, at most `num_tokens`."""
-        return Allowance(self, decodes, num_tokens)
+        if slices and (prompts is not None or self._num_skipped >= _DECODES_SKIPPED):
+            self._num_skipped = 0
+            load = prompts or decode_load(slices)
+            self.times.observe(load._replace(num_decodes=load.num_decodes + num_drafts), seconds)
 
     def prompts_s(self, decodes: Load) -> float:
-        """Seconds that prompts may add to a step with such decodes, all together, beyond what their presence costs."""
-        target_s, times = self._targets.itl_s, self.times
+        """Return the seconds that the prompts of a step with such decodes may take, beyond the cost of having any."""
+        target_s, times = self._target_itl_s, self.times
         if target_s is None or not decodes.num_decodes or not times.is_known:
             return inf
-        base_s = times.seconds(decodes) + times.chunked_s
+        base_s = times.seconds(decodes) + times.costs.chunked_s
         return max(AIM * target_s - base_s, FLOOR * base_s)
 
-    def long_s(self, others: Load, long: Seq[Sequence], now: float) -> float:
-        """The part of long prompts in that, beside `others`: decodes, and prompts that are not long."""
-        times, num_in_line = self.times, len(long)
-        if not times.is_known or (others.num_decodes and self._targets.itl_s is not None):
+    def long_s(self, others: Load, long: abc.Sequence[Sequence], now: float) -> float:
+        """Return the part of long prompts in that, beside `others`: decodes, and prompts that are not long."""
+        times, costs, num_long = self.times, self.times.costs, len(long)
+        if not times.is_known or (others.num_decodes and self._target_itl_s is not None):
             return inf
         if not others.num_decodes and not others.num_prompt_tokens:
-            return ALONE * num_in_line * times.fixed_s
+            return ALONE * num_long * (costs.fixed_s + costs.chunked_s)
         urgency = self._urgency(long, now)
-        share_s = max(SHARE * num_in_line**2, urgency / (1 - urgency)) * times.seconds(others)
+        share_s = max(SHARE * num_long**2, urgency / (1 - urgency)) * times.seconds(others)
         if others.num_prompt_tokens:
             return share_s
-        return max(share_s - times.chunked_s, times.chunked_s)
+        return max(share_s - costs.chunked_s, costs.chunked_s)
 
     def drafts_s(self, load: Load) -> float:
-        """Seconds that drafts may add to a step of this load."""
-        target_s, times = self._targets.itl_s, self.times
+        """Return the seconds that drafts may add to a step of this load."""
+        target_s, times = self._target_itl_s, self.times
         return inf if target_s is None or not times.is_known else AIM * target_s - times.seconds(load)
 
-    def _urgency(self, long: Seq[Sequence], now: float) -> float:
-        """The part of all time that these need for their first tokens to be in time, as far as they still can be."""
-        if self._targets.ttft_s is None:
+    def _urgency(self, long: abc.Sequence[Sequence], now: float) -> float:
+        """Return the part of all time that long prompts need to meet the target TTFT, those that still can."""
+        if self._target_ttft_s is None:
             return 0.0
-        target_s, urgency = self._targets.ttft_s, 0.0
+        target_s, urgency = self._target_ttft_s, 0.0
         for seq in long:
             waited_s = now - seq.request.arrival_s
             needed_s = self.times.chunk_s(seq.num_planned, len(seq.tokens) - seq.num_planned)
-            if needed_s > 0 and seq.first_token_s < 0 and waited_s + needed_s < target_s:
+            if needed_s > 0 and seq.history.first_token_s < 0 and waited_s + needed_s < target_s:
                 urgency += needed_s / max(AIM * target_s - waited_s, needed_s)
-        return min(urgency, _MAX_URGENCY)
+        return min(urgency, AIM)
 
 
 class Allowance:
-    """What one step has left for prompts and drafts: tokens, and seconds where there is a reason to count them."""
+    """What one step has left: tokens, and seconds where there is a reason to count them."""
 
-    __slots__ = ("_budget", "_decodes", "_held_s", "_load", "_num_held", "num_tokens", "spare_s")
+    __slots__ = ("_budget", "_decodes", "_held_s", "_load", "_num_held", "num_tokens", "seconds")
 
-    def __init__(self, budget: StepBudget, decodes: list[SequenceSlice], num_tokens: int) -> None:
-        self._budget, self._decodes = budget, decodes
+    def __init__(self, budget: StepBudget, num_tokens: int) -> None:
+        self._budget = budget
+        self._decodes: abc.Collection[SequenceSlice] = ()
         self._load: Load | None = None
         self._num_held, self._held_s = 0, 0.0
-        self.num_tokens, self.spare_s = num_tokens, inf
+        self.num_tokens, self.seconds = num_tokens, inf
+
+    def take_decodes(self, slices: abc.Collection[SequenceSlice]) -> None:
+        """Take off what decodes with one token each need."""
+        self._decodes = slices
+        self.num_tokens -= len(slices)
 
     @property
     def load(self) -> Load:
-        """What the step computes so far. Counted when it is first asked for: most steps only decode, and nothing asks."""
+        """Return what the step computes so far; counted on the first call, since most steps only decode."""
         if self._load is None:
             self._load = decode_load(self._decodes)
         return self._load
 
     def begin_prompts(self, *, holds_back: bool) -> None:
-        """Prompts come next. With `holds_back` a part is kept for long ones, until `release`."""
-        self.spare_s = self._budget.prompts_s(self.load)
+        """Start with the prompts. With `holds_back` a part of the allowance is kept for long ones, until `release`."""
+        self.seconds = self._budget.prompts_s(self.load)
         if holds_back:
             self._num_held = -(-self.num_tokens // RESERVE)
-            if self._num_held and self.spare_s < inf:
-                self._held_s = self.spare_s * self._num_held / self.num_tokens
+            if self._num_held and self.seconds < inf:
+                self._held_s = self.seconds * self._num_held / self.num_tokens
             self.num_tokens -= self._num_held
-            self.spare_s -= self._held_s
+            self.seconds -= self._held_s
 
     def release(self) -> None:
         """Give back the part that was kept."""
         self.num_tokens += self._num_held
-        self.spare_s += self._held_s
+        self.seconds += self._held_s
         self._num_held, self._held_s = 0, 0.0
 
     def prompt(self, start: int, wanted: int, least: int = 0) -> int:
         """Return how many of `wanted` positions of a prompt to compute, and take them off.
 
-        They are as many as the seconds allow, but never fewer than `least`, nor is the first chunk of a step empty.
+        They are as many as the seconds allow, but no fewer than `least`, and at least 1 in the first chunk of a step.
         """
         times, limit = self._budget.times, self.num_tokens
-        if self.spare_s < inf:
+        if self.seconds < inf:
             least = least or not self.load.num_prompt_tokens
-            limit = min(limit, max(int(min(times.tokens_within(self.spare_s, start), limit)), least))
+            limit = min(limit, max(int(min(times.tokens_within(self.seconds, start), limit)), least))
         count = min(wanted, limit)
         if count:
-            self.spare_s -= times.chunk_s(start, count)
+            self.seconds -= times.chunk_s(start, count)
             self.num_tokens -= count
             self._load = self.load.with_chunk(start, count)
         return count
 
-    def share_long(self, long: Seq[Sequence], now: float) -> float:
+    def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
         """Return the seconds that long prompts have in this step."""
-        return min(self._budget.long_s(self.load, long, now), self.spare_s)
+        return min(self._budget.long_s(self.load, long, now), self.seconds)
 
     def drafts_s(self) -> float:
-        """Seconds that drafts may add to the step, which is otherwise complete."""
-        return min(self.spare_s, self._budget.drafts_s(self.load))
+        """Return the seconds that drafts may add to the step, which is otherwise complete."""
+        return min(self.seconds, self._budget.drafts_s(self.load))

@@ -12,12 +12,12 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeadlineError
 from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
-from engine.core.step_time import StepTime
 
 _MIN_PRUNED = 64  # entries: those of requests that have left the queue are cleared out when they may be half of all
 
@@ -74,9 +74,9 @@ class Deadlines:
         num_decodes = -(-max(params.min_tokens - 1, 0) // self._tokens_a_step)
         num_known = len(seq.tokens) - num_cached
         num_chunks = -(-num_known // self._max_step_tokens)
-        prompt_s = num_chunks * (costs.fixed_s + costs.chunked_s) + costs.chunk_s(num_cached, num_known)
+        prompt_s = num_chunks * (costs.fixed_s + costs.chunked_s) + self._times.chunk_s(num_cached, num_known)
         context = num_decodes * len(seq.tokens) + num_decodes * (num_decodes - 1) // 2
-        return prompt_s + num_decodes * (costs.fixed_s + costs.decode_s) + costs.context_s * context
+        return prompt_s + num_decodes * (costs.fixed_s + costs.decode_s) + costs.decode_context_s * context
 
     def _deadline_sentence(self, seq: Sequence, now: float) -> str:
         request, waited_s = seq.request, now - seq.request.arrival_s

@@ -3,6 +3,7 @@
     QuireError
     ├── ClientError               the caller can mend it
     │   ├── InvalidRequestError   a value is out of range or contradicts another
+    │   │   ├── UnsupportedError  a field is known, but not implemented here
     │   │   └── AdapterLoadError  an adapter is damaged, of a kind that is not supported, or another model's
     │   ├── AdapterNotFoundError  there is no such adapter
     │   ├── AdapterConflictError  an adapter's name is taken, or there is no room for one more
@@ -51,6 +52,13 @@ class ClientError(QuireError):
 
 class InvalidRequestError(ClientError):
     """A value is out of range or contradicts another."""
+
+
+class UnsupportedError(InvalidRequestError):
+    """A field or value is known and would change the answer, but it is not implemented here."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} is not supported: {reason}", param=name)
 
 
 class ContextLengthError(ClientError):

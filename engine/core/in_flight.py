@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from engine.core.budget import Load
 from engine.core.sequence import Sequence
 from engine.core.step import Sample, SequenceSlice
-from engine.core.step_time import Load
 
 _NO_LOAD = Load()
 

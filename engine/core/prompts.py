@@ -87,15 +87,15 @@ class PromptPlanner:
 
     def _plan_long(self, long: list[Sequence], allowance: Allowance, now: float, step: InFlightStep) -> None:
         """Plan the part of the long ones: half is for the first, half for the one that is soonest through."""
-        seconds = allowance.share_long(long, now)
+        seconds = allowance.long_s(long, now)
         first, soonest = long[0], min(long, key=_num_to_plan)
         if soonest is first:
-            allowance.spare_s = seconds
+            allowance.seconds = seconds
             self._plan_chunk(first, allowance, step, least=1)
             return
-        allowance.spare_s = seconds / 2
+        allowance.seconds = seconds / 2
         self._plan_chunk(first, allowance, step, least=1)
-        allowance.spare_s += seconds / 2 if seconds < inf else 0.0
+        allowance.seconds += seconds / 2 if seconds < inf else 0.0
         self._plan_chunk(soonest, allowance, step)
 
     def _plan_chunk(self, seq: Sequence, allowance: Allowance, step: InFlightStep, least: int = 0) -> None:
@@ -116,7 +116,7 @@ class PromptPlanner:
         if not seq.params.max_tokens:
             return ()
         drawing = [seq]
-        if not seq.is_forked and seq.search is None:  # of a search only the first beam is there yet
+        if not seq.is_forked and seq.beam_group is None:  # of a search only the first beam is there yet
             seq.is_forked = True
             children = [seq.fork(choice, self._queue.take_seq_id()) for choice in range(1, seq.params.n)]
             self._kv.fork(seq, children)

@@ -1,4 +1,4 @@
-"""One prompt of an offline run: from the engine's events to a result. The thread that called `generate`."""
+"""One prompt of an offline run: from the engine's events to a result. Runs on the calling thread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
-from engine.text.detokenizer import Tokenizer
-from server.openai.formatter import new_call_id
-from server.openai.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.tools.formats import new_call_id
+from engine.text.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that an answer makes."""
+    """A tool call of an answer."""
 
     id: str
     name: str
@@ -23,23 +23,21 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of a prompt's answers. Of a conversation's, thoughts and calls of tools are told apart from `text`."""
+    """One of a prompt's answers. In a conversation, `text` is without thoughts and tool calls."""
 
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: (
-        str  # "stop", "length", "tool_calls" if a conversation's answer stopped and has any; "dropped", see deadline_ms
-    )
-    stop_reason: int | str | None  # the stop token or stop string that was met
-    logprobs: PromptLogprobs | None  # by token id, one entry a token
+    finish_reason: str  # "stop", "length", "dropped" (see deadline_ms), or "tool_calls" for "stop" after a tool call
+    stop_reason: int | str | None  # the stop token or stop string that ended it
+    logprobs: PromptLogprobs | None  # by token id, one entry for each token
     timings: RequestTimings | None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a turn, for a conversation to go on from."""
+        """The answer as a message, to continue the conversation with."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -53,7 +51,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The log probability of the whole answer, where logprobs were asked for."""
+        """The log probability of the whole answer, or None without logprobs."""
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)
@@ -62,7 +60,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     prompt: str | None  # None where token ids were given
     prompt_token_ids: list[int]
@@ -72,7 +70,7 @@ class RequestOutput:
 
 
 class Job:
-    """One prompt on its way: its choices, and which of them the engine has not ended yet."""
+    """A prompt that is being answered: its choices, and how many of them the engine has not ended yet."""
 
     def __init__(
         self, text: str | None, request: Request, rules: TextRules, tokenizer: Tokenizer, *, call_id_length: int = 0
@@ -86,7 +84,7 @@ class Job:
         self._timings: dict[int, RequestTimings | None] = {}
 
     def accept(self, event: TokenEvent) -> bool:
-        """Take in an event; True if a stop string has just ended its choice. Raises the event's error."""
+        """Process an event; return True if a stop string just ended its choice. Raises the event's error."""
         choice = self._choices[event.choice]
         if event.finish_reason is FinishReason.DROPPED:
             choice.drop()
@@ -98,7 +96,7 @@ class Job:
         return False
 
     def output(self) -> RequestOutput:
-        """The result, once nothing is open."""
+        """Return the result, once no choice is open."""
         params, tokenizer = self.request.params, self._tokenizer
         deltas = [choice.take() for choice in self._choices]
         prompt = deltas[0].prompt

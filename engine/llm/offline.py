@@ -1,4 +1,4 @@
-"""LLM: an engine of one's own, fed by whoever calls. No event loop: the engine's events come through a queue."""
+"""LLM: an engine in this process, fed by the calling threads. The engine's events arrive through a queue."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from engine.config import EngineConfig, LoraModule
 from engine.core.adapter import Adapter
 from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.grammar import Grammar
 from engine.core.types import AbortCause, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.llm.job import Job, RequestOutput
-from engine.llm.params import SamplingParams, in_words
+from engine.llm.params import SamplingParams
 from engine.loop import Engine
 from engine.model_check import check_model
 from engine.model_source import find_model
 from engine.setting import declared, expand, features
 from engine.startup import StartupStory
+from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
-from engine.text.draft_tokenizer import check_draft_tokenizer
+from engine.text.fields.sampling import QueueFields
+from engine.text.fields.structured import Constraint
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.grammars.spec import GrammarSpec
+from engine.text.limits import ModelLimits
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.tokenizer import load_tokenizer
-from engine.text.tools.dialects import DIALECTS, HARMONY
-from server.openai.limits import Limits
-from server.openai.sampling import SamplingBody, seconds
-from server.settings.app_config import AppConfig
+from engine.text.sampling import sampling_params, seconds, text_rules, truncated
+from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
+from engine.text.tools.formats import HARMONY, TOOL_FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model and its engine. A context manager; `close` does the same, and so does the end of the program.
+    """A model and its engine. A context manager; `close` or the end of the program ends the engine.
 
     `model` is what `quire serve` takes, None for the embedded one; `engine` takes the daemon's flags by their Python
-    names (`dtype="float32"`, `num_threads=2`, ...). `lora_modules` are folders of adapters by the names that `lora` then
-    has for them. Raises what start-up can: ConfigError, ModelLoadError, MemoryBudgetError.
+    names (`dtype="float32"`, `num_threads=2`, ...). `lora_modules` maps the names that `lora` takes to folders of
+    adapters. Raises ConfigError, ModelLoadError or MemoryBudgetError.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class LLM:
         lora_modules: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> None:
-        _check_choice("tool_call_parser", tool_call_parser, DIALECTS)
+        _check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, HARMONY.name))
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
@@ -86,22 +87,23 @@ class LLM:
             text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
             text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
-        app = AppConfig(
-            model=source.path,
-            served_model_names=(source.name,),
+        self._engine = built
+        self._tokenizer = text
+        self._grammars = GrammarCompiler(text, built.vocab_size)
+        self._limits = ModelLimits.of(
+            built.config,
+            built.vocab_size,
+            text,
             max_logprobs=max_logprobs,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
         )
-        self._engine = built
-        self._tokenizer = text
-        self._grammars = GrammarCompiler(text, built.vocab_size)
-        self._limits = Limits.of(built.config, built.vocab_size, text, app)
+        self._preprocessor = ChatPreprocessor(self._limits)
         self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()
-        self._turn = threading.Lock()  # one `generate` at a time
+        self._turn = threading.Lock()  # one call at a time
         self._end = weakref.finalize(self, _end, built, self._grammars)
-        built.start(self._events.put)  # not a method of ours: the thread would keep a forgotten LLM alive
+        built.start(self._events.put)  # not a bound method: the thread would keep a forgotten LLM alive
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +114,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine thread and let go of the model. Idempotent."""
+        """End the engine thread and release the model. Idempotent."""
         self._end()
 
     def generate(
@@ -125,8 +127,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, a text or its token ids, with the adapter `lora`; results come in the prompts' order.
 
-        Raises ClientError before anything runs, and the error of a request that fails. That, and Ctrl-C, end all that
-        was begun; the LLM can be used again.
+        Raises ClientError before anything runs, or the error of a request that fails. An error or Ctrl-C ends all
+        requests of the call; the LLM can be used again.
         """
         listed = _listed(prompts)
         each = _for_each(sampling_params, len(listed))
@@ -152,8 +154,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; like `generate` in everything else.
 
-        The fields are those of /v1/chat/completions. An answer's thoughts and calls of tools are told apart from its
-        text, and its `message` is the turn to go on from.
+        The fields are those of /v1/chat/completions. An answer's text is without its thoughts and tool calls, and its
+        `message` continues the conversation.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
@@ -193,51 +195,46 @@ class LLM:
         return None if loaded is None else loaded.adapter
 
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
-        """Everything that can be wrong with a prompt is found here. Raises ClientError."""
-        limits, body = self._limits, params.to_body()
+        """Return the job of a prompt. Raises ClientError for a prompt that cannot be answered."""
+        limits, body = self._limits, params.to_fields()
         text = None
         if isinstance(prompt, str):
-            text, ids = prompt, self._encode(prompt, "prompt", add_special_tokens=True)
+            text = prompt
+            limits.check_length(text, "prompt")
+            ids = self._tokenizer.encode(text, add_special_tokens=True)
         else:
             ids = _token_ids(prompt)
             limits.check_ids(ids, "prompt")
         if not ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-        ids = body.truncate(ids, limits)
+        ids = truncated(body, ids, limits)
         limits.check_logprobs(body.logprobs, "logprobs")
         asked = body.max_tokens
-        inner = body.sampling_params(
+        engine_params = sampling_params(
+            body,
             limits,
             max_tokens=limits.rest_of_context(len(ids), "prompt") if asked is None else asked,
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        inner = replace(self._constrain(body.grammar_spec(), inner), adapter=adapter)
-        return self._job(text, ids, inner, body.text_rules(inner), body)
+        constraint = next(iter(body.constraints()), None) if engine_params.max_tokens else None
+        engine_params = replace(engine_params, grammar=self._compile(constraint), adapter=adapter)
+        return self._job(text, ids, engine_params, text_rules(body, engine_params), body)
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
-        """What can be wrong with a conversation is found here. Raises ClientError."""
-        limits, body = self._limits, params.to_chat(conversation)
-        limits.check_logprobs(params.logprobs, "logprobs")
-        with in_words():
-            text = body.render(limits)
-            ids = body.truncate(self._encode(text, "messages", add_special_tokens=False), limits)
-            inner = self._constrain(body.message_grammar(limits), body.params(limits, len(ids)))
-            inner = replace(body.with_thoughts(inner, limits, text), adapter=adapter)
-            return self._job(text, ids, inner, body.message_rules(inner, limits, text), body)
+        """Return the job of a conversation. Raises ClientError for one that cannot be answered."""
+        body = params.to_chat(conversation)
+        self._limits.check_logprobs(params.logprobs, "logprobs")
+        chat = self._preprocessor.prepare(body)
+        chat = chat.constrained(self._compile(chat.constraint))
+        return self._job(chat.text, chat.prompt, replace(chat.params, adapter=adapter), chat.rules, body)
 
-    def _constrain(self, asked: tuple[GrammarSpec, str] | None, params: EngineParams) -> EngineParams:
-        """Return the parameters with the grammar that a field asks for. Raises InvalidRequestError for an unusable one."""
-        if asked is None or not params.max_tokens:
-            return params
-        return replace(params, grammar=self._grammars.compile_now(*asked))
-
-    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        self._limits.check_length(text, param)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _compile(self, constraint: Constraint | None) -> Grammar | None:
+        """Return the grammar that a field asks for. Raises InvalidRequestError for one that cannot be used."""
+        return None if constraint is None else self._grammars.compile_now(*constraint)
 
     def _job(
-        self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, body: SamplingBody
+        self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, body: QueueFields
     ) -> Job:
         if dropped := body.dropped_hints(self._limits):
             logger.warning("without effect here: %s", ", ".join(dropped))
@@ -254,10 +251,10 @@ class LLM:
         return Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)
 
     def _answer(self, jobs: Sequence[Job], *, show: bool) -> None:
-        """Run jobs to their ends, or abort them all."""
+        """Run jobs to their end, or abort them all."""
         waiting = deque(jobs)
         started: dict[str, Job] = {}
-        most = 2 * self._engine.config.max_num_seqs  # so that somebody always waits, and the queue stays short
+        most = 2 * self._engine.config.max_num_seqs  # so that the queue is never empty, and stays short
         num_tokens = 0
         try:
             with _bar(show) as bar:
@@ -270,7 +267,7 @@ class LLM:
                     rate = num_tokens / (bar.tasks[task].elapsed or 1e-9)
                     bar.update(task, completed=len(jobs) - len(waiting) - len(started), rate=f"{rate:,.0f} tokens/s")
         finally:
-            for request_id in started:  # what comes of these later is passed over: no id is used twice
+            for request_id in started:  # their later events are ignored: no id is used twice
                 self._engine.abort(request_id, AbortCause.DISCONNECT)
 
     def _feed(self, waiting: deque[Job], started: dict[str, Job], most: int) -> None:
@@ -280,8 +277,8 @@ class LLM:
                 self._engine.submit(replace(job.request, arrival_s=self._engine.clock()))
             except OverloadedError:
                 if started:
-                    return  # the queue is full of ours; room comes with the next of them that ends
-                time.sleep(_RETRY_S)  # a run that was interrupted is about to leave the queue
+                    return  # the queue is full of this call's requests; the next one that ends makes room
+                time.sleep(_RETRY_S)  # an interrupted call's requests are about to leave the queue
                 continue
             started[job.request.request_id] = waiting.popleft()
 
@@ -322,7 +319,7 @@ def _check_choice(name: str, value: str, known: Collection[str]) -> None:
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """One for all, or one each."""
+    """Return one set of parameters for each prompt."""
     each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
     if len(each) != num_prompts:
         raise InvalidRequestError(
@@ -333,7 +330,7 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prom
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt may come without a list around it."""
+    """Return the prompts as a list; a single prompt may come without one."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -341,12 +338,12 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
             f"prompts is a {type(prompts).__name__}; give a text, token ids, or a list of these.", param="prompts"
         )
     is_ids = bool(prompts) and isinstance(prompts[0], int)
-    return [prompts] if is_ids else prompts  # type: ignore[list-item,return-value]  # told apart by the first item
+    return [prompts] if is_ids else prompts  # type: ignore[list-item,return-value]  # the first item decides
 
 
 @contextmanager
 def _naming(index: int, count: int) -> Iterator[None]:
-    """A fault in here says which of several prompts has it."""
+    """Name the prompt in a ClientError raised in here, if there are several."""
     try:
         yield
     except ClientError as error:

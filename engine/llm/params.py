@@ -1,41 +1,28 @@
-"""What a caller of the offline API may ask for, checked by the HTTP API's own models. Pure, any thread."""
+"""The sampling parameters of the offline API, checked by the fields of engine/text. Pure, any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
-
-from engine.core.errors import InvalidRequestError
-from server.errors import ApiError, to_api_error
-from server.http.schema import Integer
-from server.openai.chat_body import ChatBody
-from server.openai.sampling import SamplingBody
-
-Body = TypeVar("Body", bound=BaseModel)
+from engine.text.fields.base import Count, checked
+from engine.text.fields.chat import ChatFields
+from engine.text.fields.sampling import SamplingFields
 
 
-class OfflineBody(SamplingBody):
-    """The HTTP API's fields, with its checks."""
+class OfflineFields(SamplingFields):
+    """The fields of a prompt; `logprobs` counts alternatives."""
 
-    logprobs: Integer | None = Field(None, ge=0)
-
-
-class OfflineChatBody(ChatBody):
-    """The HTTP API's conversation; `max_tokens` 0 scores it."""
-
-    max_tokens: Integer | None = Field(None, ge=0)
+    logprobs: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop: names, ranges and meanings of /v1/completions, checked at once.
+    """How to choose tokens and when to stop: names, ranges and meanings of /v1/completions.
 
-    `max_tokens` None is as many as the context holds; other Nones are the defaults of the daemon. A `seed` of None
-    draws another one for every prompt. `structured_outputs` ({"json": ...}, {"regex": ...}, {"choice": [...]},
+    `max_tokens` None is as many as the context holds; other Nones are the daemon's defaults. A `seed` of None draws a
+    new one for every prompt. `structured_outputs` ({"json": ...}, {"regex": ...}, {"choice": [...]},
     {"grammar": ...}) and `response_format` are the HTTP API's objects.
     """
 
@@ -72,18 +59,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError for a value out of range."""
-        self.to_body()
+        self.to_fields()
 
-    def to_body(self) -> OfflineBody:
-        """The same as the HTTP API's model."""
-        return checked(OfflineBody, self._values())
+    def to_fields(self) -> OfflineFields:
+        """Return the checked fields of a prompt."""
+        return checked(OfflineFields, self._values())
 
-    def to_chat(self, conversation: Mapping[str, Any]) -> OfflineChatBody:
-        """The same as the HTTP API's model of a conversation, whose own fields are given."""
+    def to_chat(self, conversation: Mapping[str, Any]) -> ChatFields:
+        """Return the checked fields of a conversation, whose own fields are given. Raises InvalidRequestError."""
         values = self._values()
         num_top = values.pop("logprobs")
         values |= {"logprobs": num_top is not None, "top_logprobs": num_top}
-        return checked(OfflineChatBody, {**values, **conversation})
+        return checked(ChatFields, {**values, **conversation})
 
     def _values(self) -> dict[str, Any]:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -96,19 +83,3 @@ class SamplingParams:
         if isinstance(self.logit_bias, Mapping):
             values["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return values
-
-
-def checked(kind: type[Body], values: Mapping[str, Any]) -> Body:
-    """A body of the HTTP API made of Python values. Raises InvalidRequestError, in its words."""
-    with in_words():
-        return kind.model_validate(values)
-
-
-@contextmanager
-def in_words() -> Iterator[None]:
-    """What the HTTP API refuses, as an InvalidRequestError."""
-    try:
-        yield
-    except (ValidationError, ApiError) as error:
-        told = to_api_error(error)
-        raise InvalidRequestError(told.message, param=told.param) from error

@@ -59,7 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-ttft-ms", type=positive_float, default=1000.0, metavar="MS", help="default 1000")
     parser.add_argument("--target-tpot-ms", type=positive_float, default=50.0, metavar="MS", help="default 50")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
 
 
 def name(source: str) -> str:
@@ -74,17 +73,11 @@ def rows(
     console: Console,
     *,
     num_replicas: int = 1,
-    num_before: int = 0,
 ) -> list[TraceRequest]:
-    """The requests of a workload, so many for each replica, or of a file, as they shall arrive.
-
-    A workload is another one behind each of the `num_before` that were drawn of it.
-    """
+    """Return the requests of a workload, so many for each replica, or of a file, in order of arrival."""
     if source in WORKLOADS:
         num = (options.num or WORKLOADS[source].num) * num_replicas
-        found = generate(
-            source, num=num, rate=options.rate, seed=options.seed + num_before, max_model_len=max_model_len
-        )
+        found = generate(source, num=num, rate=options.rate, seed=options.seed, max_model_len=max_model_len)
     else:
         if options.rate is not None:
             raise SimulationError("--rate is for workloads; the arrivals of a file are scaled with --speed.")

@@ -22,11 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from engine.core.config import SchedulerConfig
 from loadtest.arguments import open_console, positive_int
 from loadtest.daemon import daemon
-from loadtest.plots import require_matplotlib
 from loadtest.report import percentile
 from loadtest.simulation.costs import Front, StepCosts
-from loadtest.simulation.measure import Times, fill_pool, grid, held_out
-from loadtest.simulation.moves import measure_copies
+from loadtest.simulation.measure import Times, fill_pool, grid, held_out, measure_copies
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
@@ -48,14 +46,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=positive_int, default=10, metavar="N", help="times each step is measured; default 10"
     )
     parser.add_argument("--no-http", action="store_true", help="leave out what the daemon adds: the engine alone")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what was measured and what was fitted")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, more of what `quire serve` takes")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, fit, tell, write."""
-    if options.plot:
-        require_matplotlib()
     console = open_console()
     settings = [*([options.model] if options.model else []), *options.settings]
     with progress_bar() as progress:
@@ -63,10 +58,6 @@ def run(options: argparse.Namespace) -> int:
         costs = _engine_alone(steps, settings) if options.no_http else _measure(steps, settings, progress)
     costs.save(options.output)
     _tell(costs, console)
-    if options.plot:
-        from loadtest.simulation.plots import draw_costs
-
-        draw_costs(options.plot, costs, steps.times.shapes, steps.times.seconds)
     return 0
 
 

@@ -39,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     asked.add_options(each)
     each.add_argument("--policy", nargs="+", choices=tuple(POLICIES), help="default: as calibrated")
     each.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests of the one workload as CSV")
+    each.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     each.set_defaults(simulate=_replay)
     fleet = ways.add_parser("fleet", help="find the requests a second that replicas can take within the targets")
     asked.add_options(fleet)
@@ -54,8 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, print, write."""
-    if options.plot:
-        require_matplotlib()
     status: int = options.simulate(options)
     return status
 
@@ -77,6 +76,8 @@ def _replay_recordings(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     if any(is_recording(Path(source)) for source in options.source):
         return _replay_recordings(options)
+    if options.plot:
+        require_matplotlib()
     costs, console = StepCosts.load(options.costs), open_console()
     variants = make_variants(costs.settings, options.policy, options.assignments)
     max_model_len = min(variant.config.max_model_len for variant in variants)
@@ -142,10 +143,6 @@ def _fleet(options: argparse.Namespace) -> int:
     if options.json:
         fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
         asked.write(options, {"config": asdict(config), "fleets": fleets})
-    if options.plot:
-        from loadtest.simulation.plots import draw_fleets
-
-        draw_fleets(options.plot, found, goal)
     return 0
 
 

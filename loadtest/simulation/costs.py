@@ -15,13 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.core.draft_costs import DraftCosts, lower_hull
+from engine.core.config import DraftCosts
+from engine.core.drafts import lower_hull
 from engine.core.step import StepPlan
+from loadtest.errors import LoadtestError
 
 DEFAULT_COSTS = Path(__file__).with_name("smollm2-135m-two-cores.json")
 
 
-class CostError(ValueError):
+class CostError(LoadtestError):
     """A file of costs cannot be used; the message says which and why."""
 
 

@@ -15,11 +15,14 @@ from engine.core.config import SchedulerConfig
 from engine.core.kv.page_table import blocks_for
 from engine.core.step import Runner, Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
+from loadtest.simulation.costs import Copies
 
 DECODING = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXTS = (32, 400, 1600)
 CHUNKS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 _PARAMS = SamplingParams(max_tokens=2, temperature=0.0)
+
+_MANY, _ROUNDS = 128, 7  # blocks that are copied, and times
 
 OnStep = Callable[[], None]
 
@@ -52,7 +55,7 @@ class Shape(NamedTuple):
             stop = start + count
             tokens = [(slot * 7919 + position * 31) % vocab_size for position in range(stop)]
             num_blocks = blocks_for(stop, config.block_size)
-            table = list(range(block, block + num_blocks))
+            table = [number % config.num_blocks for number in range(block, block + num_blocks)]
             block += num_blocks
             samples = (Sample(slot, 0),)
             slices.append(SequenceSlice(slot, tokens, stop, start, count, table, samples, _PARAMS, -1, -1 - slot))
@@ -122,3 +125,34 @@ class Times:
     def seconds(self) -> list[float]:
         """The median of each shape."""
         return [statistics.median(times) for times in self._found]
+
+
+def measure_copies(runner: Runner, config: SchedulerConfig) -> Copies:
+    """Time copies of blocks to host memory and back, which overwrites them; nothing if there are no host blocks."""
+    many = min(_MANY, config.num_host_blocks, config.num_blocks)
+    if many < 2:
+        return Copies()
+
+    def copy(count: int) -> None:
+        pairs = [(block, block) for block in range(count)]
+        runner.run(StepPlan(0, [], [], 0, 0, swap_out=pairs, swap_in=pairs)).wait()
+
+    trip_s, block_s = _line(lambda count: _seconds(lambda: copy(count)), 1, many)
+    return Copies(trip_s, block_s)
+
+
+def _seconds(task: Callable[[], None]) -> float:
+    """Return the median of some rounds; the first finds new memory and does not count."""
+    found = []
+    for _ in range(_ROUNDS + 1):
+        begun = time.perf_counter()
+        task()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found[1:])
+
+
+def _line(seconds: Callable[[int], float], few: int, many: int) -> tuple[float, float]:
+    """Return the time that any number of blocks takes, and the time of each."""
+    few_s, many_s = seconds(few), seconds(many)
+    each_s = max(many_s - few_s, 0.0) / (many - few) if many > few else few_s / few
+    return max(few_s - few * each_s, 0.0), each_s

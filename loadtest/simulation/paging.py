@@ -1,8 +1,7 @@
-"""`quire simulate paging`: the scheduler that serves, with a fake runner, on a virtual clock that advances one a step.
+"""`quire simulate paging`: the effect of paging, by the scheduler that serves on a clock that advances by one a step.
 
-It shows what paging buys: blocks in use rising and falling as sequences arrive, grow and end, against a static batch
-that reserves the longest length for everyone. Every figure says whether it is a formula or was measured in the pool.
-Imports engine.core and nothing heavier.
+It shows the blocks in use rise and fall as sequences arrive, grow and end, against a static batch that reserves the
+longest length for every request. Each figure says whether it is a formula or was measured in the pool.
 """
 
 from __future__ import annotations
@@ -214,7 +213,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--num-host-blocks", type=int, default=0, help="swap space for preempted sequences; default %(default)s"
     )
     parser.add_argument("--max-num-seqs", type=int, default=256, help="default %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw blocks in use over time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's sample and the figures")
 
 
@@ -243,8 +241,6 @@ def run(options: argparse.Namespace) -> int:
     static = StaticBatch.of(lengths, options.block_size)
     sharing = measure_sharing(options.block_size)
     show(config, requests, trace, static, sharing, is_like_solo=solo == trace.tokens)
-    if options.plot:
-        _draw(options.plot, config, trace, static)
     if options.json:
         document = {
             "config": asdict(config),
@@ -269,55 +265,41 @@ def show(
     *,
     is_like_solo: bool,
 ) -> None:
-    """Print the story: the requests, memory, time, sharing, and what a block costs."""
+    """Print requests, memory, time, sharing, and the size of a block."""
     each = trace.blocks
-    steps = int(trace.samples[-1].time)
-    print(
-        f"policy {config.policy}, {config.num_blocks} blocks of {config.block_size} tokens; time is counted in steps\n"
-    )
+    print(f"policy {config.policy}, {config.num_blocks} blocks of {config.block_size} tokens; time is in steps\n")
     print("request   arrives    ends   blocks")
     for request, blocks in zip(sorted(requests, key=_arrival), each, strict=True):
         print(f"{request.request_id:<8}{request.arrival_s:>9g}{trace.finished[request.request_id]:>8g}{blocks:>9}")
     print(f"\n{_curve(trace, config.num_blocks)}\n")
-    print("memory")
-    print(f"  static allocation, formula      {static.blocks:>6} blocks   every request reserves the longest length")
-    print(f"  paged, sum of each one's own    {sum(each):>6} blocks   measured: {' + '.join(map(str, each))}")
-    print(f"  paged, most held at one time    {trace.peak:>6} blocks   measured: not all are long at the same time")
-    print(f"  preemptions                     {trace.preemptions:>6}")
-    if config.num_host_blocks:
-        num_swaps = trace.preempted[PreemptionKind.SWAP]
-        print(
-            f"  of these, swapped to the host   {num_swaps:>6}          {trace.swapped_blocks} blocks copied, both ways"
-        )
-    print("time")
-    print(
-        f"  efficiency of the static batch  {static.efficiency:>6.1%}          {static.useful} of {static.slots} slots"
-    )
-    print(f"  continuous batching took        {steps:>6} steps    a sequence leaves the batch the step it ends")
-    print(f"  tokens equal to solo runs       {'yes' if is_like_solo else 'NO':>6}")
-    print(f"sharing: {NUM_CHATS} chats, one {PREFIX_LEN}-token prefix, block size {config.block_size}")
-    print(f"  without, formula                {sharing.formula_unshared:>6} blocks")
-    print(f"  without, measured               {sharing.chats_unshared:>6} blocks   separate chats, prefix cache off")
-    print(f"  shared, formula                 {sharing.formula_shared:>6} blocks   the prefix once, rounded up")
-    print(
-        f"  shared by forks, measured       {sharing.forked:>6} blocks   n = {NUM_CHATS} of one prompt, before any writes"
-    )
-    print(
-        f"  the same, one token later       {sharing.forked_diverged:>6} blocks   the partial block is copied on write"
-    )
-    print(f"  shared by the prefix cache      {sharing.chats_shared:>6} blocks   measured: full blocks are shared, the")
-    print(f"  {'':<47}partial one holds each chat's own tokens too")
-    print("a block of 32 layers, 8 KV heads of 128, 16-bit, 16 tokens")
-    print(f"  formula                     {block_bytes(32, 8, 128, 2, 16):>10,} bytes")
-
-
-def _draw(path: Path, config: SchedulerConfig, trace: Trace, static: StaticBatch) -> None:
-    from loadtest.plots import draw_simulation
-
-    times, held, _, running, waiting, preempted = zip(*trace.samples, strict=True)
-    queues = {"running": running, "waiting": waiting, "preempted": preempted}
-    title = f"KV blocks of {config.block_size} tokens in use, {config.policy}"
-    draw_simulation(path, title, times, held, static.blocks, queues)
+    swaps = f"{trace.preempted[PreemptionKind.SWAP]} of them swapped, {trace.swapped_blocks} blocks copied both ways"
+    rows: list[tuple[str, str, str]] = [
+        ("static batch, formula", f"{static.blocks} blocks", "every request reserves the longest length"),
+        ("paged, summed", f"{sum(each)} blocks", f"measured: {' + '.join(map(str, each))}"),
+        ("paged, most held at one time", f"{trace.peak} blocks", "measured: not all are long at the same time"),
+        ("preemptions", f"{trace.preemptions}", swaps if config.num_host_blocks else ""),
+        ("efficiency of the static batch", f"{static.efficiency:.1%}", f"{static.useful} of {static.slots} slots"),
+        ("continuous batching took", f"{trace.samples[-1].time:g} steps", "a sequence leaves in the step it ends"),
+        ("tokens equal to solo runs", "yes" if is_like_solo else "NO", ""),
+        (f"{NUM_CHATS} chats, a {PREFIX_LEN}-token prefix", "", "blocks under the prefix:"),
+        ("  without sharing, formula", f"{sharing.formula_unshared} blocks", ""),
+        ("  without sharing, measured", f"{sharing.chats_unshared} blocks", "separate chats, prefix cache off"),
+        ("  shared, formula", f"{sharing.formula_shared} blocks", "the prefix once, rounded up"),
+        ("  shared by forks, measured", f"{sharing.forked} blocks", f"n = {NUM_CHATS} of one prompt"),
+        ("  forks, one token later", f"{sharing.forked_diverged} blocks", "the partial block is copied on write"),
+        (
+            "  shared by the prefix cache",
+            f"{sharing.chats_shared} blocks",
+            "full blocks; the partial one is each chat's",
+        ),
+        (
+            "a block, formula",
+            f"{block_bytes(32, 8, 128, 2, 16):,} bytes",
+            "32 layers, 8 KV heads of 128, 16-bit, 16 tokens",
+        ),
+    ]
+    for name, figure, note in rows:
+        print(f"{name:<32}{figure:>16}   {note}".rstrip())
 
 
 def _curve(trace: Trace, num_blocks: int, width: int = 72, height: int = 8) -> str:

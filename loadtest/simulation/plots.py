@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from loadtest.plots import require_matplotlib
-from loadtest.simulation.costs import StepCosts
-from loadtest.simulation.measure import Shape
 from loadtest.simulation.replay import History
 from loadtest.simulation.report import Row
 
@@ -77,58 +73,6 @@ def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]
         places = [group + (index - (len(values) - 1) / 2) * width for group in range(len(groups))]
         axis.bar(places, heights, width, label=variant)
     axis.set_xticks(range(len(groups)), groups)
-
-
-def draw_fleets(path: Path, found: Mapping[tuple[str, int], float], goal: str) -> None:
-    """Requests a second over replicas, a line a router."""
-    plt = require_matplotlib()
-    figure, axis = plt.subplots(figsize=(8, 5), constrained_layout=True)
-    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for (router, num), rate in found.items():
-        lines[router].append((num, rate))
-    for style, (router, points) in zip(cycle(("-", "--", ":")), lines.items()):  # of those that fall together all show
-        axis.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=router)
-    axis.set(title=goal, xlabel="replicas", ylabel="requests / s", xlim=(0, None), ylim=(0, None))
-    axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
-    axis.legend()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def draw_costs(path: Path, costs: StepCosts, shapes: Sequence[Shape], seconds: Sequence[float]) -> None:
-    """Measured decode and prompt steps with the fitted lines, and predicted against measured for all."""
-    from loadtest.simulation.fit import predict
-
-    plt = require_matplotlib()
-    figure, (decode, prompt, check) = plt.subplots(1, 3, figsize=(17, 5), constrained_layout=True)
-    measured = dict(zip(shapes, seconds, strict=True))
-    lines: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
-    for shape, taken in measured.items():
-        if not shape.chunks and len(set(shape.contexts)) == 1:
-            key, at = ("decode", shape.contexts[0]), len(shape.contexts)
-        elif not shape.contexts and len(shape.chunks) == 1:
-            (key, at) = ("prompt", shape.chunks[0][0]), shape.chunks[0][1]
-        else:
-            continue
-        lines[key].append((at, taken * 1e3, predict(costs, shape) * 1e3))
-    for (kind, context), points in lines.items():
-        axis = decode if kind == "decode" else prompt
-        counts, found, fitted = zip(*sorted(points), strict=True)
-        (line,) = axis.plot(counts, fitted, label=f"{'context' if kind == 'decode' else 'after'} {context}")
-        axis.plot(counts, found, marker="o", linestyle="", color=line.get_color())
-    decode.set(title="Decoding: measured (dots), fitted", xlabel="sequences", ylabel="ms a step", xscale="log")
-    prompt.set(title="Prompts: measured (dots), fitted", xlabel="tokens of a chunk", ylabel="ms a step", xscale="log")
-    predicted = [predict(costs, shape) * 1e3 for shape in shapes]
-    check.plot([second * 1e3 for second in seconds], predicted, marker=".", linestyle="", label="steps")
-    ends = [min(seconds) * 1e3, max(seconds) * 1e3]
-    check.plot(ends, ends, color="gray", linewidth=1, label="equal")
-    check.set(title="All steps", xlabel="measured, ms", ylabel="fitted, ms", xscale="log", yscale="log")
-    for axis in (decode, prompt, check):
-        axis.legend(fontsize="small")
-    decode.set(yscale="log")
-    prompt.set(yscale="log")
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
 
 
 Pairs = Sequence[tuple[float, float]]

@@ -18,11 +18,12 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Request, TokenEvent
+from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.drafting import Drafting
 
 
-class SimulationError(Exception):
+class SimulationError(LoadtestError):
     """The simulation was asked for something it cannot run; the message is one sentence."""
 
 
@@ -78,7 +79,6 @@ class Replica:
         self.num_sequence_steps = 0
         self.busy_s = 0.0
         self.now = 0.0
-        self.num_expected = 0  # requests that will come here, once their prompts are computed elsewhere
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
         self._door = Door(self._scheduler, limits)
@@ -93,7 +93,7 @@ class Replica:
     def num_requests(self) -> int:
         """How many it has and has not answered."""
         stats = self.stats
-        return stats.num_running + stats.num_waiting + stats.num_preempted + self.num_expected
+        return stats.num_running + stats.num_waiting + stats.num_preempted
 
     def submit(self, request: Request, at_s: float) -> None:
         """Take a request now, which must not be before what was simulated. Raises a ClientError, or OverloadedError."""
@@ -102,23 +102,6 @@ class Replica:
             self.now = max(self.now, at_s)
         self._scheduler.add(request)
         self._owed_s += self._costs.front.intake_s
-
-    def count_cached(self, request: Request, num_blocks: int) -> int:
-        """How many of a prompt's first blocks its cache has."""
-        scheduler = self._scheduler
-        return len(scheduler.kv.find_prefix(scheduler.first_names(request), request.prompt, num_blocks))
-
-    def adopt(self, request: Request, num_blocks: int) -> int:
-        """Have its cache hold a prompt's first blocks, as far as there is room; how many it had not got."""
-        scheduler = self._scheduler
-        imported = scheduler.import_prefix(scheduler.first_names(request), request.prompt, num_blocks)
-        scheduler.kv.finish(imported)
-        return len(imported.to_fill)
-
-    def pause(self, seconds: float, at_s: float) -> None:
-        """Rest for so long from then on, or from the end of what is launched: steps wait, an idle engine's time passes."""
-        self._device_free_s = max(at_s, self._device_free_s) + seconds
-        self.busy_s += seconds
 
     def advance(self, until_s: float) -> None:
         """Simulate all turns that begin before a moment."""

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 from engine.core.types import Request, SamplingParams
+from loadtest.errors import LoadtestError
 
 
-class TraceError(ValueError):
+class TraceError(LoadtestError):
     """A trace cannot be read or replayed; the message names the file, the line and the value."""
 
 
@@ -33,7 +34,8 @@ class TraceRequest(NamedTuple):
     prefix_tokens: int = 0  # ... this much of the beginning of their prompts
     tenant: str = ""
     priority: int = 0
-    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: as everybody's
+    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: as all others
+    deadline_s: float = 0.0  # in which the client wants the whole answer; 0: none
 
 
 class Trace(NamedTuple):
@@ -54,6 +56,7 @@ _COLUMNS = {
     "tenant": ("tenant", "user"),
     "priority": ("priority",),
     "weight": ("weight",),
+    "deadline_s": ("deadline_s",),
 }
 _REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
 _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime reads six
@@ -130,18 +133,20 @@ def _request(values: dict[str, str], where: str) -> TraceRequest:
     if prefix > prompt:
         raise TraceError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
-    arrival_s, weight = _seconds(values["arrival_s"], where), _weight(values.get("weight", ""), where)
-    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, whole("priority", None), weight)
+    arrival_s, priority = _seconds(values["arrival_s"], where), whole("priority", None)
+    more = [_not_negative(values, name, where) for name in ("weight", "deadline_s")]
+    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, *more)
 
 
-def _weight(text: str, where: str) -> float:
+def _not_negative(values: dict[str, str], name: str, where: str) -> float:
+    text = values.get(name, "")
     try:
-        weight = float(text or 0)
+        number = float(text or 0)
     except ValueError:
-        weight = math.nan
-    if not 0 <= weight < math.inf:
-        raise TraceError(f"{where}: weight is {text!r}; it must be a number from 0, which is as everybody's.")
-    return weight
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise TraceError(f"{where}: {name} is {text!r}; it must be a number from 0, which is the same as none.")
+    return number
 
 
 def _seconds(text: str, where: str) -> float:
@@ -233,4 +238,5 @@ def to_request(row: TraceRequest, index: int) -> Request:
         priority=row.priority,
         tenant=row.tenant,
         weight=row.weight or 1.0,
+        deadline_s=row.deadline_s or None,
     )

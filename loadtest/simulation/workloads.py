@@ -151,6 +151,36 @@ def long_answers(num: int, rate: float, rng: random.Random) -> list[TraceRequest
     return [TraceRequest(index / rate, rng.randint(50, 500), rng.randint(300, 700), _ALLOWED) for index in range(num)]
 
 
+def long_prompt(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Eight running streams and a short request at a time; in the middle a prompt of 7,000 tokens."""
+    rows = [TraceRequest(0.0, 64, 4000, tenant="streams") for _ in range(8)]
+    times = _arrivals(rng, num - 9, rate)
+    rows.append(TraceRequest(times[-1] / 2, 7000, 1, tenant="long prompt"))
+    return rows + [TraceRequest(at, 100, 1, tenant="short requests") for at in times]
+
+
+def bursts_in_turns(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Two equal tenants; each sends twenty requests at once, then leaves the next burst to the other."""
+    rows = []
+    for index in range(num):
+        burst = index // 20
+        prompt, output = _length(rng, 100, 0.3), _length(rng, 60, 0.3)
+        rows.append(TraceRequest(20 * burst / rate, prompt, output, tenant=f"tenant-{burst % 2}"))
+    return rows
+
+
+def deadlines(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Bursts in which a third of the clients gives 5 s for the whole answer, a third 20 s, and a third all day."""
+    rows = []
+    for at in _arrivals(rng, num, rate, shape=0.2):
+        deadline_s = rng.choice((5.0, 20.0, 0.0))
+        tenant = f"in {deadline_s:g} s" if deadline_s else "no deadline"
+        rows.append(
+            _ask(rng, at, _length(rng, 100, 0.6), _length(rng, 80, 0.5), tenant=tenant)._replace(deadline_s=deadline_s)
+        )
+    return rows
+
+
 WORKLOADS: Mapping[str, Workload] = {
     "steady": Workload("Poisson arrivals of short questions", steady, 5.0, 600),
     "bursty-chat": Workload("bursts of chats behind eight system prompts", bursty_chat, 6.0, 600),
@@ -160,5 +190,8 @@ WORKLOADS: Mapping[str, Workload] = {
     "templates": Workload("answers as long as their prompt's template has them", templates, 7.0, 1200),
     "apps": Workload("answers as long as their tenant's are", apps, 7.0, 1200),
     "long-answers": Workload("a crowd with answers of about 500 tokens", long_answers, 1000.0, 600),
+    "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
+    "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),
+    "deadlines": Workload("bursts with deadlines of 5 s, 20 s and none", deadlines, 11.0, 600),
     "unpredictable": Workload("answers of any length, and nothing tells", unpredictable, 7.0, 1200),
 }

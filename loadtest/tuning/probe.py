@@ -6,7 +6,6 @@ insides are known here and in loadtest/steps.py, nowhere else.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from engine.core.kv.page_table import blocks_for
-from engine.core.step import Sample, SequenceSlice, StepPlan
-from engine.core.types import SamplingParams
+from engine.core.step import StepPlan
 from engine.loop import Engine
+from loadtest.simulation.measure import Shape
 
 _NUM_TIMED = (5, 25)  # steps a measurement takes: at least, at most ...
 _SECONDS = 0.4  # ... and about as long as this
@@ -37,9 +36,7 @@ class Probe:
     def __init__(self, engine: Engine) -> None:
         self.config = engine.config
         self._runner = engine._runner  # noqa: SLF001 - see above
-        self._rng = random.Random(0)
         self._vocab_size = engine.vocab_size
-        self._step_ids = 0
         self.seconds: dict[Load, float] = {}
         self.spreads: list[float] = []  # of every measurement: how far its middle half is apart, to its median
 
@@ -55,52 +52,23 @@ class Probe:
         return self.seconds[load]
 
     def _measure(self, load: Load) -> float:
-        slices = self._slices(load)
-        self._run(slices)  # touches its memory for the first time
+        shape = Shape(
+            (load.context + 1,) * load.num_seqs, ((0, load.num_prompt_tokens),) * bool(load.num_prompt_tokens)
+        )
+        plan = shape.plan(self.config, self._vocab_size)
+        self._run(plan)  # touches its memory for the first time
         least, most = _NUM_TIMED
         took: list[float] = []
         while len(took) < least or (len(took) < most and sum(took) < _SECONDS):
-            took.append(self._run(slices))
+            took.append(self._run(plan))
         low, median, high = statistics.quantiles(took, n=4)
         self.spreads.append((high - low) / median)
         return median
 
-    def _run(self, slices: list[SequenceSlice]) -> float:
+    def _run(self, plan: StepPlan) -> float:
         begun = time.perf_counter()
-        num_tokens, num_samples = sum(piece.num_tokens for piece in slices), sum(len(piece.samples) for piece in slices)
-        self._runner.run(StepPlan(self._step_ids, slices, [], num_tokens, num_samples)).wait()
-        self._step_ids += 1
+        self._runner.run(plan).wait()
         return time.perf_counter() - begun
-
-    def _slices(self, load: Load) -> list[SequenceSlice]:
-        """Sequences side by side in the pool, each with blocks of its own."""
-        lengths = [(load.context, 1)] * load.num_seqs
-        if load.num_prompt_tokens:
-            lengths.append((0, load.num_prompt_tokens))
-        slices, block = [], 0
-        for slot, (start, num_tokens) in enumerate(lengths):
-            num_blocks = blocks_for(start + num_tokens, self.config.block_size)
-            table = [(block + index) % self.config.num_blocks for index in range(num_blocks)]
-            block += num_blocks
-            slices.append(self._slice(slot, start, num_tokens, table))
-        return slices
-
-    def _slice(self, slot: int, start: int, num_tokens: int, table: Sequence[int]) -> SequenceSlice:
-        tokens = [self._rng.randrange(self._vocab_size) for _ in range(start + num_tokens)]
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        samples = (Sample(slot, 0),)
-        return SequenceSlice(
-            slot=slot,
-            tokens=tokens,
-            num_prompt=len(tokens),
-            start=start,
-            num_tokens=num_tokens,
-            block_table=table,
-            samples=samples,
-            params=params,
-            prompt_logprobs=-1,
-            seq_id=-1 - slot,
-        )
 
 
 class Opener:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
+from loadtest.errors import LoadtestError
 from loadtest.tuning.probe import Load, Probe
 from loadtest.tuning.search import doublings, knee, largest
 
@@ -45,7 +46,7 @@ class BlockFigure(NamedTuple):
     prompt_tokens_per_s: float
 
 
-class TuneError(Exception):
+class TuneError(LoadtestError):
     """The goal cannot be met on this machine; the message is one sentence that says what to change."""
 
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from engine.core.errors import UnsupportedError
+from engine.text.fields.base import Integer, RequestBody
 from server.anthropic.blocks import Turn
-from server.errors import unsupported
-from server.http.schema import Integer, RequestBody
 
 # type -> (what it takes away, how many of them stay if `keep` is absent, the tokens from which on it works)
 _CLEARS = {
@@ -42,7 +42,7 @@ class ContextManagement(RequestBody):
         """Raise ApiError for an edit that might take away a part of these turns."""
         for number, edit in enumerate(self.edits):
             if not _is_idle(edit, turns, max_model_len):
-                raise unsupported(
+                raise UnsupportedError(
                     f"context_management.edits.{number}",
                     f"{edit.type} may take away parts of this conversation, which is not done here; leave it out.",
                 )

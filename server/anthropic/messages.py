@@ -14,18 +14,30 @@ from starlette.responses import Response
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.core.types import Request as EngineRequest
-from server.anthropic.blocks import Block, Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from engine.text.chat_preprocessor import PreparedChat
+from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.chat import Message
+from engine.text.fields.structured import Schema
+from engine.text.fields.tools import ToolName, without_hosted
+from engine.text.limits import ModelLimits
+from server.anthropic.blocks import (
+    Block,
+    Blocks,
+    CacheControl,
+    Place,
+    Turn,
+    chat_messages,
+    end_of,
+    joined_text,
+    last_marks,
+    marks_in,
+    up_to,
+)
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError
-from server.http.schema import Integer, RequestBody
-from server.openai.chat_body import ChatBody, Message
-from server.openai.limits import Limits
-from server.openai.prepare import PreparedChat, count_common, prepare, prompt_ids
-from server.openai.retention import CacheControl, Place, last_marks
-from server.openai.structured import Schema
-from server.openai.tools import ToolName, without_hosted
+from server.openai.chat_request import ChatBody, chunk_meta, count_common, prepare, prompt_ids
 from server.openai.translated import TranslatedBody
 from server.operations.openapi import answers
 from server.respond import respond
@@ -213,7 +225,7 @@ class CountBody(TranslatedBody):
         marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() for name in mark.ignored_fields()]
         return super().ignored_fields() + names + list(dict.fromkeys(marks))
 
-    def dropped_hints(self, limits: Limits) -> list[str]:
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also what is about thoughts that this model does not have, and edits that change nothing here.
 
         Raises ValidationError for edits that would.
@@ -325,23 +337,24 @@ async def create_message(
     model = context.check_model(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        asked = await prepare(context, chat)
-        requests = await _retaining(context, body, chat, asked)
-        formatter = MessageFormatter(asked.meta("msg", model, context), call_id_length=context.limits.call_id_length)
-        return await respond(http, context, chat, requests, asked.rules, formatter)
+        prepared, requests = await prepare(context, chat)
+        meta = chunk_meta(context, prepared, requests, id_prefix="msg", model=model)
+        requests = await _retaining(context, body, chat, prepared, requests)
+        formatter = MessageFormatter(meta, call_id_length=context.limits.call_id_length)
+        return await respond(http, context, chat, requests, prepared.rules, formatter)
 
 
 async def _retaining(
-    context: Context, body: MessagesBody, chat: ChatBody, asked: PreparedChat
-) -> Sequence[EngineRequest]:
-    """The requests, with what cache_control asks for."""
-    pins = asked.requests[0].pins
+    context: Context, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, requests: list[EngineRequest]
+) -> list[EngineRequest]:
+    """Return the requests, with the pins that cache_control asks for."""
+    pins = requests[0].pins
     if context.engine.config.pinned_share:
         for seconds, beginning in await aside(lambda: body.retained(chat)):
-            whole = len(asked.prompt)
-            num = whole if beginning is None else await count_common(context, beginning, asked.text, asked.prompt)
+            whole = len(prepared.prompt)
+            num = whole if beginning is None else await count_common(context, beginning, prepared)
             pins += (Pin(num, seconds),)
-    return [replace(request, pins=pins) for request in asked.requests]
+    return [replace(request, pins=pins) for request in requests]
 
 
 @router.post("/v1/messages/count_tokens", responses=FAILURES)
@@ -349,5 +362,5 @@ async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(js
     """How many tokens the prompt has."""
     context.check_model(body.model)
     with body.own_names():
-        _, ids = await prompt_ids(context, await aside(body.to_chat))
+        ids = await prompt_ids(context, await aside(body.to_chat))
     return {"input_tokens": len(ids)}

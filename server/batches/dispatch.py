@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message
 
 from server.errors import REQUEST_ID, to_api_error
-from server.middleware import ENTRY, IGNORED_FIELDS
-from server.telemetry.ledger import Entry
+from server.middleware import IGNORED_FIELDS, RECORD
+from server.telemetry.events import Listener, RequestEnded
 from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class Reply(NamedTuple):
 class Dispatcher:
     """Asks an application. Cancelling an `ask` ends the request in the engine."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, emit: Listener) -> None:
+        self._app, self._emit = app, emit
 
     async def ask(self, path: str, document: bytes, account: Account | None) -> Reply:
         """POST a JSON document on an account; whatever happens, there is a reply."""
@@ -66,9 +66,9 @@ class Dispatcher:
             told = to_api_error(error)
             status, parts = told.status, [told.body()]
         finally:
-            entry = state.get(ENTRY)
-            if isinstance(entry, Entry):
-                entry.close(status, time.monotonic() - started_s)
+            record = state.get(RECORD)
+            if record is not None:
+                self._emit(RequestEnded(record, status, time.monotonic() - started_s, is_batch=True))
         return Reply(status, state[REQUEST_ID], b"".join(parts), tuple(state.get(IGNORED_FIELDS, ())))
 
 

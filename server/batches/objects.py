@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from server.http.schema import RequestBody, check_num_fields
+from engine.text.fields.base import RequestBody, check_num_fields
 
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}

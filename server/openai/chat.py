@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from engine.core.types import FinishReason
 from engine.text.choice import CallDelta, Delta
+from engine.text.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.tools.formats import new_call_id
 from server.context import InContext, json_body
-from server.http.schema import ResponseBody
-from server.openai.chat_body import ChatBody
-from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate, new_call_id
-from server.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from server.openai.prepare import prepare
+from server.http.bodies import ResponseBody
+from server.openai.chat_request import ChatBody, chunk_meta, prepare
+from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
+from server.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.openai.usage import Usage
 from server.operations.openapi import answers
 from server.respond import respond
@@ -175,8 +176,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation."""
     model = context.check_model(body.model)
-    asked = await prepare(context, body)
-    formatter = ChatFormatter(
-        body, asked.meta("chatcmpl", model, context), call_id_length=context.limits.call_id_length
-    )
-    return await respond(http, context, body, asked.requests, asked.rules, Chunks(formatter, body.stream_usage))
+    chat, requests = await prepare(context, body)
+    meta = chunk_meta(context, chat, requests, id_prefix="chatcmpl", model=model)
+    formatter = ChatFormatter(body, meta, call_id_length=context.limits.call_id_length)
+    return await respond(http, context, body, requests, chat.rules, Chunks(formatter, body.stream_usage))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
@@ -12,16 +13,20 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from engine.text.choice import Delta
+from engine.text.fields.base import Integer
+from engine.text.fields.sampling import MAX_N
+from engine.text.limits import ModelLimits
+from engine.text.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
-from server.http.schema import Integer, ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
-from server.openai.limits import Limits
-from server.openai.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs
+from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
-from server.openai.sampling import HINTS, MAX_N, SamplingBody
+from server.openai.sampling import HINTS, SamplingBody
 from server.openai.usage import Usage
 from server.operations.openapi import answers
-from server.respond import answer_id, constrain, engine_requests, respond
+from server.respond import answer_id, engine_requests, respond
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together
@@ -83,14 +88,6 @@ class CompletionBody(SamplingBody):
                 param="max_tokens",
             )
         return self
-
-    def params(self, limits: Limits) -> SamplingParams:
-        """The engine's parameters, the same for every prompt. Raises InvalidRequestError."""
-        limits.check_logprobs(self.logprobs, "logprobs")
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        scored = max((count for count in wanted if count is not None), default=None)
-        logprobs = (self.logprobs or 0) if self.num_drawn > self.n else self.logprobs
-        return self.sampling_params(limits, max_tokens=self.max_tokens, logprobs=logprobs, prompt_logprobs=scored)
 
 
 class CompletionChoice(ResponseBody):
@@ -180,19 +177,29 @@ def _mean_logprob(delta: Delta) -> float:
 router = APIRouter()
 
 
+def completion_params(body: CompletionBody, limits: ModelLimits) -> SamplingParams:
+    """Return the engine's parameters, the same for every prompt. Raises InvalidRequestError."""
+    limits.check_logprobs(body.logprobs, "logprobs")
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    scored = max((count for count in wanted if count is not None), default=None)
+    logprobs = (body.logprobs or 0) if body.num_drawn > body.n else body.logprobs
+    return sampling_params(body, limits, max_tokens=body.max_tokens, logprobs=logprobs, prompt_logprobs=scored)
+
+
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(
     http: Request, context: InContext, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
 ) -> Response:
     """Continue one or several prompts."""
     model = context.check_model(body.model)
-    wanted, grammar = await aside(lambda: (body.params(context.limits), body.grammar_spec()))
-    params = await constrain(context, grammar, wanted)
+    params, constraints = await aside(lambda: (completion_params(body, context.limits), body.constraints()))
+    if constraints and params.max_tokens:
+        params = replace(params, grammar=await context.grammars.compile(*constraints[0]))
     ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
-    prompts = [body.truncate(prompt, context.limits) for prompt in ids]
+    prompts = [truncated(body, prompt, context.limits) for prompt in ids]
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
     meta = ChunkMeta(
         id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
     )
     formatter = Chunks(CompletionFormatter(body, meta), body.stream_usage)
-    return await respond(http, context, body, requests, body.text_rules(params, echo=body.echo), formatter)
+    return await respond(http, context, body, requests, text_rules(body, params, echo=body.echo), formatter)

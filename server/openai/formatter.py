@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
+from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server.errors import ApiError
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.sampling import StreamOptions
 from server.openai.usage import AnswerMetrics, Usage, with_metrics
 
@@ -60,12 +60,6 @@ class ChunkTemplate:
         for value in usage.values():
             tail = b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
         return self._head + b",".join([choice.json_bytes() for choice in choices]) + tail
-
-
-def new_call_id(prefix: str, length: int) -> str:
-    """A call's name for its result to be matched by; `length` characters where a model's template insists on that, else 0."""
-    unique = uuid.uuid4().hex
-    return unique[:length] if length else prefix + unique[:24]
 
 
 class ResponseFormatter(Protocol):

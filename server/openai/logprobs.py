@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from engine.core.types import TokenLogprob
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
-from server.http.schema import ResponseBody
-
-LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
+from engine.text.logprobs import finite, token_text
+from engine.text.types import Tokenizer
+from server.http.bodies import ResponseBody
 
 
 class CompletionLogprobs(ResponseBody):
@@ -36,29 +32,6 @@ class ChatLogprobs(ResponseBody):
 
     content: list[ChatLogprob]
     refusal: None = None
-
-
-class PromptLogprob(ResponseBody):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-# One entry a prompt token: by token id, the token itself and its best alternatives. None for the first token.
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as text; one that is part of a character as `bytes:\\xNN`, as OpenAI spells it."""
-    raw = tokenizer.token_bytes(token_id)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
 
 
 def completion_logprobs(
@@ -104,26 +77,6 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, as_ids: bool = False) -
         top = [shape(token_id, logprob) for token_id, logprob in entry.top]
         content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
     return ChatLogprobs(content=content, refusal=None)
-
-
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
-    """A prompt's log probabilities in vLLM's shape."""
-    shaped: PromptLogprobs = []
-    for entry in entries:
-        if entry is None:
-            shaped.append(None)
-            continue
-        ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
-        ranked.append((entry.token_id, entry.logprob, entry.rank))
-        shaped.append(
-            {
-                token_id: PromptLogprob(
-                    logprob=finite(logprob), rank=rank, decoded_token=token_text(tokenizer, token_id)
-                )
-                for token_id, logprob, rank in ranked
-            }
-        )
-    return shaped
 
 
 def _by_id(token_id: int) -> str:

@@ -10,10 +10,10 @@ from fastapi import Request
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pooling, PromptInfo, SamplingParams
+from engine.text.limits import ModelLimits
 from server.client import Answer
 from server.generation import Generation
 from server.http.slow_thread import run_slowly
-from server.openai.limits import Limits
 from server.openai.sampling import EngineBody
 from server.respond import MAX_INLINE_TOKENS, unless_disconnected
 
@@ -36,7 +36,7 @@ class PromptOnlyBody(EngineBody):
         """Return the engine's parameters."""
         return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
 
-    def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: Limits) -> None:
+    def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: ModelLimits) -> None:
         """Raise ContextLengthError for one that does not fit."""
         longest, most = max(map(len, prompts)), min(limits.max_model_len, limits.pool_tokens)
         if longest > most:

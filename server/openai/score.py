@@ -18,9 +18,9 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import PromptInfo, TokenLogprob
 from engine.text.choice import TextRules
+from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
-from server.http.schema import ResponseBody
-from server.openai.logprobs import finite
+from server.http.bodies import ResponseBody
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.usage import Usage
 from server.operations.openapi import answers

@@ -14,11 +14,11 @@ from pydantic import Field, ValidationError
 
 from engine.core.errors import ClientError
 from engine.text.choice import Delta
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from engine.text.fields.base import RequestBody
+from engine.text.limits import ModelLimits
+from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
-from server.http.schema import RequestBody
-from server.openai.chat_body import ChatBody
-from server.openai.limits import Limits
+from server.openai.chat_request import ChatBody
 from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
 
 # Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.
@@ -78,7 +78,7 @@ class TranslatedBody(RequestBody):
         """Return the fields unknown here and in chat, and the hints that no model follows."""
         return [name for name in super().ignored_fields() if name not in PASSED_ON]
 
-    def dropped_hints(self, limits: Limits) -> list[str]:
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return the priority, where the server serves in another order."""
         priority = (self.model_extra or {}).get("priority")
         return ["priority"] if priority and not limits.has_priorities else []

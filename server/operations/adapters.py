@@ -11,10 +11,10 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
+from engine.text.fields.base import RequestBody
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
 from server.http.detached import run_detached
-from server.http.schema import RequestBody
 
 MAX_NAME = 256  # characters
 

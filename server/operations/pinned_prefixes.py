@@ -21,11 +21,12 @@ from pydantic import ValidationError
 from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
 from engine.core.types import FinishReason, Pin, Request, SamplingParams
+from engine.text.fields.chat import Message
+from engine.text.limits import num_common
 from server.context import Context
 from server.errors import ApiError, to_api_error
-from server.openai.chat_body import ChatBody, Message
+from server.openai.chat_request import ChatBody
 from server.openai.completions import CompletionBody
-from server.openai.limits import num_common
 from server.settings.files import read_setting_file
 
 log = logging.getLogger("quire.serve")
@@ -137,7 +138,9 @@ def _prompts(body: ChatBody | CompletionBody, context: Context) -> list[list[int
         ids = [prompt for prompt in body.prompt if not isinstance(prompt, str)]
     else:
         shown = [
-            body.model_copy(update={"messages": [*body.messages, Message(role="user", content=word)]}).render(limits)
+            context.preprocessor.render(
+                body.model_copy(update={"messages": [*body.messages, Message(role="user", content=word)]})
+            )
             for word in _PROBES
         ]
         texts, ids = [shown[0][: num_common(*shown)]], []

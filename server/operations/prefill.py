@@ -13,10 +13,10 @@ from pydantic import Field
 from engine.core.errors import ParcelError
 from engine.core.types import Request, SamplingParams
 from engine.text.choice import TextRules
+from engine.text.fields.base import RequestBody
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
 from server.generation import Generation
-from server.http.schema import RequestBody
 from server.openai.sampling import MAX_CACHE_SALT
 from server.operations.handoff import Prefilled, Sender
 from server.respond import unless_disconnected

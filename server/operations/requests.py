@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from engine.core.errors import shorten
 from server.context import InContext, InOwner
 from server.errors import ApiError
-from server.telemetry.ledger import RECENT
+from server.telemetry.request_log import RECENT
 
 router = APIRouter()
 
@@ -17,16 +17,16 @@ router = APIRouter()
 @router.get("/v1/requests/{name:path}")
 async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dict[str, Any]:
     """An open request, or one of the last that ended; 404 for any other."""
-    entry = context.ledger.find(owner, name)
-    if entry is None:
+    record = context.request_log.find(owner, name)
+    if record is None:
         message = (
             f"There is no request {shorten(name)!r} among those that are open and the last {RECENT} that ended; "
             "give the x-request-id of an answer's headers, or an answer's id."
         )
         raise ApiError(404, "request_not_found", message, "id")
-    if entry.generation is None:
-        return entry.document((), None)
-    ids = entry.engine_ids
+    if record.generation is None:
+        return record.document((), None)
+    ids = record.engine_ids
     place = await context.queue_status.place(ids)
     views = await context.queue_status.sequences(ids)
-    return entry.document(views, place)  # which may have ended meanwhile
+    return record.document(views, place)  # which may have ended meanwhile

@@ -10,11 +10,12 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
+from engine.text.fields.base import RequestBody
+from engine.text.fields.chat import Conversation, Message
+from engine.text.logprobs import token_text
 from server.context import InContext, aside, json_body
-from server.http.schema import RequestBody, ResponseBody
+from server.http.bodies import ResponseBody
 from server.http.slow_thread import run_slowly
-from server.openai.chat_body import Conversation, Message
-from server.openai.logprobs import token_text
 from server.operations.openapi import answers
 
 

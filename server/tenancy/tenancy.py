@@ -25,11 +25,9 @@ from typing import Any
 from engine.core.errors import OverloadedError
 from engine.core.places import MAX_RETRY_S, MIN_RETRY_S, Appointments
 from engine.core.types import Request
-from server.openai.usage import Usage
-from server.telemetry.tenant_metrics import TenantMetrics
-from server.telemetry.timeline import Spans
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
+CountRefusal = Callable[[str, str], None]  # the tenant and the limit
 TENANT = "tenant"  # the key in a request's state under which the guard leaves the Account
 
 
@@ -43,12 +41,12 @@ class Account:
     """What a tenant has open, and what it may still spend."""
 
     def __init__(
-        self, tenant: Tenant, metrics: TenantMetrics, clock: Callable[[], float], cache_owner: str = ""
+        self, tenant: Tenant, count_refusal: CountRefusal, clock: Callable[[], float], cache_owner: str = ""
     ) -> None:
         self.tenant = tenant
         self._cache_owner = cache_owner  # "" is the operator's part of the prefix cache
         self.num_open = 0
-        self._metrics = metrics
+        self._count_refusal = count_refusal
         self._clock = clock
         self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; less than none is a debt
         self._filled_s = clock()
@@ -71,12 +69,12 @@ class Account:
         """Raise OverloadedError if no more requests may be opened now; they take `request_s` in the mean."""
         tenant, limit = self.tenant, self.tenant.max_concurrent_requests
         if limit is not None and self.num_open >= limit:
-            self._metrics.refused(tenant.name, "concurrent_requests")
+            self._count_refusal(tenant.name, "concurrent_requests")
             why = f"Tenant {tenant.name} has {limit} requests open, the most it may have"
             raise self._refusal(why, 0.0, request_s / limit)
         rate = tenant.tokens_per_minute
         if rate is not None and (tokens := self._fill()) <= 0:
-            self._metrics.refused(tenant.name, "tokens_per_minute")
+            self._count_refusal(tenant.name, "tokens_per_minute")
             why = f"Tenant {tenant.name} has used up its {rate} tokens a minute"
             mean = self._num_spent / max(self._num_opened, 1)
             raise self._refusal(why, (1 - tokens) * 60 / rate, mean * 60 / rate, num_before=0)
@@ -109,13 +107,11 @@ class Account:
         self.num_open += 1
         self._num_opened += 1
         self._spend(sum([len(request.prompt) for request in requests]))
-        self._metrics.opened(self.tenant.name)
 
-    def close(self, usage: Usage, num_drawn_tokens: int, spans: Spans | None) -> None:
-        """It has ended, whichever way. A beam search draws more than its answer's usage tells."""
+    def close(self, num_drawn_tokens: int) -> None:
+        """Charge an ended request for its tokens. A beam search draws more than its answer's usage counts."""
         self.num_open -= 1
         self._spend(num_drawn_tokens)
-        self._metrics.closed(self.tenant.name, usage, spans)
 
     def _spend(self, num_tokens: int) -> None:
         self._tokens = self._fill() - num_tokens
@@ -145,7 +141,7 @@ class Tenancy:
         self,
         api_keys: Iterable[str],
         tenants: Sequence[Tenant] | None,
-        metrics: TenantMetrics,
+        count_refusal: CountRefusal,
         clock: Callable[[], float] = time.monotonic,
         *,
         shares_prefixes: bool = False,
@@ -154,7 +150,7 @@ class Tenancy:
         self._shares_prefixes = shares_prefixes
         self.has_file = tenants is not None
         self._api_keys = [sha256(key.encode()).digest() for key in api_keys]
-        self._metrics = metrics
+        self._count_refusal = count_refusal
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._owners: list[tuple[bytes, Account]] = []  # of keys, by digest
@@ -179,7 +175,7 @@ class Tenancy:
             account = before.get(tenant.name)
             if account is None:
                 cache_owner = "" if self._shares_prefixes or tenant.name == DEFAULT else tenant.name
-                account = Account(tenant, self._metrics, self._clock, cache_owner)
+                account = Account(tenant, self._count_refusal, self._clock, cache_owner)
             else:
                 account.change(tenant)
             self._accounts[tenant.name] = account

@@ -13,12 +13,13 @@ import torch
 from test_attention import empty_pools, make_batch, make_tables
 
 from engine.config import EngineConfig
+from engine.core.budget import Costs, Load, StepTime
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.core.step_time import Load, StepTime
 from engine.model_source import find_model
-from engine.runtime.attention.base import AttentionSpec, CausalLM
+from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.cpu_native import CpuNativeAttention
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear
@@ -96,7 +97,7 @@ def test_a_linears_row_is_one_result(shape: tuple[int, int], dtype: torch.dtype)
 
 def know(times: StepTime, load: Load, seconds: float) -> None:
     """Steps take long with prompts, whatever they took."""
-    times.weights, times._num_chunks = [0.01, 0.0, 0.001, 0.0, 0.002, 0.0], 100
+    times.costs, times._num_chunks = Costs(fixed_s=0.01, decode_s=0.001, token_s=0.002), 100
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def model() -> CausalLM:
 def test_bfloat16_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(
     model: CausalLM, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepTime, "learn", know)
+    monkeypatch.setattr(StepTime, "observe", know)
     tokenizer = load_tokenizer(str(Path(find_model(None).path)))
     texts = [
         "Once upon a time",

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.core.budget import StepTime
 from engine.core.errors import ConfigError
 from engine.core.kv import tiers
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
-from engine.core.step_time import StepTime
 from engine.core.types import StepEvents
 from engine.loop import Engine
 from engine.runtime.fingerprint import fingerprint

@@ -9,13 +9,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from engine.core.beam_search import BeamSearch
+from engine.core.beams import BeamSearch
 from engine.core.errors import ConfigError
 from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw as module
 from engine.runtime.sampling.sampler import Sampler
-from engine.text.detokenizer import SamplingDefaults
-from server.openai.sampling import GREEDY_BELOW, SamplingBody, check_defaults
+from engine.text.fields.sampling import check_defaults
+from engine.text.sampling import GREEDY_BELOW, beam_params
+from engine.text.types import SamplingDefaults
+from server.openai.sampling import SamplingBody
 from tests.cpu.test_sampler import CPU, draw, piece
 
 TINY = (5e-324, 1e-300, 1.4e-45, 1e-45, 1.2e-38, 1e-30, 1e-8, 1e-5, 9e-6)
@@ -105,7 +107,7 @@ def test_every_length_penalty_is_refused_or_gives_finite_scores() -> None:
         asked = body(use_beam_search=True, n=2, temperature=0, length_penalty=value)
         if asked is not None:
             taken += 1
-            search = BeamSearch(SamplingParams(max_tokens=1 << 20, temperature=0.0, beam=asked.beam_params))
+            search = BeamSearch(SamplingParams(max_tokens=1 << 20, temperature=0.0, beam=beam_params(asked)))
             assert math.isfinite(search._score(-1e6, 1 << 20))
             assert math.isfinite(search._score(-1e6, 1))
     assert taken > 10

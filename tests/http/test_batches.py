@@ -18,7 +18,7 @@ from harness import CONFIG, Live, eventually
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
 from server.batches.folder import NewFile
-from server.telemetry import ledger
+from server.telemetry import request_log
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
@@ -94,7 +94,7 @@ def test_a_batch_through_the_sdk(client: openai.OpenAI, served: Live) -> None:
 def test_lines_push_no_client_out_of_the_book(
     client: openai.OpenAI, served: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "RECENT", 2)
+    monkeypatch.setattr(request_log, "RECENT", 2)
     online = httpx.post(f"{served.url}/v1/completions", json={"prompt": "hello|"}).headers["x-request-id"]
     batch = ended(client, create(client, [completion(str(i)) for i in range(6)]))
     lines = [answer["response"]["request_id"] for answer in entries(client, batch.output_file_id)]

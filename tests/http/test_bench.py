@@ -236,8 +236,8 @@ def test_a_bad_url_is_one_sentence(url: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_command_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    with child("loadtest.canned", None) as (_, port):
-        arguments = ["--base-url", f"http://127.0.0.1:{port}", "--model", "canned", "--concurrency", "1", "4"]
+    with child("loadtest.fake_server", None, ["1"]) as (_, port):
+        arguments = ["--base-url", f"http://127.0.0.1:{port}", "--concurrency", "1", "4"]
         arguments += ["--num-prompts", "8", "--output-len", "5", "--json", str(report), "--plot", str(plot)]
         assert main(["bench", *arguments]) == 0
     points = json.loads(report.read_text())["points"]

@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from harness import CONFIG, Live, eventually
 from test_cli import quire, ready
 
-from server.http.schema import RequestBody
+from engine.text.fields.base import RequestBody
 from server.operations import unserved
 
 FILE = """
@@ -226,7 +226,7 @@ def test_a_request_id_is_a_name_inside_an_account(world: World) -> None:
 def test_an_owner_that_asks_much_pushes_out_its_own(
     serve: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.telemetry.ledger.RECENT", 4)
+    monkeypatch.setattr("server.telemetry.request_log.RECENT", 4)
     (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
     live = serve(tenants=tmp_path / "tenants.yaml", max_stored_responses=4)
     with client(live, "ann-key") as ann, client(live, "bob-key") as bob:
@@ -235,7 +235,7 @@ def test_an_owner_that_asks_much_pushes_out_its_own(
             bob.post("/v1/responses", json={"input": "more|"})
         assert ann.get(f"/v1/responses/{kept}").status_code == 200
         assert ann.get(f"/v1/requests/{kept}").status_code == 200
-    assert len(live.context.ledger._entries) == 2 * 4
+    assert len(live.context.request_log._records) == 2 * 4
 
 
 def test_lines_of_a_batch_run_on_their_owners_account(

@@ -14,12 +14,12 @@ import httpx
 import pytest
 from harness import Live, eventually
 
-import server.telemetry.live
+import server
 from engine.core.config import SchedulerConfig
 from server.telemetry.live import MIN_AGE_S, runs
 
 Serve = Callable[..., Live]
-FOLDER = Path(server.telemetry.live.__file__).parent / "page"
+FOLDER = Path(server.__file__).parent / "page"
 FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "index.html")
 
 

@@ -15,7 +15,7 @@ from harness import CONFIG, Live, eventually
 from test_completions import stream
 
 from server import sse
-from server.telemetry import ledger
+from server.telemetry import request_log
 
 Post = Callable[..., dict[str, Any]]
 PATH = "/v1/completions"
@@ -131,13 +131,13 @@ def test_a_request_nobody_knows_is_a_404(http: httpx.Client) -> None:
 
 
 def test_the_book_forgets_the_oldest(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "RECENT", 2)
+    monkeypatch.setattr(request_log, "RECENT", 2)
     live = serve()
     with httpx.Client(base_url=live.url) as http:
         for name in ("one", "same", "same", "last"):
             http.post(PATH, json={"prompt": "hello|"}, headers={"x-request-id": name})
         assert [http.get(f"/v1/requests/{name}").status_code for name in ("one", "same", "last")] == [404, 200, 200]
-    assert len(live.context.ledger._entries) == 4  # two names each
+    assert len(live.context.request_log._records) == 4  # two names each
 
 
 def test_the_key_guards_it(serve: Callable[..., Live]) -> None:

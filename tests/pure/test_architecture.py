@@ -41,16 +41,17 @@ ON_THE_DEVICE = tuple(
     f"loadtest.gpu.{name}"
     for name in ("attention", "compile", "doctor", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
 )
-# The engine for scripts: the daemon's own text side around it, nothing of HTTP.
-OFFLINE = tuple(f"engine.llm.{name}" for name in ("job", "offline", "params"))
+# The fields of requests are declared once, for HTTP and for the offline API.
+FIELDS = tuple(f"engine.text.fields.{name}" for name in ("base", "chat", "sampling", "structured", "tools"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
     ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ()),
     ("engine", ("quire",), ()),
-    ("engine", ("server", "loadtest", "fastapi", "starlette", "pydantic"), OFFLINE),
-    ("engine", ("engine.llm",), ("engine.llm", *OFFLINE)),
-    ("engine.llm", ("loadtest", "fastapi", "starlette", "server.app", "server.respond", "server.client"), ()),
-    ("engine.llm", ("server.sse", "server.middleware", "server.serve", "server.daemon", "torch"), ()),
+    ("engine", ("server", "loadtest", "fastapi", "starlette"), ()),
+    ("engine", ("pydantic",), FIELDS),
+    ("engine", ("engine.llm",), ("engine.llm", "engine.llm.job", "engine.llm.offline", "engine.llm.params")),
+    ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduler"), ()),
+    ("engine.text", ("torch", "engine.runtime", "engine.core.scheduler", "engine.loop", "engine.build"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     (
         "engine.runtime",
@@ -58,6 +59,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("engine.runtime", ("engine.core.sequence", "engine.core.kv.prefix_cache", "engine.core.fake_runner"), ()),
+    ("engine.runtime.attention", ("engine.runtime.lora", "engine.runtime.models"), ()),
+    ("engine.runtime.attention.base", ("engine.runtime.native",), ()),
     ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
     ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
     ("server", ("torch", "engine.runtime", "engine.core.scheduler", "engine.core.kv.block_pool"), ()),

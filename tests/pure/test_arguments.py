@@ -14,7 +14,7 @@ from loadtest.__main__ import COMMANDS, main
     [
         (["tune", "-o", "{}/none/quire.yaml"], "--output is '{}/none/quire.yaml', and there is no folder '{}/none'"),
         (["tune", "-o", "{}"], "--output is '{}', which is a folder"),
-        (["calibrate", "-o", "{}/costs.json", "--plot", "{}/costs.gif"], "must end in .png, .svg or .pdf"),
+        (["simulate", "replay", "steady", "--plot", "{}/costs.gif"], "must end in .png, .svg or .pdf"),
         (["simulate", "replay", "steady", "--json", "{}/none/a.json"], "--json is '{}/none/a.json', and there is no"),
         (["simulate", "replay", "steady", "--save-trace", "{}"], "--save-trace is '{}', which is a folder"),
         (["bench", "--plot", "{}/none/a.png"], "--plot is '{}/none/a.png', and there is no folder"),

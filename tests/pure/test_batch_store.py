@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from engine.core.errors import ConfigError
 from engine.core.stats import Stats
@@ -24,7 +23,6 @@ from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
 from server.batches.thread import Result, StoreThread
 from server.batches.worker import BatchWorker
 from server.http.bodies import BodyReader
-from server.telemetry.tenant_metrics import TenantMetrics
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import DEFAULT
 from tests.patience import PATIENCE_S
@@ -314,8 +312,8 @@ def test_lines_that_are_being_taken_when_the_daemon_leaves_have_not_been_attempt
     async def leave() -> None:
         thread = SlowStore(store)
         worker = BatchWorker(thread, folder, BodyReader(1000, 1 << 20), max_running=2, max_line_bytes=100)
-        nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"))
-        tenancy = Tenancy((), None, TenantMetrics(CollectorRegistry()))
+        nobody = Dispatcher(lambda *_: pytest.fail("a line has begun"), lambda _: None)
+        tenancy = Tenancy((), None, lambda *_: None)
         worker.start(nobody, nobody, Stats(), lambda: False, tenancy)
         await asyncio.to_thread(is_asked.wait, PATIENCE_S)
         stopping = asyncio.create_task(worker.stop())

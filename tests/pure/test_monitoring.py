@@ -17,6 +17,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
+from server.telemetry.events import FieldIgnored, HttpAnswered
 from server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +34,8 @@ def exposed() -> set[str]:
     """Every name of a sample that /metrics can show."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8)
     metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), vocab_size=16), "m", compat_vllm=False)
-    metrics.http_request("/", "GET", 200, 0.0)
-    metrics.ignored_field("x")
+    metrics.counts.observe(HttpAnswered("id", "/", "GET", 200, 0.0, None))
+    metrics.counts.observe(FieldIgnored("x"))
     lines = metrics.render()[0].decode().splitlines()
     return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
 

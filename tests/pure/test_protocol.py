@@ -13,25 +13,27 @@ from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
-from engine.text.detokenizer import SamplingDefaults
+from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, RequestBody
+from engine.text.limits import ModelLimits
+from engine.text.types import SamplingDefaults
 from server.anthropic.messages import MessagesBody
-from server.errors import MAX_ENTRIES, to_api_error
-from server.http.schema import MAX_FIELDS, RequestBody
-from server.openai.chat_body import ChatBody
-from server.openai.completions import CompletionBody
-from server.openai.limits import Limits
+from server.errors import to_api_error
+from server.openai.chat_request import ChatBody
+from server.openai.completions import CompletionBody, completion_params
 from server.openai.responses.body import ResponsesBody
 from server.openai.sampling import StreamOptions
 from server.operations.tokens import DetokenizeBody, TokenizeBody
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions)
-SERVER = Path(__file__).parents[2] / "server"
-SOURCE = "\n".join(path.read_text() for path in SERVER.rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+SOURCE = "\n".join(path.read_text() for room in ("server", "engine/text") for path in (ROOT / room).rglob("*.py"))
 
 
 @pytest.mark.parametrize(("body", "name"), [(body, name) for body in BODIES for name in body.model_fields], ids=str)
 def test_every_declared_field_is_read_somewhere(body: type[RequestBody], name: str) -> None:
-    assert re.search(rf"(self|body|options|stream_usage)\.{name}\b", SOURCE), f"{body.__name__}.{name} is never read"
+    assert re.search(rf"(self|body|options|stream_usage|fields|chat)\.{name}\b", SOURCE), (
+        f"{body.__name__}.{name} is never read"
+    )
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -123,7 +125,7 @@ def test_a_validation_message_is_short_and_never_repeats_the_input() -> None:
         ChatBody.model_validate({"messages": [{"role": secret, "content": 5}] * 500, **WRONG})
     error = to_api_error(wrong.value)
     assert "hunter2" not in error.message
-    assert error.message.count(";") == MAX_ENTRIES
+    assert error.message.count(";") == MAX_FAULTS
     assert "messages.1" not in error.message, "a list stops at its first fault"
 
 
@@ -172,7 +174,7 @@ class Vocabulary:
     sampling_defaults = SamplingDefaults(temperature=0.6, top_k=40)
 
 
-LIMITS = Limits(
+LIMITS = ModelLimits(
     vocab_size=100,
     max_model_len=64,
     pool_tokens=48,
@@ -183,7 +185,7 @@ LIMITS = Limits(
 
 
 def params(**fields: Any) -> SamplingParams:
-    return CompletionBody.model_validate({"prompt": "x", **fields}).params(LIMITS)
+    return completion_params(CompletionBody.model_validate({"prompt": "x", **fields}), LIMITS)
 
 
 def test_a_seed_is_always_set_and_fits_64_bits() -> None:
@@ -213,6 +215,6 @@ def test_every_sampling_field_reaches_the_engine() -> None:
 
 def test_an_answers_default_length_is_what_context_and_pool_leave() -> None:
     assert LIMITS.rest_of_context(10, "messages") == 39  # the pool is smaller, and the last token needs no block
-    assert Limits.rest_of_context(replace(LIMITS, pool_tokens=1000), 10, "messages") == 54
+    assert ModelLimits.rest_of_context(replace(LIMITS, pool_tokens=1000), 10, "messages") == 54
     with pytest.raises(ContextLengthError, match="64"):
         LIMITS.rest_of_context(64, "messages")

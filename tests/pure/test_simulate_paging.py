@@ -104,7 +104,7 @@ def test_the_command_prints_and_writes_the_figures(tmp_path: Path, capsys: pytes
         (["--lengths", "16", "32", "--arrivals", "0"], "--lengths names 2 requests and --arrivals 1"),
         (["--prompt-len", "33"], "--prompt-len is 33"),
         (["--num-blocks", "15"], "KV blocks"),
-        (["--num-blocks", "0"], "--num-blocks is 0"),
+        (["--num-blocks", "0"], "num_blocks is 0"),
         (["--arrivals", "-1", "0", "0", "0"], "times start at 0"),
     ],
 )

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.step_time import Load, StepTime
+from engine.core.budget import Costs, Load, StepTime
 
-# fixed, has prompts, a decode, a position it attends to, a prompt token, a position it attends to
-CPU = (4.5e-3, 0.0, 0.2e-3, 0.3e-6, 0.24e-3, 0.12e-6)
-GPU = (8e-3, 4e-3, 0.02e-3, 0.03e-6, 0.03e-3, 0.5e-9)
-FLAT = (10e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+CPU = Costs(fixed_s=4.5e-3, decode_s=0.2e-3, decode_context_s=0.3e-6, token_s=0.24e-3, context_s=0.12e-6)
+GPU = Costs(fixed_s=8e-3, chunked_s=4e-3, decode_s=0.02e-3, decode_context_s=0.03e-6, token_s=0.03e-3, context_s=0.5e-9)
+FLAT = Costs(fixed_s=10e-3)
 
 
-def cost(truth: tuple[float, ...], load: Load) -> float:
+def cost(truth: Costs, load: Load) -> float:
     return sum(a * b for a, b in zip(truth, load.features, strict=True))
 
 
@@ -28,16 +27,16 @@ def some_load(rng: random.Random) -> Load:
     return load
 
 
-def taught(truth: tuple[float, ...], num: int, noise: float = 0.05, outliers: float = 0.0, seed: int = 0) -> StepTime:
+def taught(truth: Costs, num: int, noise: float = 0.05, outliers: float = 0.0, seed: int = 0) -> StepTime:
     rng, times = random.Random(seed), StepTime()
     for _ in range(num):
         load = some_load(rng)
         spike = rng.choice((0.05, 20.0)) if rng.random() < outliers else 1.0
-        times.learn(load, cost(truth, load) * rng.lognormvariate(0, noise) * spike)
+        times.observe(load, cost(truth, load) * rng.lognormvariate(0, noise) * spike)
     return times
 
 
-def error(times: StepTime, truth: tuple[float, ...]) -> float:
+def error(times: StepTime, truth: Costs) -> float:
     """The 90th percentile of relative errors, over loads of all kinds."""
     rng = random.Random(99)
     loads = [some_load(rng) for _ in range(400)]
@@ -46,7 +45,7 @@ def error(times: StepTime, truth: tuple[float, ...]) -> float:
 
 @pytest.mark.parametrize("truth", [CPU, GPU, FLAT])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_few_hundred_steps_teach_any_machine(truth: tuple[float, ...], seed: int) -> None:
+def test_a_few_hundred_steps_teach_any_machine(truth: Costs, seed: int) -> None:
     assert error(taught(truth, 500, seed=seed), truth) < 0.1
 
 
@@ -62,10 +61,10 @@ def test_steps_that_took_twenty_times_too_long_or_too_short_are_shrugged_off(see
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     times, rng = taught(CPU, 1000), random.Random(5)
-    slower = tuple(2 * weight for weight in CPU)
-    for _ in range(500):
+    slower = Costs(*(2 * weight for weight in CPU))
+    for _ in range(1000):
         load = some_load(rng)
-        times.learn(load, cost(slower, load))
+        times.observe(load, cost(slower, load))
     assert error(times, slower) < 0.1
 
 
@@ -73,25 +72,25 @@ def test_hours_without_prompts_do_not_unsettle_what_was_known_of_them() -> None:
     times, rng = taught(CPU, 500), random.Random(3)
     for _ in range(20_000):
         load = Load(8, 8 * rng.randrange(500, 600))
-        times.learn(load, cost(CPU, load) * rng.lognormvariate(0, 0.05))
+        times.observe(load, cost(CPU, load) * rng.lognormvariate(0, 0.05))
     before = times.chunk_s(1000, 100)
-    times.learn(Load(8, 4000).with_chunk(1000, 100), 1.3 * cost(CPU, Load(8, 4000).with_chunk(1000, 100)))
+    times.observe(Load(8, 4000).with_chunk(1000, 100), 1.3 * cost(CPU, Load(8, 4000).with_chunk(1000, 100)))
     assert 0.7 * before < times.chunk_s(1000, 100) < 1.6 * before
 
 
 def test_a_clock_that_stands_still_teaches_nothing() -> None:
     times = taught(CPU, 100)
-    before = list(times.weights)
-    times.learn(Load(8, 800), 0.0)
-    assert times.weights == before
+    before = times.costs
+    times.observe(Load(8, 800), 0.0)
+    assert times.costs == before
 
 
 @given(seconds=st.floats(1e-4, 1.0), start=st.integers(0, 100_000))
 def test_so_many_tokens_take_so_many_seconds(seconds: float, start: int) -> None:
     times = StepTime()
-    times.weights = list(CPU)
+    times.costs = CPU
     count = times.tokens_within(seconds, start)
-    token_s, context_s = CPU[4:]
+    token_s, context_s = CPU.token_s, CPU.context_s
     assert count * (token_s + context_s * (start + count / 2)) == pytest.approx(seconds)
     assert times.chunk_s(start, int(count)) <= seconds * (1 + 1e-9)
 
@@ -105,11 +104,11 @@ def test_what_steps_that_are_all_alike_cost_is_what_they_took(seed: int) -> None
             *(Load(1, 281 + i) for i in range(3)),
         ]
         for load in loads:
-            times.learn(load, cost(CPU, load) * rng.lognormvariate(0, 0.1))
+            times.observe(load, cost(CPU, load) * rng.lognormvariate(0, 0.1))
     costs, seen = times.costs, Load(1, 282)
     assert min(costs) >= 0.0
-    assert costs.fixed_s + costs.decode_s + costs.context_s * 282 == pytest.approx(cost(CPU, seen), rel=0.3)
-    answer = sum([costs.fixed_s + costs.decode_s + costs.context_s * (30 + place) for place in range(299)])
+    assert costs.fixed_s + costs.decode_s + costs.decode_context_s * 282 == pytest.approx(cost(CPU, seen), rel=0.3)
+    answer = sum([costs.fixed_s + costs.decode_s + costs.decode_context_s * (30 + place) for place in range(299)])
     assert answer < 1.3 * sum([cost(CPU, Load(1, 30 + place)) for place in range(299)])
 
 

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from engine.core.errors import ConfigError, OverloadedError
-from server.openai.usage import Usage
-from server.telemetry.tenant_metrics import TenantMetrics
 from server.tenancy.tenancy import Account, Tenancy
 from server.tenancy.tenant_file import DEFAULT, Tenant, read_tenants
 from tests.pure.driver import request
@@ -135,13 +132,12 @@ class Clock:
 
 
 def account(clock: Clock, **terms: int) -> Account:
-    metrics = TenantMetrics(CollectorRegistry())
-    return Account(Tenant(name="a", **terms), metrics, clock)  # type: ignore[arg-type]  # ints, all of them
+    return Account(Tenant(name="a", **terms), _count_refusal, clock)  # type: ignore[arg-type]  # ints, all of them
 
 
 def answer(account: Account, num_prompt: int, num_generated: int) -> None:
     account.open([request(prompt=tuple(range(num_prompt)))])
-    account.close(Usage.of(num_prompt, num_generated), num_generated, None)
+    account.close(num_generated)
 
 
 def test_requests_at_once_are_limited() -> None:
@@ -153,7 +149,7 @@ def test_requests_at_once_are_limited() -> None:
         held.check(6.0)
     assert refused.value.retry_after_s == 3.0
     assert held.headers() == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
-    held.close(Usage.of(3, 1), 1, None)
+    held.close(1)
     held.check(6.0)
 
 
@@ -211,7 +207,7 @@ def test_the_rate_holds_in_the_mean(asked: list[tuple[int, int, float]]) -> None
 
 def test_other_terms_hold_from_then_on() -> None:
     clock = Clock()
-    tenancy = Tenancy(["k"], [Tenant(name="a", digests=(digest("x"),), tokens_per_minute=60)], _metrics(), clock)
+    tenancy = Tenancy(["k"], [Tenant(name="a", digests=(digest("x"),), tokens_per_minute=60)], _count_refusal, clock)
     first = tenancy.find(["", "x"])
     assert first is not None
     first.open([request(prompt=(1,) * 100)])
@@ -245,14 +241,14 @@ def test_lines_of_batches_leave_a_place_to_clients() -> None:
 
 
 def test_owners_are_the_tenants_of_the_file_and_the_operator() -> None:
-    tenancy = Tenancy(["k"], [Tenant(name="a"), Tenant(name="b")], _metrics())
+    tenancy = Tenancy(["k"], [Tenant(name="a"), Tenant(name="b")], _count_refusal)
     before = tenancy.owners
     assert set(before) == {DEFAULT, "a", "b"}
     tenancy.replace([Tenant(name="b"), Tenant(name="c")])
     assert set(tenancy.owners) == {DEFAULT, "b", "c"}
     assert tenancy.owners["b"] is before["b"]
-    assert Tenancy(["k"], None, _metrics()).owners == {DEFAULT: None}
+    assert Tenancy(["k"], None, _count_refusal).owners == {DEFAULT: None}
 
 
-def _metrics() -> TenantMetrics:
-    return TenantMetrics(CollectorRegistry())
+def _count_refusal(tenant: str, limit: str) -> None:
+    """Count nothing."""

@@ -9,7 +9,7 @@ from itertools import takewhile
 import pytest
 
 from engine.core.grammar import Matcher
-from engine.text.thinking import TagIds, ThinkingGrammar
+from engine.text.grammars.thinking import TagIds, Thinking, ThinkingGrammar
 
 OPEN, CLOSE, END, VOCAB = 7, 40, 2, 70
 TAGS = TagIds(OPEN, CLOSE)
@@ -57,7 +57,7 @@ class Spell:
 
 def grammar(budget: int | None, *word: int, within: bool = False) -> ThinkingGrammar:
     inner = Spell(*word) if word else None
-    return ThinkingGrammar(TAGS, begins_within=within, budget=budget, inner=inner, end_ids=Spell.end_ids)
+    return ThinkingGrammar(Thinking(TAGS, within, budget), inner=inner, end_ids=Spell.end_ids)
 
 
 def allowed(made: ThinkingGrammar, *matchers: Matcher) -> list[set[int] | str]:

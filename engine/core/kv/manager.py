@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
+from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import Grant, InFlightStep
 from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
@@ -25,7 +26,6 @@ from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
 from engine.core.kv.tiers import Report, Tiers
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
-from engine.core.step_time import StepTime
 from engine.core.types import Request
 
 

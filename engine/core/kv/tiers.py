@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.host_tier import HostTier
@@ -26,7 +27,6 @@ from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.tier import Tier
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
-from engine.core.step_time import StepTime
 
 MAX_PARKED_S = 0.5  # that a request waits for its transfers, while the time to compute it is unknown
 MAX_TRANSFERS = (

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, shorten
-from server.http.schema import Integer, RequestBody
-from server.openai.chat_body import ChatBody
-from server.openai.limits import Limits
+from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.structured import Schema
+from engine.text.fields.tools import Function, without_hosted
+from engine.text.limits import ModelLimits
+from server.openai.chat_request import ChatBody
 from server.openai.responses.items import Item, Items, chat_messages
-from server.openai.structured import Schema
-from server.openai.tools import Function, without_hosted
 from server.openai.translated import TranslatedBody
 
 LOGPROBS = "message.output_text.logprobs"
@@ -186,7 +186,7 @@ class InputBody(TranslatedBody):
         nested = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
         return super().ignored_fields() + nested
 
-    def dropped_hints(self, limits: Limits) -> list[str]:
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also the effort, where the model has none."""
         is_idle = self.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
         return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
@@ -245,7 +245,7 @@ class ResponsesBody(InputBody):
         names = [f"include.{name}" for name in unknown] + [f"stream_options.{name}" for name in options]
         return super().ignored_fields() + names
 
-    def dropped_hints(self, limits: Limits) -> list[str]:
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also what is about a stream, without one."""
         is_idle = self.stream_options is not None and not self.stream
         return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])

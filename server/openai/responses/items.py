@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, shorten
-from server.errors import unsupported
-from server.http.schema import RequestBody
+from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.fields.base import RequestBody
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> where its text is
@@ -25,7 +24,7 @@ def _join(content: Any, kinds: dict[str, str]) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            raise unsupported("input", f"content of type {shorten(kind)!r} cannot be read; send text only.")
+            raise UnsupportedError("input", f"content of type {shorten(kind)!r} cannot be read; send text only.")
         text = None if kind is None else part.get(kinds[kind])
         if not isinstance(text, str):
             raise ValueError(f'parts must look like {{"type": "{next(iter(kinds))}", "text": "..."}}')
@@ -66,7 +65,7 @@ class Item(RequestBody):
             raise ValueError('items must be objects, such as {"role": "user", "content": "..."}')
         kind = data.get("type", "message")
         if isinstance(kind, str) and kind not in _ID_PREFIXES:
-            raise unsupported(
+            raise UnsupportedError(
                 "input", f"items of type {shorten(kind)!r} cannot be read; send {', '.join(_ID_PREFIXES)}."
             )
         if kind != "reasoning":

@@ -12,14 +12,15 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from engine.core.errors import shorten
+from engine.core.errors import UnsupportedError, shorten
+from engine.core.types import SamplingParams
+from engine.text.tools.formats import new_call_id
 from server.context import Context, InContext, InOwner, Result, aside, json_body
-from server.errors import ApiError, unsupported
+from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
 from server.http.slow_thread import run_slowly
-from server.openai.chat_body import ChatBody
-from server.openai.formatter import new_call_id
-from server.openai.prepare import PreparedChat, prepare, prompt_ids
+from server.openai.chat_request import ChatBody, chunk_meta, prepare, prompt_ids
+from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item
@@ -48,12 +49,13 @@ async def create_response(
     """Answer input, or go on from an earlier answer."""
     model = context.check_model(body.model)
     if body.store and not context.responses.is_open:
-        raise unsupported("store", "this server stores no responses (--max-stored-responses); leave it out.")
+        raise UnsupportedError("store", "this server stores no responses (--max-stored-responses); leave it out.")
     with body.own_names():
         chat = await _chat(context, owner, body)
-        asked = await prepare(context, chat)
-        formatter = await _formatter(context, owner, body, asked, model)
-        return await respond(http, context, chat, asked.requests, asked.rules, formatter)
+        prepared, requests = await prepare(context, chat)
+        meta = chunk_meta(context, prepared, requests, id_prefix="resp", model=model)
+        formatter = await _formatter(context, owner, body, prepared.params, meta)
+        return await respond(http, context, chat, requests, prepared.rules, formatter)
 
 
 @router.post("/v1/responses/input_tokens")
@@ -63,7 +65,7 @@ async def count_input_tokens(
     """How many tokens the prompt has."""
     context.check_model(body.model)
     with body.own_names():
-        _, ids = await prompt_ids(context, await _chat(context, owner, body))
+        ids = await prompt_ids(context, await _chat(context, owner, body))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -71,7 +73,7 @@ async def count_input_tokens(
 async def retrieve_response(http: Request, context: InContext, owner: InOwner, response_id: str) -> Response:
     """A stored response, as it was answered."""
     if http.query_params.get("stream", "false") != "false":
-        raise unsupported("stream", "a stored response is whole; leave it out.")
+        raise UnsupportedError("stream", "a stored response is whole; leave it out.")
     return Response(context.responses.find(owner, response_id).document, media_type="application/json")
 
 
@@ -122,9 +124,8 @@ async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Resul
 
 
 async def _formatter(
-    context: Context, owner: str, body: ResponsesBody, asked: PreparedChat, model: str
+    context: Context, owner: str, body: ResponsesBody, params: SamplingParams, meta: ChunkMeta
 ) -> ResponsesFormatter:
-    meta = asked.meta("resp", model, context)
     length = context.limits.call_id_length
     writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
 
@@ -138,4 +139,4 @@ async def _formatter(
         stored = StoredResponse(name, body.previous_response_id, items, document)
         loop.call_soon_threadsafe(context.responses.put, owner, stored)
 
-    return await aside(lambda: ResponsesFormatter(body, meta, asked.params, writer, keep if keeps else None))
+    return await aside(lambda: ResponsesFormatter(body, meta, params, writer, keep if keeps else None))

@@ -1,0 +1,201 @@
+"""From the fields of a conversation to the engine's input: prompt, parameters, parser and grammar, in one call.
+
+Used by every API that has messages and by the offline LLM. The fields only declare; what the model and its chat format
+make of them is decided here. Pure, any thread: long conversations are prepared on a worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.grammar import Grammar
+from engine.core.types import SamplingParams
+from engine.text.choice import TextRules
+from engine.text.fields.chat import ChatFields, Conversation
+from engine.text.fields.structured import Constraint
+from engine.text.fields.tools import ToolChoice
+from engine.text.grammars.spec import GrammarKind, GrammarSpec
+from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
+from engine.text.limits import ModelLimits
+from engine.text.message_fallbacks import spell_out_tools
+from engine.text.sampling import sampling_params, text_rules, truncated
+from engine.text.tools.call_grammars import forced_grammar, free_text_grammar
+from engine.text.tools.formats import ToolFormat, forced_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A conversation as the engine takes it, except that the grammar, if there is one, is not compiled yet."""
+
+    text: str  # the rendered prompt
+    prompt: list[int]
+    params: SamplingParams
+    rules: TextRules  # of the answer's text, with a factory of its parsers
+    constraint: Constraint | None
+    thinking: Thinking | None  # where thoughts may come before the answer
+    end_ids: frozenset[int]
+
+    def constrained(self, grammar: Grammar | None) -> PreparedChat:
+        """Return the chat with the compiled grammar, and with thoughts before what it constrains."""
+        if self.thinking is not None and (grammar is not None or self.thinking.budget is not None):
+            grammar = ThinkingGrammar(self.thinking, inner=grammar, end_ids=self.end_ids)
+        return self if grammar is None else replace(self, params=replace(self.params, grammar=grammar))
+
+
+class ChatPreprocessor:
+    """`prepare` a conversation; `render` and `encode` are its first steps, for callers that only need the prompt."""
+
+    def __init__(self, limits: ModelLimits) -> None:
+        self.limits = limits
+        self._tokenizer = limits.tokenizer
+        self._format = limits.chat_format
+
+    def render(self, chat: Conversation) -> str:
+        """Return the prompt's text. Raises InvalidRequestError if the template refuses it, or it cannot fit."""
+        self.limits.check_num_chars(chat.num_chars, "messages")
+        chat_format = self._format
+        messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
+        tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
+        if tools or not chat.is_plain:
+            messages = chat_format.roles.fit(messages)
+            if not chat_format.shows_tools:
+                messages, tools = spell_out_tools(messages, tools), []
+        wants_answer = chat.add_generation_prompt
+        return self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=not chat.continue_final_message if wants_answer is None else wants_answer,
+            continue_final_message=chat.continue_final_message,
+            template_kwargs={**chat_format.template_kwargs(chat.effort), **chat.chat_template_kwargs},
+        )
+
+    def encode(self, chat: ChatFields, text: str) -> list[int]:
+        """Return the token ids of a rendered prompt. Raises ContextLengthError for a text that cannot fit."""
+        self.limits.check_length(text, "messages")
+        ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
+        return truncated(chat, ids, self.limits)
+
+    def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
+        """Return what the engine takes. `text` is the rendered prompt, if `render` was called before.
+
+        Raises ClientError for a conversation that cannot be answered.
+        """
+        text = self.render(chat) if text is None else text
+        prompt = self.encode(chat, text)
+        params = self._params(chat, len(prompt))
+        constraint, tool_format = next(iter(chat.constraints()), None), None
+        if chat.shown_tools:
+            constraint, tool_format = self._plan_calls(chat, constraint)
+        begins_within, thinking = False, None
+        if self._format.tags is not None:
+            begins_within = self._begins_within(chat, text)
+            thinking = self._thinking(chat, text, begins_within=begins_within)
+        rules = text_rules(chat, params)
+        if tool_format is not None or self._format.expects_thoughts:
+            rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
+        return PreparedChat(
+            text=text,
+            prompt=prompt,
+            params=params,
+            rules=rules,
+            constraint=constraint if params.max_tokens else None,
+            thinking=thinking,
+            end_ids=self._tokenizer.eos_token_ids,
+        )
+
+    def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
+        limits, asked = self.limits, chat.asked_max_tokens
+        limits.check_logprobs(chat.top_logprobs, "top_logprobs")
+        return sampling_params(
+            chat,
+            limits,
+            max_tokens=limits.rest_of_context(num_prompt, "messages") if asked is None else asked,
+            logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+            prompt_logprobs=chat.prompt_logprobs,
+        )
+
+    # -- tools -------------------------------------------------------------------------------------------------------
+
+    def _plan_calls(
+        self, chat: ChatFields, constraint: Constraint | None
+    ) -> tuple[Constraint | None, ToolFormat | None]:
+        """Return the grammar of the answer, calls included, and the tool_format in which its calls are read.
+
+        Calls that must be made have a grammar, and so have calls that may be made instead of an answer that has one:
+        its grammar alone would rule them out. Other calls are free text, unless their tool is strict.
+        """
+        chat_format, choice = self._format, chat.choice
+        if choice.mode != "auto" or (constraint is not None and not chat_format.calls_stay_text):
+            tool_format = forced_format(chat_format.tool_format, marks_are_text=chat_format.hidden_ids is None)
+            return self._forced_calls(chat, choice, tool_format, constraint), tool_format
+        if chat_format.calls_stay_text:
+            return constraint, None
+        if chat_format.tool_format is None:
+            raise UnsupportedError(
+                "tools",
+                "how this model writes calls is not known here; start the server with --tool-call-parser, or send "
+                'tool_choice: "none".',
+            )
+        return self._strict_calls(chat, chat_format.tool_format), chat_format.tool_format
+
+    def _forced_calls(
+        self, chat: ChatFields, choice: ToolChoice, tool_format: ToolFormat, constraint: Constraint | None
+    ) -> Constraint:
+        """Return a grammar of calls, or of calls and an answer in JSON. Raises InvalidRequestError for another answer."""
+        answer = None
+        if constraint is not None:
+            answer, param = constraint
+            if answer.kind is not GrammarKind.JSON_SCHEMA or answer.text == "false":
+                raise InvalidRequestError(
+                    f'{param} leaves no room for calls of tools; send tool_choice: "none", or leave one of them out.',
+                    param=param,
+                )
+        tools = [tool.function for tool in chat.tools or [] if choice.name in (None, tool.function.name)]
+        grammar = forced_grammar(
+            [tool.offered() for tool in tools],
+            tool_format,
+            max_calls=1 if choice.name or not chat.parallel_tool_calls else None,
+            answer=answer if choice.mode == "auto" else None,
+        )
+        return Constraint(GrammarSpec.of_lark(grammar), "tools")
+
+    def _strict_calls(self, chat: ChatFields, tool_format: ToolFormat) -> Constraint | None:
+        """Return the grammar of an answer that may call strict tools, or None where no tool is strict."""
+        tools = [tool.function.offered() for tool in chat.shown_tools]
+        if not any(tool.strict for tool in tools):
+            return None
+        grammar = free_text_grammar(
+            tools, tool_format, self._tokenizer.special_tokens, parallel=chat.parallel_tool_calls
+        )
+        return Constraint(GrammarSpec.of_lark(grammar), "tools")
+
+    # -- thoughts ----------------------------------------------------------------------------------------------------
+
+    def _begins_within(self, chat: ChatFields, text: str) -> bool:
+        """Return True if the answer begins with thoughts."""
+        continued = chat.messages[-1].content if chat.continue_final_message else ""
+        return self._format.tags is not None and self._format.tags.begins_within(text, continued)
+
+    def _thinking(self, chat: ChatFields, text: str, *, begins_within: bool) -> Thinking | None:
+        """Return how thoughts are bounded, or None where they cannot be counted or are over in the prompt."""
+        chat_format, budget = self._format, chat.thinking_token_budget
+        if chat_format.tag_ids is None or chat_format.has_thought(text):
+            return None
+        if budget is None and chat.effort is not None and not chat_format.knows_effort(chat.effort):
+            budget = EFFORT_BUDGETS.get(chat.effort)
+        return Thinking(chat_format.tag_ids, begins_within, budget)
+
+    def _with_parser(
+        self, rules: TextRules, chat: ChatFields, tool_format: ToolFormat | None, *, begins_within: bool
+    ) -> TextRules:
+        """Return the rules with a factory of parsers for thoughts and calls."""
+        chat_format = self._format
+        tools = {tool.function.name: tool.function.parameters for tool in chat.shown_tools}
+        make_parser = chat_format.parser_factory(tool_format, tools, begins_within=begins_within)
+        rules = replace(rules, make_parser=make_parser, max_calls=None if chat.parallel_tool_calls else 1)
+        if chat_format.hidden_ids is None or not rules.skip_special_tokens:
+            return rules
+        return replace(rules, skip_special_tokens=False, hidden_ids=chat_format.hidden_ids)

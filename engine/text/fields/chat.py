@@ -1,0 +1,179 @@
+"""The fields of a conversation: messages, tools, and how to answer. Pure data.
+
+engine/text/chat_preprocessor.py makes a prompt and the engine's parameters of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.sampling import SamplingFields
+from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools, without_hosted
+from engine.text.limits import ModelLimits
+
+# Conversations with more take longer than 1 ms to render.
+_MANY_MESSAGES = 50
+_MANY_TOOLS = 8
+_MANY_CHARS = 100_000
+_PLAIN_ROLES = ("user", "assistant", "system")
+
+
+def _as_text(content: Any) -> Any:
+    """Content may come in parts; text parts are joined, others cannot be read."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if isinstance(kind, str) and kind != "text":
+            raise UnsupportedError("messages", f"content of type {shorten(kind)!r} cannot be read; send text only.")
+        if kind is None or not isinstance(text, str):
+            raise ValueError('parts must look like {"type": "text", "text": "..."}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class Message(RequestBody):
+    """One turn of a conversation. Its other fields (name, tool_call_id, ...) are for the chat template to read."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = ""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, with earlier thoughts under the name that they read."""
+        shown = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        if "reasoning" in shown:
+            shown.setdefault("reasoning_content", shown["reasoning"])
+        if self.tool_calls:
+            shown["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return shown
+
+
+class Conversation(RequestBody):
+    """A conversation, and how to make a prompt of it."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_hosted_tools(cls, data: Any) -> Any:
+        return without_hosted(data, ("function", None)) if isinstance(data, dict) and "tools" in data else data
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> Conversation:
+        if self.tools:
+            check_tools(self.tools)
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt contradict each other; set only one.",
+                param="continue_final_message",
+            )
+        last = self.messages[-1].role if self.messages else "none at all"  # /tokenize may have a prompt instead
+        if last != "assistant":
+            raise InvalidRequestError(
+                f"continue_final_message needs a last message of role assistant, not {last}.",
+                param="continue_final_message",
+            )
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """The characters of all messages."""
+        return sum([len(message.content) for message in self.messages])
+
+    @property
+    def is_long(self) -> bool:
+        """True if it takes more than a few milliseconds to render."""
+        return (
+            len(self.messages) > _MANY_MESSAGES or len(self.tools or ()) > _MANY_TOOLS or self.num_chars > _MANY_CHARS
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every chat template can show the messages: user and assistant, behind a system prompt at most."""
+        return all(
+            message.role in _PLAIN_ROLES and not message.tool_calls and (message.role != "system" or not index)
+            for index, message in enumerate(self.messages)
+        )
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the prompt describes."""
+        return self.tools or []
+
+    @property
+    def effort(self) -> str | None:
+        """The reasoning effort, where the request names one."""
+        return None
+
+
+class ChatFields(SamplingFields, Conversation):
+    """A conversation to answer. `logprobs` switches them on, `top_logprobs` counts alternatives."""
+
+    logprobs: bool = False
+    top_logprobs: Integer | None = Field(None, ge=0)
+    add_special_tokens: bool = False
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Integer | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatFields:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        if self.tool_choice is not None:
+            self._check_tool_choice()
+        return self
+
+    def _check_tool_choice(self) -> None:
+        choice, names = self.choice, [tool.function.name for tool in self.tools or []]
+        if not names and choice.mode != "none":
+            raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
+        if choice.name is not None and choice.name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {shorten(choice.name)!r}, which is not one of tools; they are {shorten(', '.join(names))}.",
+                param="tool_choice",
+            )
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The tool choice; "auto" without tools is "none"."""
+        choice = self.tool_choice or ToolChoice("auto")
+        assert isinstance(choice, ToolChoice)
+        return ToolChoice("none") if choice.mode == "auto" and not self.tools else choice
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the prompt describes; none, if the model is to call none."""
+        return self.tools if self.tools and self.choice.mode != "none" else []
+
+    @property
+    def effort(self) -> str | None:
+        """The reasoning effort, where the request names one."""
+        return self.reasoning_effort
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The most tokens of an answer, where the request names them."""
+        return self.max_tokens
+
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
+        """Return also the fields about thoughts, where the model has none or they cannot be counted."""
+        chat_format = limits.chat_format
+        is_idle = {
+            "reasoning_effort": self.reasoning_effort not in (None, "none") and not chat_format.takes_effort,
+            "thinking_token_budget": self.thinking_token_budget is not None and chat_format.tag_ids is None,
+        }
+        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]

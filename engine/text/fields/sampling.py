@@ -1,0 +1,153 @@
+"""The fields of a request that say how tokens are chosen and when an answer ends: names, types, ranges. Pure data.
+
+engine/text/sampling.py makes the engine's parameters of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from engine.core.errors import ConfigError, InvalidRequestError, shorten
+from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.structured import ConstraintFields
+from engine.text.limits import ModelLimits
+from engine.text.types import SamplingDefaults
+
+MAX_N = 128
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 512
+MAX_DEADLINE_MS = 86_400_000  # a day
+MAX_LENGTH_PENALTY = 10
+MAX_REPETITION_PENALTY = 100  # and its inverse at least: logits stay finite in float32, whichever way it pushes them
+
+# Fields that change how tokens are drawn, with the values that do not, or that ask for what a beam search does anyway.
+_NEUTRAL_IN_SEARCH: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (None,),
+    "bad_words": ([],),
+}
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+class QueueFields(RequestBody):
+    """How a request waits for the engine."""
+
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # for the whole answer, from its arrival
+    max_queue_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # until it is started
+
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
+        """Return also the priority, where the scheduling policy ignores it."""
+        idle = ["priority"] if self.priority and not limits.has_priorities else []
+        return super().dropped_hints(limits) + idle
+
+
+class SamplingFields(QueueFields, ConstraintFields):
+    """How to choose tokens and when to stop. A default of None is the model's own.
+
+    `use_beam_search` searches with n beams and returns their answers best first, each at the end of the search;
+    `length_penalty` and `early_stopping` are transformers'. `allowed_token_ids` and `bad_words` are vLLM's.
+    """
+
+    max_tokens: Integer | None = Field(None, ge=0)
+    min_tokens: Integer = Field(0, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Integer | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int = Field(1, ge=1, le=MAX_N)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    early_stopping: Literal[False, True, "never"] = False
+    stop: Annotated[
+        list[StopString],
+        BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
+        Field(max_length=MAX_STOPS),
+    ] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Integer | None = Field(None, ge=0)
+    truncate_prompt_tokens: Integer | None = Field(None, ge=-1)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> SamplingFields:
+        if self.use_beam_search:
+            self._check_beam_search()
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens is 0; give at least 1, or -1 for what fits.", param="truncate_prompt_tokens"
+            )
+        # Clients send guided_* and structured_outputs alike, to old and new versions of vLLM.
+        for (spec, first), (other_spec, other) in pairwise(self.constraints()):
+            if spec != other_spec:
+                raise InvalidRequestError(f"{first} and {other} both constrain the answer; send only one.", param=first)
+        return self
+
+    def _check_beam_search(self) -> None:
+        for name, neutral in _NEUTRAL_IN_SEARCH.items():
+            if (value := getattr(self, name)) not in neutral:
+                raise InvalidRequestError(
+                    f"{name} is {shorten(str(value))}, but a beam search draws nothing: it goes by the model's own log "
+                    "probabilities; leave it out.",
+                    param=name,
+                )
+
+    @property
+    def beam_width(self) -> int:
+        """The beams of a search; the n best of its answers are returned."""
+        return self.n
+
+    @property
+    def num_drawn(self) -> int:
+        """The answers that are drawn for each prompt; n of them are returned."""
+        return self.n
+
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
+        """Return also the fields of a beam search, without one."""
+        is_idle = {
+            "length_penalty": self.length_penalty != 1.0 and not self.use_beam_search,
+            "early_stopping": self.early_stopping is not False and not self.use_beam_search,
+        }
+        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
+
+
+def check_defaults(defaults: SamplingDefaults) -> None:
+    """Raise ConfigError if a model recommends values that no request may ask for."""
+    try:
+        SamplingFields.model_validate(asdict(defaults))
+    except ValidationError as error:
+        name, reason = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
+        raise ConfigError(
+            f"The model's generation_config.json has {name} {shorten(repr(getattr(defaults, str(name))))} ({reason}); "
+            "correct it, or start with --generation-config quire."
+        ) from error

@@ -1,0 +1,128 @@
+"""The fields of tools: which may be called, whether one must be, and calls of earlier turns. Pure data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.fields.base import RequestBody
+from engine.text.tools.call_grammars import OfferedTool
+
+# OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+
+
+class Function(RequestBody):
+    """A tool's function. Its other fields are for the chat template to read.
+
+    `strict` makes every call of it valid; otherwise a call that the model may leave out has the arguments it writes.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Function:
+        kind = self.parameters.get("type", "object")
+        if kind != "object":
+            raise ValueError(f'parameters is a schema of type {shorten(json.dumps(kind))}; it must be "object"')
+        return self
+
+    def offered(self) -> OfferedTool:
+        """Return the tool as the grammars of calls need it."""
+        return OfferedTool(self.name, self.parameters, self.strict)
+
+
+class Tool(RequestBody):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def without_hosted(data: Any, own: Collection[str | None]) -> Any:
+    """Return a body without the tools that a provider would run, if tools of the types `own` stand beside them.
+
+    The model can do without them. Each dropped type remains as an unknown field, which is reported to the client.
+    """
+    tools = data.get("tools") if isinstance(data, dict) else None
+    if not isinstance(tools, list):
+        return data
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    hosted = {kind for kind in kinds if isinstance(kind, str) and kind not in own}
+    if not hosted:
+        return data
+    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in hosted]
+    if not kept:
+        wanted = next(kind for kind in own if kind is not None)
+        raise UnsupportedError(
+            "tools",
+            f"nothing here runs tools of type {shorten(min(hosted))!r}, and no others stand beside them; send tools of "
+            f"type {wanted!r}, which the client runs.",
+        )
+    return {**data, "tools": kept, **{f"tools.{kind}": True for kind in sorted(hosted)}}
+
+
+def check_tools(tools: list[Tool] | None) -> None:
+    """Raise InvalidRequestError for two tools with one name."""
+    twice = next(
+        (name for name, count in Counter(tool.function.name for tool in tools or ()).items() if count > 1), None
+    )
+    if twice is not None:
+        raise InvalidRequestError(f"tools has two functions with the name {twice!r}; rename one.", param="tools")
+
+
+class ToolChoice(NamedTuple):
+    """Whether the model may or must call a tool; `name` is the one that it must call."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str | None = None
+
+
+def _as_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ValueError('it must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}')
+    return ToolChoice("named", name)
+
+
+ToolChoiceField = Annotated[
+    Any, BeforeValidator(_as_choice, json_schema_input_type=Literal["none", "auto", "required"] | dict[str, Any])
+]
+
+
+class CalledFunction(RequestBody):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+    def arguments_object(self) -> Any:
+        """Return them as chat templates expect them; text that is not JSON stays the string that the model wrote."""
+        if not isinstance(self.arguments, str):
+            return self.arguments
+        try:
+            return json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):  # RecursionError: brackets, thousands deep
+            return self.arguments
+
+
+class ToolCall(RequestBody):
+    """A call in an assistant's message of an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_object()}
+        return {"id": self.id, "type": self.type, "function": function}

@@ -1,0 +1,52 @@
+"""Log probabilities by token id, in the shape that vLLM gives them; for HTTP and the offline API. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core.types import TokenLogprob
+from engine.text.types import Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """The log probability of one token; `rank` is None where it was not computed."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# One entry for each token: by token id, the token itself and its best alternatives. None for the first of a prompt.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return a token as text; part of a character becomes `bytes:\\xNN`, as OpenAI spells it."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def finite(logprob: float) -> float:
+    """Return a log probability that JSON can express."""
+    return max(logprob, LOWEST)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
+    """Return the log probabilities of some tokens by id, each with its `num_top` best alternatives."""
+    return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
+
+
+def _by_id(tokenizer: Tokenizer, entry: TokenLogprob, num_top: int) -> dict[int, PromptLogprob]:
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
+    ranked.append((entry.token_id, entry.logprob, entry.rank))
+    return {
+        token_id: PromptLogprob(finite(logprob), rank, token_text(tokenizer, token_id))
+        for token_id, logprob, rank in ranked
+    }

@@ -1,0 +1,138 @@
+"""Makes the engine's sampling parameters and the text rules of a request's fields. Pure, any thread."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import BeamParams, EarlyStopping, SamplingParams
+from engine.text.choice import TextRules
+from engine.text.fields.sampling import SamplingFields
+from engine.text.limits import ModelLimits
+
+GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
+MAX_BAD_CHARS = 8192  # of all bad words; they are encoded in 10 ms
+
+
+def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits) -> list[int]:
+    """Return the end of a prompt, if truncate_prompt_tokens asks for less than all; -1 keeps what leaves room."""
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    room = limits.max_model_len - (1 if fields.max_tokens is None else fields.max_tokens)
+    return prompt[-(keep if keep > 0 else max(room, 1)) :]
+
+
+def sampling_params(
+    fields: SamplingFields,
+    limits: ModelLimits,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Return the engine's parameters. Raises InvalidRequestError for what only the model or the server can refuse."""
+    limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
+    if fields.min_tokens > max_tokens:
+        _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
+    if fields.stop_token_ids:
+        limits.check_ids(fields.stop_token_ids, "stop_token_ids")
+    if fields.use_beam_search:
+        _check_width(fields, limits)
+    bad_words = _bad_words(fields, limits) if fields.bad_words else ()
+    defaults = limits.tokenizer.sampling_defaults
+    temperature = _first(fields.temperature, defaults.temperature)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_k=max(_first(fields.top_k, defaults.top_k), 0),
+        top_p=_first(fields.top_p, defaults.top_p),
+        min_p=_first(fields.min_p, defaults.min_p),
+        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        logit_bias=_logit_bias(fields, limits) if fields.logit_bias else (),
+        allowed_token_ids=None if fields.allowed_token_ids is None else _allowed_ids(fields, limits, bad_words),
+        bad_words=bad_words,
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed & (2**64 - 1),
+        n=fields.num_drawn,
+        min_tokens=fields.min_tokens,
+        eos_token_ids=frozenset() if fields.ignore_eos else limits.tokenizer.eos_token_ids,
+        stop_token_ids=frozenset(fields.stop_token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        beam=beam_params(fields) if fields.use_beam_search else None,
+    )
+
+
+def text_rules(fields: SamplingFields, params: SamplingParams, *, echo: bool = False) -> TextRules:
+    """Return how the answer's text is made."""
+    return TextRules(
+        stops=tuple(fields.stop),
+        include_stop=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
+        min_tokens=fields.min_tokens,
+        ending_ids=params.eos_token_ids | params.stop_token_ids,
+        echo=echo,
+    )
+
+
+def seconds(milliseconds: int | None) -> float | None:
+    """Return a time in the engine's unit."""
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def beam_params(fields: SamplingFields) -> BeamParams:
+    """Return how to search, for a request that asks for a beam search."""
+    return BeamParams(
+        width=fields.beam_width,
+        length_penalty=fields.length_penalty,
+        early_stopping=EarlyStopping(fields.early_stopping),
+    )
+
+
+def _check_width(fields: SamplingFields, limits: ModelLimits) -> None:
+    """Each step of a search needs a token for every beam besides the tokens that end an answer."""
+    width, num_ends = fields.beam_width, len(limits.tokenizer.eos_token_ids | set(fields.stop_token_ids))
+    if width + num_ends > limits.vocab_size:
+        _refuse(
+            "n",
+            f"{width} beams are too many for {limits.vocab_size} tokens, {num_ends} of which end an answer; "
+            "lower n, or best_of.",
+        )
+
+
+def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in fields.logit_bias):
+        _refuse("logit_bias", "logit_bias has a key that is not a token id; keys are ids in decimal digits.")
+    biases = {int(key): bias for key, bias in fields.logit_bias.items()}
+    limits.check_ids(tuple(biases), "logit_bias")
+    return tuple(biases.items())
+
+
+def _allowed_ids(fields: SamplingFields, limits: ModelLimits, bad_words: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+    allowed = frozenset(fields.allowed_token_ids or ())
+    limits.check_ids(tuple(allowed), "allowed_token_ids")
+    if {(token_id,) for token_id in allowed} <= set(bad_words):
+        _refuse("allowed_token_ids", "allowed_token_ids has nothing that bad_words does not rule out; allow more.")
+    return allowed
+
+
+def _bad_words(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+    """Return every word's tokens at the beginning of a text and, behind a space, within one."""
+    if sum(map(len, fields.bad_words)) > MAX_BAD_CHARS:
+        _refuse("bad_words", f"bad_words has more than {MAX_BAD_CHARS} characters altogether; shorten it.")
+    words = [word.lstrip() or word for word in fields.bad_words]
+    forms = [
+        tuple(limits.tokenizer.encode(space + word, add_special_tokens=False)) for word in words for space in ("", " ")
+    ]
+    return tuple(dict.fromkeys(form for form in forms if form))
+
+
+def _first(asked: Any, default: Any) -> Any:
+    return default if asked is None else asked
+
+
+def _refuse(param: str, message: str) -> None:
+    raise InvalidRequestError(message, param=param)

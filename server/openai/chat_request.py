@@ -1,0 +1,97 @@
+"""ChatBody, the request that every API with messages becomes, and its way to engine requests. Event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from engine.core.errors import ClientError, InvalidRequestError
+from engine.core.types import Request
+from engine.text.chat_preprocessor import PreparedChat
+from engine.text.fields.base import Integer
+from engine.text.fields.chat import ChatFields
+from engine.text.limits import num_common
+from server.context import Context, aside, for_text
+from server.errors import ApiError
+from server.openai.formatter import ChunkMeta
+from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
+from server.respond import answer_id, engine_requests
+
+
+class ChatBody(SamplingBody, ChatFields):
+    """The request, and the form that the other APIs with messages are translated to."""
+
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED,
+        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), ()),
+        "best_of": (1,),
+        "echo": (False,),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+    }
+    INSTEAD: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        "best_of": "answers are ranked by /v1/completions only; send n to have several",
+    }
+
+    max_completion_tokens: Integer | None = Field(None, ge=1)
+    max_tokens: Integer | None = Field(None, ge=1)
+    include_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> ChatBody:
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise InvalidRequestError(
+                f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; they mean the same, send one.",
+                param="max_tokens",
+            )
+        return self
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The most tokens of an answer, where the request names them."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
+    """Return a conversation as the engine takes it. Raises ClientError or ApiError for one that cannot be answered."""
+    text = await context.render(body)
+    chat = await for_text(len(text), lambda: context.preprocessor.prepare(body, text))
+    grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
+    chat = chat.constrained(grammar)
+    return chat, engine_requests(context, body, [chat.prompt], [chat.params])
+
+
+def chunk_meta(
+    context: Context, chat: PreparedChat, requests: Sequence[Request], *, id_prefix: str, model: str
+) -> ChunkMeta:
+    """Return the fields that every chunk of the answer shares."""
+    return ChunkMeta(
+        id_prefix=id_prefix,
+        model=model,
+        tokenizer=context.tokenizer,
+        prompts=[chat.prompt],
+        answer_id=answer_id(requests),
+    )
+
+
+async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
+    """Return the tokens of a conversation's prompt. Raises ClientError for one that cannot be a prompt."""
+    text = await context.render(body)
+    return await for_text(len(text), lambda: context.preprocessor.encode(body, text))
+
+
+async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
+    """Return how many tokens of a prompt another conversation begins with; 0 if it cannot be rendered."""
+    try:
+        rendered = await context.render(body)
+        common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
+        [ids] = await context.encode([common], "messages", add_special_tokens=body.add_special_tokens)
+    except (ClientError, ApiError):
+        return 0
+    return num_common(ids, chat.prompt)

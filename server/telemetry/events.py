@@ -1,0 +1,82 @@
+"""The events of telemetry, and the one sink that takes them: metrics, the request log and the log lines listen to it.
+
+Routes, middleware and the tenants' accounts emit; nothing emits once a token. Event loop, except where an event says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from server.telemetry.request_log import RequestLog, RequestRecord
+
+
+class RequestOpened(NamedTuple):
+    """A generating request was submitted to the engine."""
+
+    record: RequestRecord
+
+
+class RequestEnded(NamedTuple):
+    """Its answer is over: sent, failed or left. The record still has its generation while listeners are called."""
+
+    record: RequestRecord
+    status: int
+    seconds: float
+    is_batch: bool = False  # a line of a batch
+
+
+class HttpAnswered(NamedTuple):
+    """An HTTP request was answered. Emitted before RequestEnded."""
+
+    request_id: str
+    route: str  # the route's template, never a raw path
+    method: str
+    status: int
+    seconds: float
+    record: RequestRecord | None  # of a generating request
+
+
+class TenantRefused(NamedTuple):
+    """A request exceeded a limit of --tenants."""
+
+    tenant: str
+    limit: str
+
+
+class FieldIgnored(NamedTuple):
+    """A request field was let through without effect."""
+
+    name: str
+
+
+class GrammarCompiled(NamedTuple):
+    """A grammar was compiled, or refused. Any thread."""
+
+    seconds: float
+
+
+class PrefillDelegated(NamedTuple):
+    """A prompt might have been computed by a prefill daemon; `outcome` says whether it was."""
+
+    outcome: str
+
+
+Event = RequestOpened | RequestEnded | HttpAnswered | TenantRefused | FieldIgnored | GrammarCompiled | PrefillDelegated
+Listener = Callable[[Event], None]
+
+
+class Telemetry:
+    """Takes every event: the listeners' metrics and log lines first, then the request log, which closes a record."""
+
+    def __init__(self, requests: RequestLog, *listeners: Listener) -> None:
+        self._requests, self._listeners = requests, listeners
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to all that listen. Any thread, where the event says so."""
+        for listen in self._listeners:
+            listen(event)
+        if isinstance(event, RequestOpened):
+            self._requests.open(event.record)
+        elif isinstance(event, RequestEnded):
+            self._requests.close(event.record, event.status, event.seconds)

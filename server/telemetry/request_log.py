@@ -1,0 +1,174 @@
+"""Records generating requests: all that are open, and the last RECENT that ended; batches' lines as many besides.
+
+No prompt and no answer is in a record. GET /v1/requests/{id} finds it by the `x-request-id` of the answer's headers, or by
+the answer's own id, both names within the owner's account; of two requests to which an owner gave the same id, the later
+one is found. Event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.core.snapshot import SequenceView
+from engine.core.types import Request
+from server.generation import Generation
+from server.openai.usage import AnswerMetrics
+from server.telemetry.queue_status import Place
+from server.tenancy.tenancy import Account
+from server.tenancy.tenant_file import DEFAULT
+
+RECENT = 1000  # about a kilobyte each
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
+_ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RequestRecord:
+    """One generating request; mutable while it is open."""
+
+    request_id: str
+    answer_id: str
+    endpoint: str
+    stream: bool
+    requests: Sequence[Request]  # emptied at the end: they hold the prompts
+    adapter: str | None
+    generation: Generation | None  # None once it has ended
+    account: Account | None = None
+    is_background: bool = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    end: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_background = self.requests[0].is_background
+
+    @property
+    def owner(self) -> str:
+        return DEFAULT if self.account is None else self.account.tenant.name
+
+    @property
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Return the keys that it is found by: its owner, and either id."""
+        return (self.owner, self.request_id), (self.owner, self.answer_id)
+
+    @property
+    def engine_ids(self) -> list[str]:
+        return [request.request_id for request in self.requests]
+
+    @property
+    def log_fields(self) -> dict[str, int | float | str]:
+        """Return the fields of the log line."""
+        named: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
+        return {} if self.generation is None else named | self.generation.history
+
+    def close(self, status: int, seconds: float) -> None:
+        """Keep what the request came to, and drop its prompts. Idempotent."""
+        if self.generation is None:
+            return
+        self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
+        if self.account is not None:
+            self.account.close(self.generation.num_drawn_tokens)
+        self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
+        self.generation, self.requests = None, ()
+
+    def document(self, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
+        """Return the record as JSON; `views` and `place` are its state in the engine, while it is open."""
+        head = {
+            "id": self.request_id,
+            "object": "request",
+            "answer_id": self.answer_id,
+            "endpoint": self.endpoint,
+            "adapter": self.adapter,
+            "stream": self.stream,
+            "tenant": None if self.account is None else self.account.tenant.name,
+            "created": self.created,
+        }
+        if self.generation is None:
+            return head | self.end
+        states = [view.status.value for view in views]
+        state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
+        return head | {
+            "state": state,
+            "queue": None if place is None else place._asdict(),
+            **self._counts(),
+            "sequences": [self._sequence(view) for view in views],
+            "history": self._history(),
+        }
+
+    def _sequence(self, view: SequenceView) -> dict[str, Any]:
+        prompt = self.engine_ids.index(view.request_id)
+        return {
+            "choice": prompt * self.requests[prompt].params.n + view.choice,
+            "state": view.status.value,
+            "tokens": view.num_tokens,
+            "computed_tokens": view.num_computed,
+            "cached_tokens": view.num_cached,
+            "blocks": len(view.blocks),
+            "preemptions": view.num_preemptions,
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        assert self.generation is not None
+        spans, cached = self.generation.timeline.spans(), self.generation.num_cached_tokens
+        reasons = self.generation.timeline.finish_reasons
+        return {
+            "finish_reasons": [None if reason is None else reason.value for reason in reasons],
+            "usage": self.generation.usage.model_dump(),
+            "metrics": None
+            if spans is None or self.generation.timeline.is_dropped
+            else AnswerMetrics.of(spans, cached).model_dump(),
+        }
+
+    def _history(self) -> list[dict[str, Any]]:
+        """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
+        assert self.generation is not None
+        events, at_s = [("received", 0.0)], 0.0
+        spans = self.generation.timeline.spans()
+        if spans is not None:
+            for name, seconds in (
+                ("scheduled", spans.queue_s),
+                ("first_token", spans.prefill_s),
+                ("last_token", spans.decode_s),
+            ):
+                at_s += seconds
+                events.append((name, at_s))
+        if not self.generation.usage.completion_tokens:
+            events = events[:2]  # no token was drawn so far
+        if self.generation.timeline.is_dropped:
+            events[1:] = [("dropped", at) for _, at in events[1:2]]
+        return [{"event": name, "at_s": round(at, 3)} for name, at in events]
+
+
+class RequestLog:
+    """Opens, closes and finds records. Beyond RECENT that ended, the owner that has most of them loses its oldest."""
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
+        # By owner: of clients, and of the background.
+        self._ended: tuple[dict[str, deque[RequestRecord]], dict[str, deque[RequestRecord]]] = {}, {}
+
+    def open(self, record: RequestRecord) -> None:
+        """Add a record, so that it can be found."""
+        self._records.update(dict.fromkeys(record.names, record))
+
+    def close(self, record: RequestRecord, status: int, seconds: float) -> None:
+        """Close a record; beyond RECENT, forget the oldest that ended."""
+        if record.generation is None:
+            return
+        record.close(status, seconds)
+        ended = self._ended[record.is_background]
+        ended.setdefault(record.owner, deque()).append(record)
+        if sum(map(len, ended.values())) <= RECENT:
+            return
+        oldest = max(ended.values(), key=len).popleft()
+        for name in oldest.names:
+            if self._records.get(name) is oldest:
+                del self._records[name]
+
+    def find(self, owner: str, name: str) -> RequestRecord | None:
+        """Return an owner's record by the request's id, or by the answer's with or without its prefix."""
+        bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
+        return self._records.get((owner, name)) or self._records.get((owner, bare))
