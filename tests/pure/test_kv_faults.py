@@ -14,15 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.account import Account
+from engine.core.budget import StepTime
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.tiers import Transfer
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats, TransferKind
-from engine.core.step_time import StepTime
 from tests.pure.driver import config, request
 
 SIZE = 4
