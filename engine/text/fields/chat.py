@@ -66,7 +66,7 @@ class Conversation(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_hosted_tools(cls, data: Any) -> Any:
-        return without_hosted(data, ("function", None)) if isinstance(data, dict) and data.get("tools") else data
+        return without_hosted(data, ("function", None)) if isinstance(data, dict) and "tools" in data else data
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
