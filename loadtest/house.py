@@ -138,7 +138,7 @@ class Circles(NamedTuple):
 def import_circles() -> Circles:
     """Find the import circles of quire, engine and server, wherever in a file the imports are.
 
-    A package and one that contains it are no circle: a package's own files may serve and wire what is inside.
+    A package and one that contains it are no circle: the files of a package may serve and wire its inner packages.
     """
     paths = {_module(path): path for package in ("quire", "engine", "server") for path in _sources(package)}
     files: Graph = {name: {each for each in _imports(path) if each in paths} - {name} for name, path in paths.items()}

@@ -39,7 +39,7 @@ _EOS, _STOP = "end", "stop"
 
 @dataclass(slots=True)
 class Replayed:
-    """What a replay came to."""
+    """The outcome of a replay."""
 
     stats: Stats
     gaps: Gaps
@@ -161,7 +161,7 @@ class _ShownIds:
 
 
 class Replayer:
-    """take the header, then line after line; `done` is what they came to."""
+    """Made from the header, it takes line after line; `done` is the outcome so far."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         """Raises SimulationError if the header is that of another version."""
