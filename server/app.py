@@ -20,9 +20,9 @@ from engine.core.types import Request
 from engine.handover import open_handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
+from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
@@ -123,7 +123,6 @@ def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=limits,
         preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
         telemetry=telemetry,

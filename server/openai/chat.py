@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.core.types import FinishReason
 from engine.text.choice import CallDelta, Delta
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
-from engine.text.tools.pieces import new_call_id
+from engine.text.tools.formats import new_call_id
 from server.context import InContext, json_body
 from server.http.schema import ResponseBody
 from server.openai.chat_body import ChatBody

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
+from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server.errors import ApiError
 from server.http.schema import ResponseBody

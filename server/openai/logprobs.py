@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
 from engine.text.logprobs import finite, token_text
+from engine.text.types import Tokenizer
 from server.http.schema import ResponseBody
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from engine.core.errors import UnsupportedError, shorten
 from engine.core.types import SamplingParams
-from engine.text.tools.pieces import new_call_id
+from engine.text.tools.formats import new_call_id
 from server.context import Context, InContext, InOwner, Result, aside, json_body
 from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
