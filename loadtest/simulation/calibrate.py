@@ -1,4 +1,4 @@
-"""`quire calibrate`: measures the time of steps on this machine, on the real engine and daemon, for `quire simulate`.
+"""`quire calibrate`: measures the time of steps for `quire simulate`.
 
 Single steps of the engine in this process, without HTTP: a grid of shapes to fit, random shapes to say how well it fits.
 And a daemon of the same settings under a few loads: the time that it adds to the engine alone is the front's. The two are

@@ -1,6 +1,6 @@
-"""`quire simulate paging`: the effect of paging, by the scheduler that serves on a clock that advances by one a step.
+"""`quire simulate paging`: the effect of paging on a few requests.
 
-It shows the blocks in use rise and fall as sequences arrive, grow and end, against a static batch that reserves the
+The scheduler is the one that serves; its clock advances by one a step. It shows the blocks in use rise and fall as sequences arrive, grow and end, against a static batch that reserves the
 longest length for every request. Each figure says whether it is a formula or was measured in the pool.
 """
 

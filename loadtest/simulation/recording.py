@@ -1,6 +1,6 @@
-"""Replays a recording of `quire serve --record` on FakeRunner: the same calls of the scheduler, with the same clock readings.
+"""Replays a recording of `quire serve --record` on FakeRunner.
 
-Every plan is compared with the recorded one; the first that differs ends the replay. Results of steps are taken from the
+The scheduler gets the recorded calls with the recorded clock readings. Every plan is compared with the recorded one; the first that differs ends the replay. Results of steps are taken from the
 recording, so the replay needs no model. engine/recording.py says what a line holds.
 """
 

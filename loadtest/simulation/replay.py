@@ -1,7 +1,7 @@
-"""Replays a trace through one simulated daemon, or through several behind a router, and records the outcome of each request.
+"""Replays a trace through simulated daemons and records each outcome.
 
-Arrivals are given to the replicas in order, each of which has been advanced to that moment: a router sees the loads that
-it would see. Knows nothing of files, tables or pictures.
+Arrivals go to the replicas in order, after all of them were advanced to that moment: a router sees the loads of that
+time. Knows nothing of files, tables or pictures.
 """
 
 from __future__ import annotations
