@@ -12,7 +12,7 @@ from engine.text.choice import Delta
 from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server.errors import ApiError
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.sampling import StreamOptions
 from server.openai.usage import AnswerMetrics, Usage, with_metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.text.choice import Delta
 from engine.text.logprobs import finite, token_text
 from engine.text.types import Tokenizer
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 
 
 class CompletionLogprobs(ResponseBody):

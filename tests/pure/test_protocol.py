@@ -18,7 +18,7 @@ from engine.text.limits import ModelLimits
 from engine.text.types import SamplingDefaults
 from server.anthropic.messages import MessagesBody
 from server.errors import to_api_error
-from server.openai.chat_body import ChatBody
+from server.openai.chat_request import ChatBody
 from server.openai.completions import CompletionBody, completion_params
 from server.openai.responses.body import ResponsesBody
 from server.openai.sampling import StreamOptions

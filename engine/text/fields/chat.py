@@ -66,11 +66,12 @@ class Conversation(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_hosted_tools(cls, data: Any) -> Any:
-        return without_hosted(data, ("function", None))
+        return without_hosted(data, ("function", None)) if isinstance(data, dict) and "tools" in data else data
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
-        check_tools(self.tools)
+        if self.tools:
+            check_tools(self.tools)
         if not self.continue_final_message:
             return self
         if self.add_generation_prompt:
