@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from engine.text.fields.base import RequestBody
 from server.context import InContext, json_body
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.operations.openapi import answers
 
 
