@@ -13,8 +13,7 @@ import torch
 
 from engine.build import _pool_budget, build_engine
 from engine.config import EngineConfig, LoraModule
-from engine.core.config import SchedulerConfig
-from engine.core.draft_costs import DraftCosts
+from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.queue_limits import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from engine.core.beam_search import BeamSearch
+from engine.core.beams import BeamSearch
 from engine.core.errors import ConfigError
 from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw as module
