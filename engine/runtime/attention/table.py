@@ -1,4 +1,4 @@
-"""Which attention backends there are, by name, and which one a device gets when none is named."""
+"""The table of attention backends, and the default of each device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = {
 GPU_BACKENDS = {
     "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
 }
-# Libraries that some machines have, for prompts over the Triton backend's pool: never chosen unasked.
+# Optional libraries for prompts over the Triton backend's pool, used only on request.
 LIBRARIES = {
     "torch_varlen": "engine.runtime.attention.torch_varlen:TorchVarlen",
     "flashinfer": "engine.runtime.attention.flashinfer_prompts:FlashInferPrompts",
@@ -34,7 +34,7 @@ _NO_KERNELS = (
 
 
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the device's best. Raises ConfigError for one that does not run here."""
+    """Return the backend `name`, or with "auto" the device's best. Raises ConfigError."""
     chosen = _best(device) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
@@ -52,7 +52,7 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def describe_choice(name: str, device: torch.device) -> str:
-    """What `name` comes to here, and which libraries could take its place: for the log."""
+    """Return the chosen backend and the optional libraries that are present, for the log."""
     chosen = _best(device) if name == "auto" else name
     if device.type == "cpu":
         return chosen
@@ -61,7 +61,7 @@ def describe_choice(name: str, device: torch.device) -> str:
 
 
 def _absence(name: str, device: torch.device) -> str | None:
-    """Why a backend does not run here, as the end of a sentence; None if it does."""
+    """Return why a backend does not run here, as the end of a sentence; None if it does."""
     if name in ("cpu", "cpu_native"):
         if device.type != "cpu":
             return f"is for CPUs, and the device is {device.type!r}"
