@@ -96,7 +96,7 @@ class Replica:
         return stats.num_running + stats.num_waiting + stats.num_preempted
 
     def submit(self, request: Request, at_s: float) -> None:
-        """Take a request now, which must not be before what was simulated. Raises a ClientError, or OverloadedError."""
+        """Take a request at a time not before the simulated one. Raises ClientError or OverloadedError."""
         self._door.check(at_s, len(request.prompt))
         if not self._scheduler.has_work:
             self.now = max(self.now, at_s)
