@@ -1,4 +1,4 @@
-"""The table of attention backends, and the default of each device."""
+"""The attention backends by name, and the default of each device."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ BACKENDS = {
 GPU_BACKENDS = {
     "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
 }
-# Optional libraries for prompts over the Triton backend's pool, used only on request.
+# Optional libraries for prompts over the Triton backend's pool; only used when named.
 LIBRARIES = {
     "torch_varlen": "engine.runtime.attention.torch_varlen:TorchVarlen",
     "flashinfer": "engine.runtime.attention.flashinfer_prompts:FlashInferPrompts",
 }
 
-_NO_KERNELS = (
-    "needs native kernels, and there are none for this machine and no C compiler (cc, gcc, clang) to make them"
-)
+_NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
 
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the backend `name`, or with "auto" the device's best. Raises ConfigError."""
+    """Return the backend called `name`; "auto" is the device's best. Raises ConfigError if it does not run here."""
     chosen = _best(device) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
@@ -52,12 +50,12 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def describe_choice(name: str, device: torch.device) -> str:
-    """Return the chosen backend and the optional libraries that are present, for the log."""
+    """Return the backend that `name` stands for here, and the libraries that could replace it, for the log."""
     chosen = _best(device) if name == "auto" else name
     if device.type == "cpu":
         return chosen
     others = {other: _absence(other, device) for other in LIBRARIES if other != chosen}
-    return "; ".join([chosen, *(f"{other} {reason or 'is here as well'}" for other, reason in others.items())])
+    return "; ".join([chosen, *(f"{other} {reason or 'is available, too'}" for other, reason in others.items())])
 
 
 def _absence(name: str, device: torch.device) -> str | None:
