@@ -23,7 +23,7 @@ from math import ceil, inf
 from typing import Any
 
 from engine.core.errors import OverloadedError
-from engine.core.places import MAX_RETRY_S, MIN_RETRY_S, Appointments
+from engine.core.overload import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
 from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
@@ -50,7 +50,7 @@ class Account:
         self._clock = clock
         self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; a negative number is a debt
         self._filled_s = clock()
-        self._appointments = Appointments()
+        self._retry_times = RetryTimes()
         self._num_opened, self._num_spent = 0, 0  # requests, and their tokens
 
     def change(self, tenant: Tenant) -> None:
@@ -82,9 +82,9 @@ class Account:
     def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
         """Return the refusal; the wait grows by `each_s` for every refused client that returns earlier, and `num_before`."""
         now = self._clock()
-        wait_s += (num_before + self._appointments.count(now)) * each_s
+        wait_s += (num_before + self._retry_times.count(now)) * each_s
         wait_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
-        self._appointments.add(now + wait_s)
+        self._retry_times.add(now + wait_s)
         return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def room_for_lines(self, num_running: int) -> float:
