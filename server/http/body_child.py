@@ -15,14 +15,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-# Imported before the first question, which should not wait for it.
-import server.anthropic.messages
-import server.openai.responses.routes  # noqa: F401
 from engine.child_process import Parts, serve
 from server.errors import to_api_error
 from server.http.bodies import check_count, parse
 from server.http.packed_json import pack
 
+# Modules of bodies, which are imported before the first question, as it should not wait for them.
+_BODIES = ("server.anthropic.messages", "server.openai.responses.routes")
 _BASE_BYTES = 56 << 20
 _PER_BODY_BYTE = 2.5
 
@@ -65,4 +64,6 @@ def _model(name: str) -> type[BaseModel]:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
+    for name in _BODIES:
+        import_module(name)
     serve(answer, memory=memory)
