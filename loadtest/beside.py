@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from loadtest.arguments import positive_int
+from loadtest.arguments import positive_int, save_json
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.report import percentile
 
@@ -166,9 +165,8 @@ def run(options: argparse.Namespace) -> int:
             f"| {url} | {gaps[0]:.1f}, {gaps[1]:.1f} | {gaps[2]:.2f} | {gaps[3]:.0f} | {shorts[0]:.0f}, {shorts[1]:.0f} "
             f"| {shorts[1] / base:.2f} | {_median(measured, 'long_ttft') / 1e3:.1f} |"
         )
-    if options.json:
-        document = {url: [each._asdict() for each in measured] for url, measured in rounds.items()}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = {url: [each._asdict() for each in measured] for url, measured in rounds.items()}
+    save_json(options, document)
     return 0
 
 
