@@ -15,7 +15,7 @@ from engine.core.grammar import Grammar
 from engine.core.types import SamplingParams
 from engine.text.choice import TextRules
 from engine.text.fields.chat import ChatFields, Conversation
-from engine.text.fields.structured import Constraint
+from engine.text.fields.sampling import Constraint
 from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
