@@ -18,11 +18,11 @@ from engine.core.types import Progress, Request, SamplingParams, TokenEvent, Tok
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda import decode_inputs, graphs
-from engine.runtime.cuda.decode_inputs import DecodeInputs
-from engine.runtime.cuda.graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
+from engine.runtime.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
+from engine.runtime.decode_inputs import DecodeInputs
+from engine.runtime.drawn import Drawn
 from engine.runtime.runner import ModelRunner
 from engine.runtime.sampling import sampler
-from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.sampler import Sampler, is_plain
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import StepGrammar

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import head_major_shape, store
+from engine.runtime.attention.base import Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
+from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
 MIN_TILED = 6  # sequences from which one batch of tiles costs less than a fused call for each
 MAX_TILED_RUN = 1024  # tokens; beyond, reading a run of adjacent blocks in place beats gathering it

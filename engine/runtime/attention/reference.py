@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import from_pool, to_pool
+from engine.runtime.attention.base import Batch
+from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

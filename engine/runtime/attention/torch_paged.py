@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import head_major_shape, store
+from engine.runtime.attention.base import Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
+from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
 
 class TorchPagedAttention:

@@ -29,7 +29,7 @@ from engine.runtime.cuda.sampling_row import (
     to_key,
     to_score,
 )
-from engine.runtime.sampling.drawn import Drawn
+from engine.runtime.drawn import Drawn
 
 # Of a row, for a program: 16 logits a thread, and so few tiles that whoever needs the results of all reads them in one
 # load. To be swept on a card, with 2048 and 8192, and the warps with them.

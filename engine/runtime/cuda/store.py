@@ -2,7 +2,7 @@
 
 [num_blocks, num_kv_heads, block_size, head_dim]: what a program reads of a block, one head's rows, is one contiguous run
 (4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. In a narrow pool, whose
-rows are four bytes longer (attention/pool.py), a head's run is first the numbers of all its rows, then their float32 scales:
+rows are four bytes longer (kv_layout.py), a head's run is first the numbers of all its rows, then their float32 scales:
 so the numbers are aligned and are read 16 at a time. Engine thread.
 """
 
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, SMALLEST_PEAK
+from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, SMALLEST_PEAK, AttentionSpec
 
 
 class PoolView(NamedTuple):
@@ -52,7 +51,7 @@ _SMALLEST = tl.constexpr(SMALLEST_PEAK)
 def quantise(rows, PEAK: tl.constexpr, DTYPE: tl.constexpr):
     """Rows [R, dims], zero where there is no dim, as numbers up to PEAK in DTYPE, and what they are to be multiplied by [R].
 
-    As attention/pool.py has it. NaN, in a row with NaN or infinity, becomes 0 beside a scale that makes NaN of the row.
+    As kv_layout.py has it. NaN, in a row with NaN or infinity, becomes 0 beside a scale that makes NaN of the row.
     """
     rows = rows.to(tl.float32)
     peak = tl.maximum(tl.max(tl.abs(rows), 1), _SMALLEST)

@@ -12,16 +12,33 @@ weights: one product for each of these instead of one for each number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-
-from engine.runtime.attention.base import AttentionSpec
 
 SCALE_BYTES = 4
 PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow pools, and the largest number of each
 # Of a row. Smaller ones, zeros among them, are stored as if they had it: neither their scale nor its inverse would be a
 # normal float32 otherwise.
 SMALLEST_PEAK = 2.0**-116
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One layer's attention, as the model defines it.
+
+    `window` w lets position p see p - w + 1 .. p; None sees all. `softcap` c replaces a score s by c * tanh(s / c).
+    `sinks`, shape [num_heads], joins the softmax as one more score a head that carries no value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
