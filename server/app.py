@@ -1,19 +1,22 @@
-"""The HTTP application: parts wired together, routes mounted, the engine started and stopped with it.
+"""The HTTP application: wires the parts, mounts the endpoints, starts and stops the engine with them.
 
-Everything here runs on the event loop. Whoever runs the application (server/serve.py) may drain it earlier through
-`app.state.context.client.stop`; the lifespan's own stop then finds nothing left to do.
+Everything here runs on the event loop. The daemon (server/daemon.py) may drain the engine before the lifespan ends,
+through `app.state.context.client.stop`; the lifespan's stop is then immediate.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
 
+from engine.core.types import Request
 from engine.handover import open_handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
@@ -22,9 +25,7 @@ from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
 from engine.version import VERSION
 from server import errors
-from server.anthropic import messages
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
-from server.batches import routes as batches
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
 from server.client import EngineClient
@@ -32,10 +33,8 @@ from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.middleware import RequestScope, log_answer
-from server.openai import chat, completions, embeddings, models, score
-from server.openai.responses import routes as responses
 from server.openai.responses.store import ResponseStore
-from server.operations import adapters, health, live, prefill, requests, tokens, unserved
+from server.operations import live, unserved
 from server.operations.handoff import Receiver, Sender
 from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
@@ -49,39 +48,60 @@ from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
 
-# What /openapi.json and docs/reference.md tell of.
-API = (
-    completions,
-    chat,
-    responses,
-    messages,
-    embeddings,
-    score,
-    batches,
-    models,
-    adapters,
-    tokens,
-    requests,
-    prefill,
-    health,
-)
-# What scripts of other origins may read.
+# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference.md.
+ENDPOINTS = [
+    "server.openai.completions",
+    "server.openai.chat",
+    "server.openai.responses.routes",
+    "server.anthropic.messages",
+    "server.openai.embeddings",
+    "server.openai.score",
+    "server.batches.routes",
+    "server.openai.models",
+    "server.operations.adapters",
+    "server.operations.tokens",
+    "server.operations.requests",
+    "server.operations.prefill",
+    "server.operations.health",
+]
+# Headers that scripts of other origins may read.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing"),
     *(f"x-ratelimit-{kind}-{what}" for kind in ("limit", "remaining") for what in ("requests", "tokens")),
     "x-ratelimit-reset-tokens",
 )
-# What lines of a batch may ask for, and who answers it.
-BATCH_ENDPOINTS = {
-    "/v1/completions": completions,
-    "/v1/chat/completions": chat,
-    "/v1/responses": responses,
-    "/v1/embeddings": embeddings,
-}
+
+
+def routers() -> list[APIRouter]:
+    """Return the router of each endpoint."""
+    return [import_module(name).router for name in ENDPOINTS]
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
-    """An application that serves one engine; its lifespan starts the engine's thread and drains it."""
+    """Return an application that serves one engine; its lifespan starts the engine's thread and drains it."""
+    context = _context(engine, tokenizer, config)
+    prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
+    context.public_prefixes.add(prefixes, engine.config.block_size)
+    page = load_files() if config.page else {}
+    open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await _start(context, prefixes)
+        yield
+        await _stop(context)
+
+    app = _routed(context, lifespan=lifespan, middleware=_middleware(context, open_paths))
+    app.include_router(openapi_router(routers(), needs_key=context.tenancy.needs_key, open_paths=open_paths))
+    app.include_router(unserved.router)
+    if page:
+        app.include_router(live.router)
+        app.include_router(page_router(page))
+    return app
+
+
+def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context:
+    """Return the application's parts."""
     live_view = LiveView(engine)
     handover = None
     if config.role != "both":
@@ -91,15 +111,14 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     telemetry = Telemetry(request_log, metrics.observe, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
-    limits = ModelLimits.of(
-        engine.config,
-        engine.vocab_size,
-        tokenizer,
-        max_logprobs=config.max_logprobs,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
+    limits = _limits(engine, tokenizer, config)
+    tenancy = Tenancy(
+        config.api_keys,
+        _tenants(config),
+        lambda tenant, limit: emit(TenantRefused(tenant, limit)),
+        shares_prefixes=config.share_prefix_cache,
     )
-    context = Context(
+    return Context(
         engine=engine,
         client=EngineClient(engine),
         tokenizer=tokenizer,
@@ -108,12 +127,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
         telemetry=telemetry,
-        tenancy=Tenancy(
-            config.api_keys,
-            _tenants(config),
-            lambda tenant, limit: emit(TenantRefused(tenant, limit)),
-            shares_prefixes=config.share_prefix_cache,
-        ),
+        tenancy=tenancy,
         live=live_view,
         queue_status=QueueStatus(live_view),
         request_log=request_log,
@@ -121,87 +135,67 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
         bodies=bodies,
-        batches=_batches(engine, config, bodies),
+        batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
         sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
         receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if handover and config.role == "decode"
         else None,
     )
 
-    page = load_files() if config.page else {}
-    open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
-    service = context.batches
-    prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
-    context.public_prefixes.add(prefixes, engine.config.block_size)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        context.client.start()
-        metrics.loop_lag.start()
-        if prefixes:
-            await compute_prefixes(prefixes, context)
-        if service is not None and not context.client.is_draining:
-            service.start(
-                Dispatcher(_line_app(replace(context, is_background=True)), emit),
-                Dispatcher(_line_app(context), emit),
-                BATCH_ENDPOINTS,
-                engine.stats,
-                lambda: engine.health().error is not None,
-                context.tenancy,
-            )
-        yield
-        if service is not None:
-            await service.stop()
-        await context.client.stop(config.shutdown_timeout_s)
-        if context.receiver is not None:
-            await context.receiver.close()
-        if service is not None:
-            service.close()
-        context.grammars.close()
-        context.bodies.close()
-        metrics.loop_lag.stop()
-
-    app = FastAPI(
-        title="Quire",
-        version=VERSION,
-        lifespan=lifespan,
-        middleware=_middleware(context, open_paths),
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
+def _limits(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> ModelLimits:
+    return ModelLimits.of(
+        engine.config,
+        engine.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
-    app.state.context = context
-    errors.install(app)
-    routers = [module.router for module in API]
-    described = openapi_router(routers, needs_key=context.tenancy.needs_key, open_paths=open_paths)
-    for router in (*routers, described, unserved.router):
-        app.include_router(router)
-    if page:
-        app.include_router(live.router)
-        app.include_router(page_router(page))
-    return app
 
 
 def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
     return None if config.tenants is None else read_tenants(config.tenants, config.api_keys)
 
 
-def _batches(engine: Engine, config: AppConfig, bodies: BodyReader) -> BatchService | None:
-    """Of lines as many run as the engine has slots, so that they can fill it while nothing else does."""
-    if config.data_dir is None:
-        return None
-    max_running = engine.config.max_num_seqs
-    return BatchService(config.data_dir, bodies, max_running=max_running, max_line_bytes=config.max_body_bytes)
+async def _start(context: Context, prefixes: Sequence[Request]) -> None:
+    context.client.start()
+    context.metrics.loop_lag.start()
+    if prefixes:
+        await compute_prefixes(prefixes, context)
+    if context.batches is not None and not context.client.is_draining:
+        background, emit = _routed(replace(context, is_background=True)), context.telemetry.emit
+        context.batches.start(Dispatcher(background, emit), Dispatcher(_routed(context), emit))
 
 
-def _line_app(context: Context) -> FastAPI:
-    """What lines of batches are sent to: their endpoints and nothing else."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+async def _stop(context: Context) -> None:
+    if context.batches is not None:
+        await context.batches.stop()
+    await context.client.stop(context.config.shutdown_timeout_s)
+    if context.receiver is not None:
+        await context.receiver.close()
+    if context.batches is not None:
+        context.batches.close()
+    context.grammars.close()
+    context.bodies.close()
+    context.metrics.loop_lag.stop()
+
+
+def _routed(context: Context, **options: Any) -> FastAPI:
+    """Return an application with the endpoints and nothing around them, which is what batches' lines are sent to."""
+    app = FastAPI(
+        title="Quire",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        **options,
+    )
     app.state.context = context
     errors.install(app)
-    for module in BATCH_ENDPOINTS.values():
-        app.include_router(module.router)
+    for router in routers():
+        app.include_router(router)
     return app
 
 

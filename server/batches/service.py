@@ -9,12 +9,12 @@ import asyncio
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncIterable, Callable, Collection
+from collections.abc import AsyncIterable
 from math import ceil
 from pathlib import Path
 
 from engine.core.errors import shorten
-from engine.core.stats import Stats
+from engine.loop import Engine
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.objects import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
@@ -25,38 +25,38 @@ from server.batches.upload import Form
 from server.batches.worker import BatchWorker
 from server.errors import ApiError
 from server.http.bodies import BodyReader
+from server.settings.app_config import AppConfig
 from server.tenancy.tenancy import Tenancy
 
 MAX_FILES = 10_000  # of an owner
 MAX_OPEN_BATCHES = 100
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
 class BatchService:
     """Opened with the folder; runs batches from `start` to `stop`, answers until `close`."""
 
-    def __init__(self, path: Path, bodies: BodyReader, *, max_running: int, max_line_bytes: int) -> None:
-        """Raises ConfigError for a folder that cannot be used."""
-        self._folder = DataFolder(path)
+    def __init__(self, config: AppConfig, engine: Engine, bodies: BodyReader, tenancy: Tenancy) -> None:
+        """Raises ConfigError for a --data-dir that cannot be used."""
+        assert config.data_dir is not None
+        self._folder = DataFolder(config.data_dir)
         store = Store(self._folder.database)
         self._folder.sweep(store.file_ids())
         self._store = StoreThread(store)
+        # As many lines run as the engine has slots, so that they fill it while it is otherwise idle.
+        max_running = engine.config.max_num_seqs
         self._worker = BatchWorker(
-            self._store, self._folder, bodies, max_running=max_running, max_line_bytes=max_line_bytes
+            self._store, self._folder, bodies, max_running=max_running, max_line_bytes=config.max_body_bytes
         )
-        self._endpoints: Collection[str] = ()
+        self._engine = engine
+        self._tenancy = tenancy
 
-    def start(
-        self,
-        background: Dispatcher,
-        foreground: Dispatcher,
-        endpoints: Collection[str],
-        stats: Stats,
-        is_dead: Callable[[], bool],
-        tenancy: Tenancy,
-    ) -> None:
-        """From now on batches run, for these endpoints, each on its owner's account."""
-        self._endpoints = endpoints
-        self._worker.start(background, foreground, stats, is_dead, tenancy)
+    def start(self, background: Dispatcher, foreground: Dispatcher) -> None:
+        """Begin to run batches, each on its owner's account."""
+        engine = self._engine
+        self._worker.start(
+            background, foreground, engine.stats, lambda: engine.health().error is not None, self._tenancy
+        )
 
     async def stop(self) -> None:
         """Lines that run are given up, for the next daemon to run; files can still be read. Idempotent."""
@@ -126,9 +126,8 @@ class BatchService:
 
     async def create(self, owner: str, body: BatchBody, model: str) -> Batch:
         """A batch over a file, to be checked and run."""
-        if body.endpoint not in self._endpoints:
-            known = ", ".join(sorted(self._endpoints))
-            message = f"endpoint is {shorten(body.endpoint)!r}; batches are for {known}."
+        if body.endpoint not in ENDPOINTS:
+            message = f"endpoint is {shorten(body.endpoint)!r}; batches are for {', '.join(ENDPOINTS)}."
             raise ApiError(400, "invalid_value", message, "endpoint")
         file = await self.file(owner, body.input_file_id)
         if file.purpose is not Purpose.BATCH:

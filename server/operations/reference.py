@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.text.fields.base import RequestBody
-from server.app import API
+from server.app import routers
 from server.openai.translated import PASSED_ON, TranslatedBody
 from server.operations.openapi import describe
 from server.settings.reference import settings_section
@@ -173,7 +173,7 @@ def _cell(text: str) -> str:
 
 def reference() -> str:
     """The page as it has to be."""
-    return Reference(describe([module.router for module in API])).render()
+    return Reference(describe(routers())).render()
 
 
 if __name__ == "__main__":

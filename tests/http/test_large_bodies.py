@@ -24,7 +24,7 @@ from harness import Live, eventually
 
 from loadtest.__main__ import main
 from loadtest.hostile import cases, family_bytes
-from server.app import API
+from server.app import routers
 from server.http import bodies as bodies_module
 from server.http.bodies import INLINE_BYTES, BodyReader
 from server.openai.retention import CacheControl
@@ -106,7 +106,7 @@ def test_a_large_body_is_answered_as_a_small_one(large: Live, path: str, documen
 def test_every_json_route_has_the_one_door() -> None:
     exempt = {"/v1/files", "/v1/batches/{batch_id}/cancel"}  # a form that is read in pieces, and no body
     doors = {}
-    for route in (route for module in API for route in module.router.routes):
+    for route in (route for router in routers() for route in router.routes):
         assert isinstance(route, APIRoute)
         if "POST" in (route.methods or ()):
             calls = [getattr(part.call, "__qualname__", "") for part in route.dependant.dependencies]

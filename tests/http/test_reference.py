@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from server.app import API
+from server.app import routers
 from server.openai.chat_body import ChatBody
 from server.openai.completions import CompletionBody
 from server.operations.reference import reference
@@ -21,8 +21,8 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_it_tells_of_every_endpoint_and_field() -> None:
     page = reference()
-    for module in API:
-        for route in module.router.routes:
+    for router in routers():
+        for route in router.routes:
             for method in route.methods - {"HEAD"}:
                 assert f"| `{method} {route.path_format}` |" in page
     for body in (ChatBody, CompletionBody):

@@ -1,0 +1,40 @@
+"""POST /v1/count_words: the example of CONTRIBUTING.md, an endpoint in one file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+from starlette.responses import Response
+
+from engine.text.fields.base import RequestBody
+from server.context import InContext, json_body
+from server.http.schema import ResponseBody
+from server.operations.openapi import answers
+
+
+class CountWordsBody(RequestBody):
+    """The request."""
+
+    model: str | None = None
+    text: str = Field(max_length=1000)
+
+
+class CountedWords(ResponseBody):
+    """The answer."""
+
+    model: str
+    num_words: int
+
+
+router = APIRouter()
+
+
+@router.post("/v1/count_words", responses=answers(CountedWords))
+async def count_words(
+    context: InContext, body: Annotated[CountWordsBody, Depends(json_body(CountWordsBody))]
+) -> Response:
+    """Count the words of a text."""
+    counted = CountedWords(model=context.check_model(body.model), num_words=len(body.text.split()))
+    return Response(counted.json_bytes(), media_type="application/json")
