@@ -1,7 +1,7 @@
-"""The one place that wires a configuration into an Engine: device, model, attention, pool, runner, scheduler.
+"""Wires a configuration into an Engine: device, model, attention, pool, runner, scheduler.
 
-Runs once, on the thread that starts the daemon. Importing it imports torch, so whoever calls it does that late. What the
-user left open is decided here, from the model and from measured memory, and told through `report`.
+Runs once, on the thread that starts the daemon. Importing it imports torch, so callers import it late. Settings that the
+user left open are decided here, from the model and from measured memory, and reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from engine.lengths import LengthsFile
 from engine.loop import Engine
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
-from engine.runtime.attention.base import AdaptableLM, CausalLM
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
@@ -57,6 +56,7 @@ from engine.runtime.kv_cache import (
 )
 from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.models.source import resolve_model_path
@@ -66,24 +66,24 @@ from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.transports.disk import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
-from engine.speculation import load_speculation
+from engine.speculation import Speculation, load_speculation
 
 Report = Callable[[Progress], None]
 
 _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
-# while those who decode beside them wait for the step: room for 384 of prompts beside a full house of decoding sequences.
+# and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-# Tokens that a copied block has to save. On a CPU a copy takes 0.03 ms and a token 0.3 (SmolLM2-135M, two cores). On CUDA,
-# where nothing was measured, a copy launches kernels for every layer, which about so many tokens of a full step cost.
+# Tokens that copying a block must save. On a CPU a copy takes 0.03 ms and a token 0.3 (SmolLM2-135M, two cores). On CUDA
+# (not measured) a copy launches kernels for every layer, which costs about as much as 32 tokens of a full step.
 _MIN_COPIED_TOKENS = {"cpu": 1, "cuda": 32}
-_FIRST_BLOCK_SIZE = 16  # of --block-size auto, until it is known which are fast
+_FIRST_BLOCK_SIZE = 16  # of --block-size auto, until speeds are measured
 _MAX_QUEUED_REQUESTS = 1024
-_MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in times of what the pool holds
+_MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's tokens
 
 
 def check_foreign(config: EngineConfig) -> None:
-    """Raise ModelLoadError if the model is for transformers' code, which cannot run it; reads its config alone."""
+    """Raise ModelLoadError if the model needs transformers' code, which cannot run it; reads its config alone."""
     path = resolve_model_path(config.model, config.revision, weights=False)
     if is_native(config, path):
         return
@@ -93,62 +93,31 @@ def check_foreign(config: EngineConfig) -> None:
 
 
 def build_engine(config: EngineConfig, report: Report) -> Engine:
-    """Load the model, size and allocate the pool, warm up; the engine is returned unstarted.
+    """Load the model, size and allocate the pool, and warm up; returns the engine unstarted.
 
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
-    device = resolve_device(config.device)
-    if device.type == "cpu":
-        _load_kernels(config.cpu_kernels, report)
-    else:
-        choose_kernels("off")  # which would be compiled for nothing, at the first start on a machine
-    _check_early(config, device)
-    dtype = resolve_dtype(config, device)
-    if device.type == "cuda":
-        _check_cuda(config, device, dtype, report)
+    device, dtype = _prepare_device(config, report)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
     _share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
-
+    settings = _scheduler_config(config, model, speculation, device, max_num_seqs, max_num_batched_tokens)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
-    block_size = config.block_size or _FIRST_BLOCK_SIZE
-    bytes_per_block = block_bytes(model.attention_specs, block_size, kv_dtype)
-    settings = SchedulerConfig(
-        num_blocks=max_num_batched_tokens // block_size + 1,  # to measure a full step with
-        block_size=block_size,
-        max_model_len=config.max_model_len or model.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        eviction=config.prefix_cache_eviction,
-        pinned_share=config.pinned_prefix_share if config.enable_prefix_caching else 0.0,
-        min_copied_tokens=_MIN_COPIED_TOKENS[device.type],
-        policy=config.scheduling_policy,
-        target_itl_s=_seconds(config.target_itl_ms),
-        target_ttft_s=_seconds(config.target_ttft_ms),
-        num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
-    )
     make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
     captures = _captures(config, model, device)
-    pool_block_bytes = bytes_per_block + (speculation.bytes_per_block if speculation else 0)
-    budget = _pool_budget(config, settings, model, device, pool_block_bytes, make_runner, captures)
-    if device.type == "cuda" and config.kv_cache_memory_bytes is None:
-        budget = budget._replace(num_bytes=budget.num_bytes - adapter_bytes)
-    if budget.account:
-        report(Progress("memory", budget.account))
-    size = fit_pool(budget, pool_block_bytes, block_size, model_len=model.max_model_len, asked_len=config.max_model_len)
-    if config.block_size is None:
-        size = _in_any_blocks(size, block_size)
-    settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
-    report(Progress("kv_pool", _describe(config.max_model_len, settings, pool_block_bytes, model)))
+    bytes_per_block = block_bytes(model.attention_specs, settings.block_size, kv_dtype)
+    bytes_per_block += speculation.bytes_per_block if speculation else 0
+    budget = _pool_budget(config, settings, model, device, bytes_per_block, adapter_bytes, make_runner, captures)
+    settings = _fit_pool(config, settings, model, budget, bytes_per_block, report)
     runner = make_runner(settings)
     report(Progress("warm_up", f"on {device.type}"))
     if device.type == "cuda":
         _warm_up_cuda(runner, config, settings, model.vocab_size, device, report, captures)
     else:
         _warm_up_cpu(runner, settings)
+    limits = _queue_limits(config, settings)
     lengths = LengthsFile(config.model) if config.block_size is None else None
     config, settings = _choose_block_size(runner, config, settings, model.dtype, lengths, report)
     settings, transports = open_tiers(runner, config, settings, model.dtype, report)
@@ -162,14 +131,80 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
         depth=0 if speculation else _depth(config.async_scheduling, device),
-        limits=QueueLimits(
-            config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
-            config.max_num_queued_tokens or _MAX_QUEUED_POOLS * size.num_blocks * block_size,
-        ),
+        limits=limits,
         adapters=adapters,
         keep_lengths=None if lengths is None else lengths.save,
         transports=transports,
         layout=_layout(config, settings, runner, model.dtype),
+    )
+
+
+def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device, torch.dtype]:
+    """Return the device and the model's dtype, with kernels loaded and whatever can be checked early checked."""
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        _load_kernels(config.cpu_kernels, report)
+    else:
+        choose_kernels("off")  # otherwise they would be compiled for nothing, at the first start on a machine
+    _check_early(config, device)
+    dtype = resolve_dtype(config, device)
+    if device.type == "cuda":
+        _check_cuda(config, device, dtype, report)
+    return device, dtype
+
+
+def _scheduler_config(
+    config: EngineConfig,
+    model: CausalLM,
+    speculation: Speculation | None,
+    device: torch.device,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> SchedulerConfig:
+    """Return what the core runs on, with a pool just large enough to measure a full step."""
+    block_size = config.block_size or _FIRST_BLOCK_SIZE
+    return SchedulerConfig(
+        num_blocks=max_num_batched_tokens // block_size + 1,
+        block_size=block_size,
+        max_model_len=config.max_model_len or model.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        eviction=config.prefix_cache_eviction,
+        pinned_share=config.pinned_prefix_share if config.enable_prefix_caching else 0.0,
+        min_copied_tokens=_MIN_COPIED_TOKENS[device.type],
+        policy=config.scheduling_policy,
+        target_itl_s=_seconds(config.target_itl_ms),
+        target_ttft_s=_seconds(config.target_ttft_ms),
+        num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
+    )
+
+
+def _fit_pool(
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    model: CausalLM,
+    budget: PoolBudget,
+    bytes_per_block: int,
+    report: Report,
+) -> SchedulerConfig:
+    """Return the settings with the blocks that the budget holds, and the context that they hold."""
+    if budget.account:
+        report(Progress("memory", budget.account))
+    size = fit_pool(
+        budget, bytes_per_block, settings.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
+    )
+    if config.block_size is None:
+        size = _in_any_blocks(size, settings.block_size)
+    settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
+    report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
+    return settings
+
+
+def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimits:
+    return QueueLimits(
+        config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
+        config.max_num_queued_tokens or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size,
     )
 
 
@@ -183,7 +218,7 @@ def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Schedule
 
 
 def _check_early(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for what the device cannot do, and for adapters that are not there, before minutes of loading."""
+    """Raise ConfigError for what the device cannot do, and for missing adapters, before minutes of loading."""
     if config.kv_cache_dtype == "fp8":
         kv_cache.require_fp8(device)
     load_backend(config.attention_backend, device)
@@ -203,7 +238,7 @@ def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, 
 
 
 def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout:
-    """What another engine has to have in common with this one for their K/V to be exchanged."""
+    """Return what two engines must have in common to exchange K/V."""
     num_bytes = sum(view[0].nbytes for view in runner.blocks)
     return Layout(fingerprint(config, str(dtype), runner.blocks), settings.block_size, num_bytes)
 
@@ -211,10 +246,10 @@ def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner
 def _load_adapters(
     config: EngineConfig, model: CausalLM, device: torch.device, num_tokens: int, report: Report
 ) -> tuple[Adapters, int]:
-    """Those that are there from the start; and bytes that others, and steps of `num_tokens` with adapters, may still take."""
+    """Return the adapters of the start, and the bytes that later ones and steps of `num_tokens` with adapters may take."""
     if not config.num_loras:
         return Adapters(), 0
-    assert isinstance(model, AdaptableLM), "load_model has refused any other"
+    assert model.capabilities.adapters, "load_model has refused any other"
     loader = LoraLoader(
         model.adapter_targets(),
         num_layers=len(model.attention_specs),
@@ -230,7 +265,7 @@ def _load_adapters(
         named = ", ".join(module.name for module in config.lora_modules)
         report(
             Progress(
-                "adapters", f"{named}; there may be {config.num_loras} at once, of ranks up to {config.max_lora_rank}"
+                "adapters", f"{named}; at most {config.num_loras} at a time, of ranks up to {config.max_lora_rank}"
             )
         )
     num_to_come = config.num_loras - len(config.lora_modules)
@@ -243,9 +278,11 @@ def _pool_budget(
     model: CausalLM,
     device: torch.device,
     bytes_per_block: int,
+    adapter_bytes: int,
     make_runner: Callable[[SchedulerConfig], ModelRunner],
     captures: bool,
 ) -> PoolBudget:
+    """Return the bytes for the pool: as asked, all that is useful on a CPU, or what measuring leaves on a GPU."""
     if config.kv_cache_memory_bytes is not None:
         return PoolBudget(config.kv_cache_memory_bytes)
     if device.type == "cpu":
@@ -262,13 +299,13 @@ def _pool_budget(
     )
     remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
     staging = 2 * STAGING_BYTES if config.swap_space or config.kv_offload_gib else 0
-    return PoolBudget(memory.pool - staging, str(memory), remedy)
+    return PoolBudget(memory.pool - staging - adapter_bytes, str(memory), remedy)
 
 
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
-    """Whether decode steps become CUDA graphs; what those take is measured with the rest."""
-    is_wanted = device.type == "cuda" and not config.enforce_eager and model.graph_safe
-    return is_wanted and has_triton(device) and load_backend(config.attention_backend, device).graph_safe
+    """Return whether decode steps are captured as CUDA graphs; their memory is measured with the rest."""
+    is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs
+    return is_wanted and has_triton(device) and load_backend(config.attention_backend, device).capabilities.graphs
 
 
 def _warm_up_cuda(
@@ -280,7 +317,7 @@ def _warm_up_cuda(
     report: Report,
     captures: bool,
 ) -> None:
-    """Capture, have full steps reserve what they need, and tell what the card holds then."""
+    """Capture graphs, run full steps so that they reserve their memory, and report the GPU's use."""
     with shortage_told(settings, device):
         if captures:
             runner.capture(report)
@@ -288,13 +325,13 @@ def _warm_up_cuda(
             hold_to_share(device, config.gpu_memory_utilization)
         for plan in full_steps(settings, vocab_size):
             _require_finite(runner.run(plan).wait())
-        for plan in other_steps(settings):  # behind a context that was never computed: their numbers mean nothing
+        for plan in other_steps(settings):  # their context was never computed, so their numbers mean nothing
             runner.run(plan).wait()
     report(Progress("memory", describe_use(device)))
 
 
 def _require_finite(result: StepResult) -> None:
-    """Raise ModelLoadError if the model's logits are not numbers, which no request could be answered from."""
+    """Raise ModelLoadError if the model's logits are not finite, so that no request could be answered."""
     if result.errors:
         raise ModelLoadError(
             "The model's first forward pass gave numbers that are not finite: its weights are damaged, its config.json is "
@@ -307,11 +344,11 @@ def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
     _require_finite(runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait())
     library = native()
     if library is not None:
-        library.keep_memory()  # now that all that lives long has its place
+        library.keep_memory()  # everything that lives long is allocated by now
 
 
 def _in_any_blocks(size: PoolSize, block_size: int) -> PoolSize:
-    """A pool that holds as many tokens in blocks of each size, so that what fits today fits tomorrow."""
+    """Return a pool that holds as many tokens in blocks of each candidate size, so that the choice changes no limit."""
     grain = max(CANDIDATES) // block_size
     num_blocks = max(size.num_blocks - size.num_blocks % grain, min(size.num_blocks, grain))
     return PoolSize(num_blocks, min(size.max_model_len, num_blocks * block_size))
@@ -325,7 +362,7 @@ def _choose_block_size(
     lengths: LengthsFile | None,
     report: Report,
 ) -> tuple[EngineConfig, SchedulerConfig]:
-    """With --block-size auto: the size of the blocks in the K/V folder, else what speeds and lengths say."""
+    """With --block-size auto, choose the size of the blocks in the K/V folder, else from speeds and lengths."""
     if lengths is None:
         return config, settings
     speeds = measure_speeds(runner, settings)
@@ -353,7 +390,7 @@ def _kept_block_size(
 
 
 def _depth(asked: bool | None, device: torch.device) -> int:
-    """Steps that are launched before the last one's tokens are there."""
+    """Return how many steps are launched before the last one's tokens are known."""
     return int(device.type == "cuda" if asked is None else asked)
 
 
@@ -373,7 +410,7 @@ def _make_runner(
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `--device` names; `auto` takes a GPU if there is one. Raises ConfigError where there is none."""
+    """Return the device of --device; `auto` takes a GPU if there is one. Raises ConfigError if it is missing."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device is 'cuda', but {explain_absence()}; use 'cpu' or 'auto'.")
     if name == "auto":
@@ -381,13 +418,15 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda":
         _configure_allocator()
         torch.cuda.set_per_process_memory_fraction(1.0)  # an engine before this one may have been held to a share
-        return torch.device(name, torch.cuda.current_device())  # some of torch.cuda takes no device without a number
+        return torch.device(name, torch.cuda.current_device())  # parts of torch.cuda refuse a device without a number
     return torch.device(name)
 
 
 def _configure_allocator() -> None:
-    """Have torch's cache of GPU memory grow in place: steps of ever other sizes cut fixed segments into pieces that fit
-    nothing. It is read with the first allocation; what the environment says already is left alone."""
+    """Let torch's cache of GPU memory grow in place: steps of varying sizes would fragment fixed segments.
+
+    The variable is read with the first allocation; one that is set already is left alone.
+    """
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
@@ -401,21 +440,21 @@ def _load_kernels(setting: str, report: Report) -> None:
 
 
 def _share_threads(asked: int | None, model: CausalLM) -> None:
-    """Give the cores to one team: torch's threads, which wait by spinning, would hold up the native library's.
+    """Give the cores to one team of threads: torch's, which wait by spinning, would slow down the native library's.
 
-    As many as were asked for, else one a core, but no more than a container's limit keeps running.
+    The team has as many threads as asked for, else one per core, but no more than a container's limit allows.
     """
     library = native()
     num_threads = asked or min(library.num_threads if library else torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     if library is not None:
         library.use_threads(num_threads)
-    if library is not None and model.is_native:
+    if library is not None and model.capabilities.native:
         torch.set_num_threads(1)
 
 
 def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """Sequences and tokens a step; where only one was given, the other's default yields to it."""
+    """Return the most sequences and tokens per step; if only one was given, the other's default adjusts to it."""
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if tokens is None:
         tokens = max(_MAX_NUM_BATCHED_TOKENS[device.type], seqs or 0)

@@ -45,6 +45,7 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._nodes = [_Node(0, None, 0, array("q"))]
+        self._nowhere = -1, -1, self._nodes[0]
         self._places: dict[int, tuple[int, int, _Node]] = {}  # by slot: seq_id, depth, node
         self._num_tokens = 0
 
@@ -76,7 +77,13 @@ class TokenTree:
 
         `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative, or a child's draw.
         """
-        node, step = self._follow(self._locate(slot, seq_id, tokens, depth), depth, token)
+        node = self._locate(slot, seq_id, tokens, depth)
+        if node.children or depth < node.end or node.parent is None:
+            node, step = self._follow(node, depth, token)
+        else:  # most draws: what _follow does for a leaf, without the calls
+            self._num_tokens += 1
+            node.tokens.append(token)
+            step = 0
         if slot >= 0:
             self._places[slot] = seq_id, depth + 1, node
         return step
@@ -90,8 +97,8 @@ class TokenTree:
 
     def _locate(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int) -> _Node:
         """Return the node in which a sequence's first `depth` tokens end; quickly if the slot's last draw led there."""
-        known_id, known_depth, node = self._places.get(slot, (-1, -1, self._nodes[0]))
-        if (known_id, known_depth) == (seq_id, depth):
+        known_id, known_depth, node = self._places.get(slot, self._nowhere)
+        if known_id == seq_id and known_depth == depth:
             while node.parent is not None and depth <= node.start:  # it was split since
                 node = node.parent
             return node

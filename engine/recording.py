@@ -38,7 +38,7 @@ FORMAT = 1
 REQUEST_FIELDS = ("priority", "num_public", "deadline_s", "max_queue_s", "is_background", "weight")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
-_MAX_QUEUED = 20_000  # entries, two a step
+_MAX_QUEUED = 4000  # entries, two a step: some 40 MB where 256 sequences run
 _STOPPED = "the daemon stopped"
 _ENDS = "end"  # a drawn token that ended its answer: what else it was is not recorded
 
@@ -131,8 +131,12 @@ class Ids(Protocol):
         """Return what is written of ids that end an answer."""
         ...
 
+    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> Any:
+        """Return what is written of a token drawn after the first `depth` of a slice's sequence."""
+        ...
+
     def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
-        """Return what is written of tokens drawn after the first `depth` of a slice's sequence."""
+        """Return what is written of several tokens, one drawn after the other."""
         ...
 
 
@@ -146,6 +150,10 @@ class PlainIds:
     def ending(self, ids: Sequence[int]) -> list[int]:
         """Return the ids."""
         return list(ids)
+
+    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> int:  # noqa: ARG002
+        """Return the id."""
+        return token
 
     def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:  # noqa: ARG002
         """Return the ids."""
@@ -166,13 +174,23 @@ class HiddenIds:
         """Return how many there are."""
         return len(ids)
 
+    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> Any:
+        """Return a step, or how the token ends the answer."""
+        if is_over(piece, depth):
+            return 0
+        if token in piece.params.eos_token_ids:
+            return _ENDS
+        if token in piece.params.stop_token_ids:
+            return "stop"
+        return self._tree.hide_draw(slot, piece.seq_id, piece.tokens, depth, token)
+
     def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
         """Return a step for each token, up to one that ends the answer."""
         steps: list[Any] = [0] * len(ids)
         if is_over(piece, depth):
             return steps
         eos, stop = piece.params.eos_token_ids, piece.params.stop_token_ids
-        known = [*piece.tokens[:depth], *ids] if len(ids) > 1 else piece.tokens
+        known = [*piece.tokens[:depth], *ids]
         for index, token in enumerate(ids):
             if token in eos or token in stop:
                 steps[index] = _ENDS if token in eos else "stop"
@@ -249,9 +267,9 @@ class Journal:
                 drafted[index] = [self._ids.draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
             elif index not in result.errors and piece.params.beam is not None and first in result.logprobs:
                 top = result.logprobs[first].top
-                tops[index] = [[self._ids.draws(piece, -1, depth, [token])[0], logprob] for token, logprob in top]
+                tops[index] = [[self._ids.draw(piece, -1, depth, token), logprob] for token, logprob in top]
             for sample, token in zip(piece.samples, ids, strict=True):
-                draws += [0] if is_void else self._ids.draws(piece, own_slot(piece, sample), depth, [token])
+                draws.append(0 if is_void else self._ids.draw(piece, own_slot(piece, sample), depth, token))
         line = {
             "draws": draws if any(draws) else None,
             "drafted": drafted,

@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.runner import ModelRunner
 from engine.runtime.speculation.base import Drafter

@@ -1,9 +1,9 @@
-"""Holds the dashboard and the alerts to reality: a real daemon, a real Prometheus, every query evaluated.
+"""Checks dashboard and alerts against a real daemon and a real Prometheus.
 
-`python monitoring/verify.py [--url http://host:port]` starts the daemon (unless told where one runs) and Prometheus
-(Debian's package, or --prometheus PATH) with the repository's own configuration, sends requests of every kind, and
-fails if a panel's PromQL is an error or finds nothing, or an alert names a series that does not exist. Exit status 0
-is a dashboard without an empty panel.
+`python monitoring/verify.py [--url http://host:port]` starts a daemon (unless --url names one) and Prometheus (Debian's
+package, or --prometheus PATH) with the repository's configuration, sends requests of every kind, and fails if a panel's
+PromQL is an error or finds nothing, or if an alert names a series that does not exist. Exit status 0 means that no panel is
+empty.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SERIES = re.compile(r"\b(?:quire_\w+|up|process_\w+)\b")
 
 
 class VerifyError(Exception):
-    """The check could not be made; one sentence."""
+    """The check could not run; the message is one sentence."""
 
 
 class Check(NamedTuple):
-    """One evaluated query; `fault` is empty where it found what it should."""
+    """One evaluated query; `fault` is empty if it found what it should."""
 
     where: str
     query: str
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def get(url: str) -> Any:
-    """GET a JSON document; an HTTP error's body is as good as an answer's."""
+    """GET a JSON document, also from the body of an HTTP error."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - our own loopback addresses
             body = answer.read()
@@ -72,7 +72,7 @@ def get(url: str) -> Any:
 
 @contextlib.contextmanager
 def running(command: list[str], ready_url: str, log: Path, limit_s: float) -> Iterator[None]:
-    """A process, from the moment its URL answers with success until the scope ends."""
+    """Run a process, from the first successful answer of its URL to the end of the scope."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - our own commands
         try:
@@ -98,7 +98,7 @@ def _is_ready(url: str) -> bool:
 
 @contextlib.contextmanager
 def daemon(url: str | None, work: Path) -> Iterator[str]:
-    """The address of a daemon: the one named, or one of our own."""
+    """Yield the address of a daemon: the given one, or one that is started here."""
     if url:
         yield url
         return
@@ -111,7 +111,7 @@ def daemon(url: str | None, work: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def prometheus(binary: str, target: str, work: Path) -> Iterator[str]:
-    """Prometheus with the repository's configuration, but for the target and a faster scrape."""
+    """Run Prometheus with the repository's configuration, another target and faster scrapes."""
     config = yaml.safe_load((HERE / "prometheus.yml").read_text())
     config["global"]["scrape_interval"] = "1s"
     config["rule_files"] = [str(HERE / "alerts.yml")]
@@ -129,7 +129,7 @@ def prometheus(binary: str, target: str, work: Path) -> Iterator[str]:
 
 
 async def load(url: str, seconds: float) -> list[Outcome]:
-    """Requests of every kind: batches with a shared prefix, an unknown field, and a client that leaves."""
+    """Send requests of every kind: shared prefixes, an unknown field, an aborted stream."""
     client = Client(Target.parse(url))
     model = (await client.get("/v1/models"))["data"][0]["id"]
     outcomes: list[Outcome] = []
@@ -149,7 +149,7 @@ async def load(url: str, seconds: float) -> list[Outcome]:
 
 
 def evaluate(api: str, where: str, query: str) -> Check:
-    """Ask Prometheus now. Something must be found, and a number."""
+    """Evaluate a query now; it must find at least one number."""
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
     answer = get(f"{api}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
@@ -162,7 +162,7 @@ def evaluate(api: str, where: str, query: str) -> Check:
 
 
 def panels() -> Iterator[tuple[str, str]]:
-    """(title, PromQL) of every query of the dashboard, and of the series its variables come from."""
+    """Return (title, PromQL) of every query of the dashboard and its variables."""
     dashboard = json.loads((HERE / "dashboards" / "quire.json").read_text())
     for variable in dashboard["templating"]["list"]:
         if match := re.match(r"label_values\((.*), \w+\)", variable.get("definition", "")):
@@ -173,7 +173,7 @@ def panels() -> Iterator[tuple[str, str]]:
 
 
 def alerts() -> Iterator[tuple[str, str]]:
-    """(name, PromQL) of every alert, and of every series it names: a quiet alert must not be a blind one."""
+    """Return (name, PromQL) of every alert and of every series that it names."""
     rules = yaml.safe_load((HERE / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
         yield rule["alert"], f"({rule['expr']}) or vector(0)"
@@ -182,7 +182,7 @@ def alerts() -> Iterator[tuple[str, str]]:
 
 
 def rules_in_prometheus(api: str) -> Check:
-    """Prometheus itself must have loaded every alert and evaluated it without an error."""
+    """Check that Prometheus loaded every alert and evaluated it without an error."""
     groups = get(f"{api}/api/v1/rules")["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     bad = [f"{rule['name']}: {rule.get('lastError')}" for rule in rules if rule["health"] == "err"]
@@ -190,7 +190,7 @@ def rules_in_prometheus(api: str) -> Check:
 
 
 def main() -> int:
-    """Run the whole check; 1 if a query found nothing, 2 if it could not be made."""
+    """Run the whole check; return 1 if a query found nothing, 2 if it could not run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a daemon that runs already; default: start one on the default model")
     parser.add_argument("--prometheus", default="prometheus", help="the binary; default: the one on the PATH")

@@ -20,9 +20,9 @@ from engine.core.types import Request
 from engine.handover import open_handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
+from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
@@ -108,7 +108,7 @@ def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context
         handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
-    telemetry = Telemetry(request_log, metrics.observe, log_answer)
+    telemetry = Telemetry(request_log, metrics.counts.observe, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = _limits(engine, tokenizer, config)
@@ -123,7 +123,6 @@ def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        limits=limits,
         preprocessor=ChatPreprocessor(limits),
         metrics=metrics,
         telemetry=telemetry,

@@ -16,11 +16,11 @@ from engine.core.adapter import Adapter
 from engine.core.errors import shorten
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.detokenizer import Tokenizer
 from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
+from engine.text.types import Tokenizer
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
@@ -58,7 +58,6 @@ class Context:
     client: EngineClient
     tokenizer: Tokenizer
     config: AppConfig
-    limits: ModelLimits
     preprocessor: ChatPreprocessor
     metrics: Metrics
     telemetry: Telemetry
@@ -76,6 +75,11 @@ class Context:
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
     is_background: bool = False  # what is asked here runs when nobody else needs the engine
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The limits of the served model."""
+        return self.preprocessor.limits
 
     def batch_service(self) -> BatchService:
         """Files and batches. Raises a 501 where there are none."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
-from engine.text.detokenizer import Tokenizer
+from engine.text.types import Tokenizer
 from server.client import Answer
 from server.http.slow_thread import run_slowly
 from server.openai.usage import Usage
@@ -38,7 +38,7 @@ class Generation:
         self._n = requests[0].params.n
         self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
-        self._tells_reasoning = rules.make_reader is not None
+        self._tells_reasoning = rules.make_parser is not None
         self._num_open = len(self._choices)
         self._beam, self._num_beam_tokens = requests[0].params.beam, 0
         self._prompts: dict[int, PromptInfo] = {}  # by the prompt's index

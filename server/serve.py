@@ -208,9 +208,8 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     """The tokenizer; and the modules of the HTTP side are imported."""
     import server.app
     import server.daemon  # noqa: F401 - for what it takes, here
-    from engine.text.draft_tokenizer import check_draft_tokenizer
     from engine.text.fields.sampling import check_defaults
-    from engine.text.tokenizer import load_tokenizer
+    from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
 
     serve_config = plan.serve
     tokenizer = load_tokenizer(

@@ -1,59 +1,270 @@
-"""The beams of a search as sequences: what each step brings is put together, and sequences follow each other.
+"""Beam search: which beams go on with which token, which answers are finished, and when the search is over.
 
-A beam that goes on as another's continuation takes a hold on that one's blocks and lets go of its own; what both share is
-copied before it is written, as always. Beams wait for each other, so that no plan in flight names one when that happens.
-Owned by the scheduler, engine thread.
+    BeamSearch      the arithmetic of one search: pure numbers, no sequences and no blocks
+    BeamGroup       the beams of one search as sequences
+    BeamSearches    moves beams on with what each step brought
+
+The rules are those of transformers' `generate`, so that a search finds the same answers with the same scores. The width
+best of all continuations count: of these, those that end are finished answers; the width best that do not end are the
+next beams. A finished answer's score is the sum of its tokens' log probabilities, its end token's included, divided by
+their number to the power of length_penalty. The search is over when max_tokens are reached, or when there are `width`
+finished answers and early_stopping says that this is enough.
+
+Beams wait for each other, so no step in flight names one when it continues another. Owned by the scheduler, engine
+thread.
 """
 
 from __future__ import annotations
 
-from engine.core.beam_search import Continuation
-from engine.core.departures import Departures
+import math
+from collections import abc
+from dataclasses import replace
+from heapq import nsmallest
+from operator import attrgetter
+from typing import NamedTuple
+
 from engine.core.kv.manager import KVCacheManager
-from engine.core.recorder import Recorder
+from engine.core.kv.page_table import blocks_for
+from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
-from engine.core.sequence import Sequence, Status
-from engine.core.types import FinishReason, TokenEvent, TokenLogprob
+from engine.core.sequence import Sequence
+from engine.core.types import BeamParams, EarlyStopping, FinishReason, SamplingParams, TokenEvent, TokenLogprob
+
+Top = tuple[tuple[int, float], ...]  # the likeliest next tokens and their log probabilities, best first
 
 
-class Beams:
-    """Takes in what a step has brought for a beam."""
+class Continuation(NamedTuple):
+    """What one beam is next: what another, perhaps itself, is now, and one more token."""
 
-    __slots__ = ("_departures", "_kv", "_queue", "_recorder")
+    parent: int
+    token: int
 
-    def __init__(self, kv: KVCacheManager, departures: Departures, queue: RunningQueue, recorder: Recorder) -> None:
-        self._kv, self._departures, self._queue, self._recorder = kv, departures, queue, recorder
 
-    def accept(self, seq: Sequence, entry: TokenLogprob, now: float) -> list[TokenEvent]:
-        """A beam's likeliest next tokens. With those of the last one the search goes on by a token, or is over.
+class Trace(NamedTuple):
+    """The last token of a beam, and what came before it: beams share their common beginnings."""
 
-        Either is told: while the search goes on by an event without tokens.
+    token: int
+    logprob: float
+    top: Top  # that it was chosen from
+    before: Trace | None
+
+
+class Answer(NamedTuple):
+    """A finished one."""
+
+    score: float
+    trace: Trace
+    reason: FinishReason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Token by token."""
+        entries: list[TokenLogprob] = []
+        trace: Trace | None = self.trace
+        while trace is not None:
+            rank = 1 + sum(logprob > trace.logprob for _, logprob in trace.top)
+            entries.append(TokenLogprob(trace.token, trace.logprob, rank, trace.top))
+            trace = trace.before
+        return entries[::-1]
+
+
+class _Candidate(NamedTuple):
+    """Smaller is better; of equals the one of the first beam."""
+
+    negative_sum: float  # of log probabilities
+    parent: int
+    rank: int  # among its parent's
+    token: int
+    logprob: float
+
+
+def row_params(params: SamplingParams) -> SamplingParams:
+    """What a runner is asked for each beam: its likeliest tokens, enough that `width` of them end nothing."""
+    assert params.beam is not None
+    num_needed = params.beam.width + len(params.eos_token_ids | params.stop_token_ids)
+    return replace(params, temperature=0.0, logprobs=max(num_needed, params.logprobs or 0))
+
+
+class BeamSearch:
+    """Starts with one beam, the prompt; from the first step on there are `width`."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        assert params.beam is not None
+        self._beam: BeamParams = params.beam
+        self._max_tokens, self._min_tokens = params.max_tokens, params.min_tokens
+        self._ending_ids = params.eos_token_ids | params.stop_token_ids
+        self._traces: list[Trace | None] = [None]
+        self._sums = [0.0]
+        self._length = 0  # tokens of each beam
+        self._tops: dict[int, Top] = {}  # of those beams whose next tokens are known
+        self.finished: list[Answer] = []  # best first
+
+    @property
+    def width(self) -> int:
+        return self._beam.width
+
+    def put(self, beam: int, top: Top) -> bool:
+        """Take in a beam's likeliest next tokens; True if all beams' are known now, and `advance` is due."""
+        self._tops[beam] = top
+        return len(self._tops) == len(self._sums)
+
+    def advance(self) -> list[Continuation]:
+        """The next beams, each in its place; empty when the search is over.
+
+        A beam that goes on does so in its own place, with the best of its continuations. The others take the places of
+        beams that end here.
         """
-        search, beams = seq.search, seq.beams
-        assert search is not None
-        if seq.status is not Status.RUNNING:
-            self._departures.settle(seq)
+        width, is_last = self._beam.width, self._length + 1 == self._max_tokens
+        candidates = self._candidates()
+        self._length += 1
+        going_on: list[_Candidate] = []
+        for place, candidate in enumerate(candidates):
+            ends = candidate.token in self._ending_ids
+            if (ends or is_last) and place < width:
+                self._finish(candidate, FinishReason.STOP if ends else FinishReason.LENGTH)
+            elif not ends:
+                going_on.append(candidate)
+        going_on = going_on[:width]
+        if is_last or self._is_settled(going_on[0].negative_sum):
             return []
-        if seq.num_computed >= seq.kv.next_publish:
-            self._kv.publish(seq)
-        if not search.put(beams.index(seq), entry.top):
-            return []
-        first = beams[0]
-        if first.first_token_s < 0:
-            self._recorder.began_search(first, now)
-        if continuations := search.advance():
-            self._go_on(beams, continuations)
-            return [TokenEvent(first.request_id, 0, ())]  # nothing to show yet, but a step's work
-        return self._end(first, now)
+        assert len(going_on) == width, "a runner has told too few tokens"
+        return self._go_on(_in_places(going_on))
 
-    def _go_on(self, beams: list[Sequence], continuations: list[Continuation]) -> None:
-        first = beams[0]
+    def _candidates(self) -> list[_Candidate]:
+        """The best continuations of all beams, as many as can matter."""
+        is_too_short = self._length < self._min_tokens
+        candidates = [
+            _Candidate(-(self._sums[beam] + logprob), beam, rank, token, logprob)
+            for beam, top in self._tops.items()
+            for rank, (token, logprob) in enumerate(top)
+            if not (is_too_short and token in self._ending_ids)
+        ]
+        # Each beam can end in as many ways as there are ending tokens, and what is left are enough to go on with.
+        return nsmallest(self._beam.width * (1 + len(self._ending_ids)), candidates)
+
+    def _finish(self, candidate: _Candidate, reason: FinishReason) -> None:
+        answer = Answer(self._score(-candidate.negative_sum, self._length), self._trace(candidate), reason)
+        self.finished.append(answer)
+        self.finished.sort(key=attrgetter("score"), reverse=True)
+        del self.finished[self._beam.width :]
+
+    def _is_settled(self, best_negative_sum: float) -> bool:
+        """True if there are enough answers, and no better ones to be hoped for."""
+        if len(self.finished) < self._beam.width:
+            return False
+        if self._beam.early_stopping is EarlyStopping.YES:
+            return True
+        hopes_long = self._beam.early_stopping is EarlyStopping.NEVER and self._beam.length_penalty > 0
+        best_possible = self._score(-best_negative_sum, self._max_tokens if hopes_long else self._length)
+        return best_possible <= self.finished[-1].score
+
+    def _go_on(self, places: abc.Sequence[_Candidate]) -> list[Continuation]:
+        self._traces = [self._trace(candidate) for candidate in places]
+        self._sums = [-candidate.negative_sum for candidate in places]
+        self._tops = {}
+        return [Continuation(candidate.parent, candidate.token) for candidate in places]
+
+    def _trace(self, candidate: _Candidate) -> Trace:
+        parent = candidate.parent
+        return Trace(candidate.token, candidate.logprob, self._tops[parent], self._traces[parent])
+
+    def _score(self, total: float, length: int) -> float:
+        return total / math.pow(length, self._beam.length_penalty)
+
+
+def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
+    """Each parent's best in the parent's own place, the others where nobody goes on."""
+    staying: dict[int, _Candidate] = {}
+    moving: list[_Candidate] = []
+    for candidate in candidates:
+        if candidate.parent in staying:
+            moving.append(candidate)
+        else:
+            staying[candidate.parent] = candidate
+    rest = iter(moving)
+    return [staying[place] if place in staying else next(rest) for place in range(len(candidates))]
+
+
+class BeamGroup:
+    """The beams of one search as sequences. The first is the request's own, and alone owes events.
+
+    A beam's max_total is one more than the tokens it has, so it waits until the tokens of all beams are known.
+    """
+
+    __slots__ = ("headroom", "members", "search")
+
+    def __init__(self, first: Sequence) -> None:
+        self.members = [first]
+        self.headroom = 0
+        first.params, first.beam_group = row_params(first.request.params), self
+        self._begin()
+
+    def _begin(self) -> None:
+        first = self.members[0]
+        self.search = BeamSearch(first.request.params)
+        first.tokens = list(first.request.prompt)
+        first.max_total = first.num_prompt + 1
+        first.kv.chain = first.first_names
+
+    def restart(self, seq_id: int) -> None:
+        """Forget all tokens, so that the search can start again from the prompt."""
+        self._begin()
+        self.members[0].seq_id = seq_id
+
+    def disband(self) -> list[Sequence]:
+        """Remove all beams but the first and return them. A restart needs room for the blocks that all of them had."""
+        first, others = self.members[0], self.members[1:]
+        held = {block for beam in self.members for block in beam.kv.blocks}
+        self.headroom = max(len(held) - blocks_for(first.num_prompt, first.kv.block_size), 0)
+        del self.members[1:]
+        return others
+
+    def add_beam(self, slot: int, seq_id: int) -> Sequence:
+        """Return a new beam, without tokens: the caller has it follow another."""
+        first = self.members[0]
+        beam = first.sibling(first.choice, seq_id)
+        beam.params, beam.beam_group = first.params, self
+        beam.order = (*first.order, len(self.members))
+        beam.place = (first.is_background, *beam.order)
+        beam.take_slots([slot])
+        self.members.append(beam)
+        return beam
+
+
+class BeamSearches:
+    """Moves beams on when the next tokens of all beams of a search are known."""
+
+    __slots__ = ("_kv", "_queue", "_recorder")
+
+    def __init__(self, kv: KVCacheManager, queue: RunningQueue, recorder: StatsRecorder) -> None:
+        self._kv, self._queue, self._recorder = kv, queue, recorder
+
+    def accept(self, seq: Sequence, entry: TokenLogprob, now: float) -> list[TokenEvent] | None:
+        """Take in a beam's likeliest next tokens; returns None while those of other beams are missing.
+
+        When the search is over, returns its answers as events, best first; else an empty list.
+        """
+        group = seq.beam_group
+        assert isinstance(group, BeamGroup)
+        if not group.search.put(group.members.index(seq), entry.top):
+            return None
+        first = group.members[0]
+        if first.history.first_token_s < 0:
+            self._recorder.began_search(first, now)
+        if continuations := group.search.advance():
+            self._go_on(group, continuations)
+            return []
+        return self._answers(group.search, first, now)
+
+    def _go_on(self, group: BeamGroup, continuations: abc.Sequence[Continuation]) -> None:
+        """Give every beam its next token. One that continues another shares its blocks, copied before they are written."""
+        beams = group.members
         if len(beams) < len(continuations):
-            slots = first.kv.slots
-            first.take_slots(slots[:1])
+            slots = beams[0].kv.slots
+            beams[0].take_slots(slots[:1])
             for slot in slots[1:]:
-                self._queue.start(first.add_beam(slot, self._queue.take_seq_id()))
-        # Whoever is followed stays in its own place, and all follow before anybody gets a token.
+                self._queue.start(group.add_beam(slot, self._queue.take_seq_id()))
+        # A beam that others follow stays in its own place, and all follow before any gets a token.
         for place, continuation in enumerate(continuations):
             if continuation.parent != place:
                 self._kv.reassign(beams[place], beams[continuation.parent], self._queue.take_seq_id())
@@ -61,11 +272,9 @@ class Beams:
             beam.tokens.append(continuation.token)
             beam.max_total = len(beam.tokens) + 1
 
-    def _end(self, first: Sequence, now: float) -> list[TokenEvent]:
-        """The n best answers, best first."""
-        asked, search = first.request.params, first.search
-        assert search is not None
-        self._departures.retire(first)
+    def _answers(self, search: BeamSearch, first: Sequence, now: float) -> list[TokenEvent]:
+        """Return the n best answers as events."""
+        asked = first.request.params
         events = []
         for choice, answer in enumerate(search.finished[: asked.n]):
             entries = answer.logprobs

@@ -208,7 +208,7 @@ class StepBudget:
         for seq in long:
             waited_s = now - seq.request.arrival_s
             needed_s = self.times.chunk_s(seq.num_planned, len(seq.tokens) - seq.num_planned)
-            if needed_s > 0 and seq.first_token_s < 0 and waited_s + needed_s < target_s:
+            if needed_s > 0 and seq.history.first_token_s < 0 and waited_s + needed_s < target_s:
                 urgency += needed_s / max(AIM * target_s - waited_s, needed_s)
         return min(urgency, AIM)
 

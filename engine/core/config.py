@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
-from engine.core.draft_costs import FREE, DraftCosts
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
@@ -29,6 +29,20 @@ _LEAST = {
     "num_host_blocks": 0,
     "num_speculative_tokens": 0,
 }
+
+
+Points = tuple[tuple[int, float], ...]  # (how many, seconds), ascending
+
+
+class DraftCosts(NamedTuple):
+    """What speculation costs, in seconds, as measured at the start; no points are no cost."""
+
+    plain: Points = ()  # a step without drafts, by its rows
+    checking: Points = ()  # a step with drafts, by its rows
+    drafting: Points = ()  # one more draft each, by the number of sequences
+
+
+FREE = DraftCosts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

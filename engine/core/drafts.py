@@ -1,26 +1,33 @@
 """Speculation as the scheduler sees it: how many positions beyond its next each sequence may have drafted in a step.
 
-The runner drafts the tokens and computes them in the same step, so that a plan has counts and no values here either.
-Drafts take what all others leave: of the token budget, of the draws that memory is measured for, of the seconds that a target
-ITL allows, and of the blocks, for which nobody is preempted. How often a sequence's drafts are right is
-remembered; a new one begins with what is usual, and one that drafts nothing grows hopeful, so that it tries again. Owned by the scheduler, engine thread.
+The runner drafts the tokens and computes them in the same step, so a plan has counts and no values here either. Drafts
+take what everything else leaves: of the token budget, of the samples that memory is measured for, of the seconds that a
+target ITL allows, and of the blocks, for which no sequence is preempted.
+
+A step that is bound by reading weights computes a few more rows for next to nothing; one that is bound by arithmetic pays
+for each. So another draft is added as long as it raises the tokens a second that the step is expected to bring. How often
+a sequence's drafts are right is remembered; a new one starts with what is usual, and the chance of one that drafts
+nothing rises slowly, so that it tries again. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
 
+from collections import abc
+from heapq import heapify, heappop, heapreplace
+from math import inf
+
 from engine.core.budget import Allowance
-from engine.core.config import SchedulerConfig
-from engine.core.draft_costs import choose_lengths
+from engine.core.config import DraftCosts, Points, SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.sequence import Sequence
+from engine.core.sequence import DraftHistory, Sequence
 from engine.core.stats import Stats
 from engine.core.step import Drafted
 
-HOPE = 0.8  # the chance of a draft where nothing is known against it
-_MEMORY = 0.8  # weight of a sequence's past at each draft that was checked ...
-_FADING = 0.997  # ... and at each step without any
-_LONG_MEMORY = 0.95  # weight of what was usual, at each draft of anybody
+HOPE = 0.8  # the chance of a draft while nothing speaks against it
+_MEMORY = 0.8  # weight of a sequence's past at each draft that was checked: about five count
+_LONG_MEMORY = 0.95  # weight of the past of all sequences at each such draft: about twenty count
+_FADING = 0.997  # weight of a sequence's chance at each step without drafts: it tries again after some hundred steps
 
 
 class DraftPlanner:
@@ -36,15 +43,18 @@ class DraftPlanner:
         stats.spec_accepted_at = [0] * self._max_drafts
 
     def plan(self, step: InFlightStep, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
-        """Room for drafts in the decodes of a step of `num_tokens`, within what the allowance has left.
+        """Add drafts to the decodes of a step of `num_tokens`, within what the allowance has left.
 
         `num_reserved` blocks stay available for sequences that are about to grow.
         """
         sequences = step.sequences[: step.num_decodes]
         budget = min(allowance.num_tokens, self._max_rows - step.num_samples)
         most = min(self._max_drafts, budget)
-        rooms = [min(most, seq.max_drafts, seq.max_total - 1 - seq.num_planned) for seq in sequences]
-        chances = [seq.draft_chance if seq.draft_chance >= 0 else self._usual for seq in sequences]
+        rooms = [
+            min(most, seq.max_total - 1 - seq.num_planned) if seq.drafts is None or seq.drafts.is_allowed else 0
+            for seq in sequences
+        ]
+        chances = [self._chance(seq) for seq in sequences]
         lengths = choose_lengths(chances, rooms, num_tokens, self._costs, allowance.drafts_s())
         for index, (seq, chance, length) in enumerate(zip(sequences, chances, lengths, strict=True)):
             num_drafts = self._make_room(seq, min(length, budget), step, num_reserved) if length else 0
@@ -52,20 +62,30 @@ class DraftPlanner:
                 step.num_drafts[index] = num_drafts
                 budget -= num_drafts
             else:
-                seq.draft_chance = HOPE + (chance - HOPE) * _FADING
+                self._history(seq).chance = HOPE + (chance - HOPE) * _FADING
+
+    def _chance(self, seq: Sequence) -> float:
+        """Return how likely a sequence's next draft is right."""
+        return self._usual if seq.drafts is None else seq.drafts.chance
+
+    def _history(self, seq: Sequence) -> DraftHistory:
+        if seq.drafts is None:
+            seq.drafts = DraftHistory(self._usual)
+        return seq.drafts
 
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
-        """See to blocks for a sequence's drafts; returns for how many there are."""
+        """Extend a sequence for its drafts; returns for how many there are blocks."""
         while seq.kv.writable_until < seq.num_planned + num_drafts:
             if self._kv.pool.num_available <= num_reserved:
                 return seq.kv.writable_until - seq.num_planned
             self._kv.extend(seq, step.copies)
         return num_drafts
 
-    def learn(self, seq: Sequence, drafted: Drafted) -> None:
-        """Count what came of a sequence's drafts. Where nothing came at all, it goes on without."""
+    def observe(self, seq: Sequence, drafted: Drafted) -> None:
+        """Learn from what became of a sequence's drafts. If nothing was sampled at all, it goes on without drafts."""
+        history = self._history(seq)
         if not drafted.token_ids:
-            seq.max_drafts = 0
+            history.is_allowed = False
             return
         num_accepted, stats = len(drafted.token_ids) - 1, self._stats
         stats.spec_drafts += 1
@@ -73,10 +93,82 @@ class DraftPlanner:
         stats.spec_accepted_tokens += num_accepted
         for position in range(num_accepted):
             stats.spec_accepted_at[position] += 1
-        seq.num_drafted += drafted.num_drafts
-        seq.num_accepted += num_accepted
-        # Nothing is learnt of those behind the first that was wrong.
+        history.num_drafted += drafted.num_drafts
+        history.num_accepted += num_accepted
+        # The drafts behind the first wrong one say nothing.
         num_checked = min(num_accepted + 1, drafted.num_drafts)
-        share, chance = num_accepted / num_checked, seq.draft_chance if seq.draft_chance >= 0 else self._usual
-        seq.draft_chance = share + (chance - share) * _MEMORY**num_checked
+        share = num_accepted / num_checked
+        history.chance = share + (history.chance - share) * _MEMORY**num_checked
         self._usual = share + (self._usual - share) * _LONG_MEMORY**num_checked
+
+
+def seconds(points: Points, count: int) -> float:
+    """Return the seconds of `count`, interpolated between the points, extrapolated behind the last."""
+    if not points or len(points) == 1 or count <= points[0][0]:
+        return points[0][1] if points else 0.0
+    (x0, y0), (x1, y1) = points[:2]
+    for x2, y2 in points[2:]:
+        if count <= x1:
+            break
+        (x0, y0), (x1, y1) = (x1, y1), (x2, y2)
+    return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+
+
+def lower_hull(points: abc.Iterable[tuple[int, float]]) -> Points:
+    """Return the points without those above a line between two others, none above a later one.
+
+    So a measurement that was interrupted counts less, and each further row costs at least as much as the one before. That
+    is what allows to find the best drafts one by one.
+    """
+    hull: list[tuple[int, float]] = []
+    least = inf
+    ascending = []
+    for x, y in sorted(points, reverse=True):
+        least = min(least, y)
+        ascending.append((x, least))
+    for x, y in reversed(ascending):
+        while len(hull) >= 2:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return tuple(hull)
+
+
+def choose_lengths(
+    chances: abc.Sequence[float], rooms: abc.Sequence[int], num_rows: int, costs: DraftCosts, spare_s: float = inf
+) -> list[int]:
+    """Return how many tokens to draft for each sequence of a step of `num_rows` rows, at most its room.
+
+    Together they add at most `spare_s` to the step. `chances` say how likely a draft is right if those before it were.
+    The likeliest is taken first; there are none if the step without them is expected to bring more tokens a second.
+    """
+    lengths = [0] * len(chances)
+    candidates = [(-chance, index) for index, chance in enumerate(chances) if rooms[index] > 0]
+    if not candidates:
+        return lengths
+    heapify(candidates)
+    each = seconds(costs.drafting, len(candidates)) / len(candidates)
+    tokens, rows = float(len(chances)), num_rows
+    spent = seconds(costs.checking, rows)
+    plain = seconds(costs.plain, num_rows)
+    while candidates:
+        gain, index = -candidates[0][0], candidates[0][1]
+        after = seconds(costs.checking, rows + 1)
+        cost = after - seconds(costs.checking, rows) + each
+        if gain * spent < tokens * cost or spent + cost > plain + spare_s:
+            break
+        tokens, spent, rows = tokens + gain, spent + cost, rows + 1
+        lengths[index] += 1
+        if lengths[index] < rooms[index]:
+            heapreplace(candidates, (-gain * chances[index], index))
+        else:
+            heappop(candidates)
+    return lengths if tokens * plain >= len(chances) * _spent(lengths, rows, costs) else [0] * len(chances)
+
+
+def _spent(lengths: abc.Sequence[int], rows: int, costs: DraftCosts) -> float:
+    """Return the seconds of a step with these drafts."""
+    depths = [sum(length > depth for length in lengths) for depth in range(max(lengths))]
+    return seconds(costs.checking, rows) + sum(seconds(costs.drafting, num) for num in depths)

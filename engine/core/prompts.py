@@ -116,7 +116,7 @@ class PromptPlanner:
         if not seq.params.max_tokens:
             return ()
         drawing = [seq]
-        if not seq.is_forked and seq.search is None:  # of a search only the first beam is there yet
+        if not seq.is_forked and seq.beam_group is None:  # of a search only the first beam is there yet
             seq.is_forked = True
             children = [seq.fork(choice, self._queue.take_seq_id()) for choice in range(1, seq.params.n)]
             self._kv.fork(seq, children)

@@ -1,7 +1,6 @@
-"""Writes the scheduler's history into Stats: one small method for each thing that can happen. Engine thread.
+"""Counts what happens to sequences and steps in Stats: one small method for each event. Engine thread.
 
-What the background does is counted, but its waits and gaps, long by intent, are kept out of the latencies that people
-set alarms on.
+Background work is counted, but its waits and gaps, which are long by intent, are left out of the latencies.
 """
 
 from __future__ import annotations
@@ -9,40 +8,55 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 
+from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
 from engine.core.queues.lengths import LengthPredictor
 from engine.core.sequence import Sequence
-from engine.core.stats import PreemptionKind, Stats, SwapDirection, Target
+from engine.core.stats import FailureCause, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.step import StepPlan
-from engine.core.targets import Targets
 from engine.core.types import FinishReason, RequestTimings
 
-_NUM_LENGTHS = 1024
-_NUM_ANSWERS = 256
+_NUM_RECENT = 1024  # completed sequences whose lengths are kept: minutes of a busy server, and milliseconds to sort
 
 
-class Recorder:
-    """Keeps the per-token path short: equal gaps between tokens are counted together, once a step."""
+class StatsRecorder:
+    """Counts equal gaps between tokens together, once a step, to keep the path of a token short."""
 
-    __slots__ = ("_host_pool", "_pool", "_stats", "_store_pools", "_targets", "answers", "gaps", "lengths", "predictor")
+    __slots__ = (
+        "_host_pool",
+        "_pool",
+        "_stats",
+        "_store_pools",
+        "_target_itl_s",
+        "_target_ttft_s",
+        "answers",
+        "gaps",
+        "lengths",
+        "predictor",
+    )
 
     def __init__(
-        self, stats: Stats, pool: BlockPool, tiers: Tiers, targets: Targets, predictor: LengthPredictor | None
+        self,
+        config: SchedulerConfig,
+        stats: Stats,
+        pool: BlockPool,
+        tiers: Tiers,
+        predictor: LengthPredictor | None,
     ) -> None:
         self.predictor = predictor
-        self._targets = targets
+        self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
         self._stats = stats
         self._pool = pool
         self._host_pool = tiers.host.pool
         self._store_pools = {name: store.pool for name, store in tiers.stores.items()}
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
-        self.lengths: deque[int] = deque(maxlen=_NUM_LENGTHS)  # in tokens, of the sequences that were completed last
-        self.answers: deque[float] = deque(maxlen=_NUM_ANSWERS)  # in tokens generated; infinite if max_tokens cut it
+        self.lengths: deque[int] = deque(maxlen=_NUM_RECENT)  # in tokens, of the sequences that were completed last
+        self.answers: deque[float] = deque(maxlen=_NUM_RECENT)  # in tokens generated; infinite if max_tokens cut it
         self.gauges(0, 0)
 
     def queued(self, seq: Sequence, change: int) -> None:
-        """A sequence joins (1) or leaves (-1) the waiting queue."""
+        """Count a sequence that joins (1) or leaves (-1) the waiting queue."""
         stats = self._stats
         if seq.is_background:
             stats.num_background_waiting += change
@@ -54,45 +68,45 @@ class Recorder:
             stats.num_waiting += change
 
     def admitted(self, seq: Sequence, now: float) -> None:
-        """A sequence has got its blocks. One that resumes after a preemption has been counted before."""
+        """Count a sequence that is admitted for the first time."""
         if seq.is_resuming:
             return
-        seq.first_scheduled_s = now
-        seq.num_cached = seq.num_computed
+        seq.history.first_scheduled_s = now
+        seq.history.num_cached = seq.num_computed
         if not seq.is_background:
             self._stats.queue_s.observe(now - seq.request.arrival_s)
         self._stats.prefix_queried_tokens += seq.num_prompt
-        self._stats.prefix_hit_tokens += seq.num_cached
+        self._stats.prefix_hit_tokens += seq.history.num_cached
         hits = self._stats.prefix_hits
-        hits["pool"] += seq.num_cached - sum(seq.kv.num_from.values())
+        hits["pool"] += seq.history.num_cached - sum(seq.kv.num_from.values())
         for tier, num_tokens in seq.kv.num_from.items():
             hits[tier] = hits.get(tier, 0) + num_tokens
 
     def preempted(self, seq: Sequence) -> None:
-        """A sequence was preempted; it has a ticket, or is to be recomputed."""
+        """Count a preemption: the sequence has a ticket, or is to be recomputed."""
         kind = PreemptionKind.SWAP if seq.kv.ticket is not None else PreemptionKind.RECOMPUTE
         self._stats.preempted[kind] += 1
 
     def first_token(self, seq: Sequence, now: float) -> None:
-        """A sequence drew its first token."""
-        seq.first_token_s = now
+        """Count a sequence's first token."""
+        seq.history.first_token_s = now
         self._stats.generation_tokens += 1
         if not seq.is_background:
             self._stats.ttft_s.observe(now - seq.request.arrival_s)
         if seq.choice == 0:
             self._stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:
-                self._stats.prefill_s.observe(now - seq.first_scheduled_s)
+                self._stats.prefill_s.observe(now - seq.history.first_scheduled_s)
 
     def began_search(self, seq: Sequence, now: float) -> None:
-        """A beam search has its first tokens. Nobody hears of them before its end, and few of them are in its answers."""
-        seq.first_token_s = now
+        """Count the prompt of a beam search; its tokens are counted when its answers are known."""
+        seq.history.first_token_s = now
         self._stats.prompt_tokens += seq.num_prompt
         if not seq.is_background:
-            self._stats.prefill_s.observe(now - seq.first_scheduled_s)
+            self._stats.prefill_s.observe(now - seq.history.first_scheduled_s)
 
     def found(self, seq: Sequence, reason: FinishReason, num_tokens: int, now: float) -> RequestTimings:
-        """A beam search told one of its answers, first token and last at once."""
+        """Count an answer of a beam search, whose first and last token come together."""
         seq.last_token_s = now
         self._stats.generation_tokens += num_tokens
         if not seq.is_background:
@@ -100,7 +114,7 @@ class Recorder:
         return self.finished(seq, reason, now, 1, num_tokens)
 
     def stepped(self, plan: StepPlan, now: float, *, is_background: bool) -> None:
-        """A step was committed: of the background, or of all others, never of both."""
+        """Count a committed step: of background work, or of all other, never of both."""
         stats = self._stats
         for previous, times in self.gaps.items():
             if not is_background:
@@ -118,15 +132,15 @@ class Recorder:
     def finished(
         self, seq: Sequence, reason: FinishReason, now: float, num_choices: int, num_generated: int
     ) -> RequestTimings:
-        """A sequence ended. Latencies are of answers that were completed, not of those that were cut off."""
+        """Count a sequence that ended; latencies only if its answer was completed."""
         stats, arrival = self._stats, seq.request.arrival_s
         stats.end(reason, num_choices, seq.num_prompt, num_generated)
-        has_token = seq.first_token_s >= 0
-        decode_s = seq.last_token_s - seq.first_token_s if has_token else 0.0
+        has_token = seq.history.first_token_s >= 0
+        decode_s = seq.last_token_s - seq.history.first_token_s if has_token else 0.0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.lengths.append(seq.num_prompt + num_generated)
-            if self.predictor is not None and seq.num_expected is not None and seq.params.max_tokens:
-                stats.length_error_tokens.observe(abs(num_generated - seq.num_expected))
+            if self.predictor is not None and seq.history.num_expected is not None and seq.params.max_tokens:
+                stats.length_error_tokens.observe(abs(num_generated - seq.history.num_expected))
                 self.predictor.learn(seq.request, num_generated, is_cut=reason is FinishReason.LENGTH)
             if num_generated:
                 self.answers.append(inf if reason is FinishReason.LENGTH else num_generated)
@@ -134,38 +148,59 @@ class Recorder:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:
                 self._completed(seq, now, decode_s, num_generated)
-        started = seq.first_scheduled_s if seq.first_scheduled_s >= 0 else now
+        started = seq.history.first_scheduled_s if seq.history.first_scheduled_s >= 0 else now
         return RequestTimings(
             queue_s=started - arrival,
-            prefill_s=(seq.first_token_s if has_token else now) - started,
+            prefill_s=(seq.history.first_token_s if has_token else now) - started,
             decode_s=decode_s,
-            num_preemptions=seq.num_preemptions,
-            num_drafted=seq.num_drafted,
-            num_accepted=seq.num_accepted,
+            num_preemptions=seq.history.num_preemptions,
+            num_drafted=0 if seq.drafts is None else seq.drafts.num_drafted,
+            num_accepted=0 if seq.drafts is None else seq.drafts.num_accepted,
         )
 
     def dropped(self, seq: Sequence, target: Target) -> None:
-        """A request left the queue, for it could not be in time."""
+        """Count a request that was dropped from the queue, because it could not be in time."""
         stats, num_choices = self._stats, seq.params.n
         stats.dropped[target] += num_choices
         stats.missed[target] += num_choices
         stats.targeted += num_choices
 
     def _completed(self, seq: Sequence, now: float, decode_s: float, num_generated: int) -> None:
-        missed = self._targets.judge(seq, now, num_generated)
-        if missed is not None:
-            self._stats.targeted += 1
-            self._stats.met += not missed
-            for target in missed:
-                self._stats.missed[target] += 1
+        self._judge(seq, now, num_generated)
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
-        if seq.first_token_s >= 0:
+        if seq.history.first_token_s >= 0:
             self._stats.decode_s.observe(decode_s)
         if num_generated > 1:
             self._stats.tpot_s.observe(decode_s / (num_generated - 1))
 
+    def _judge(self, seq: Sequence, now: float, num_generated: int) -> None:
+        """Count which targets a completed answer missed: the operator's latencies, and its own deadlines.
+
+        Its times are those that the engine sees: a token's way to the client is not in them.
+        """
+        request, first_token_s, num_gaps = seq.request, seq.history.first_token_s, num_generated - 1
+        first_s, mean_gap_s = (first_token_s if first_token_s >= 0 else now), 0.0
+        if num_gaps > 0:
+            mean_gap_s = (seq.last_token_s - first_token_s) / num_gaps
+        held = (
+            (Target.TTFT, self._target_ttft_s, first_s - request.arrival_s),
+            (Target.ITL, self._target_itl_s, mean_gap_s),
+            (Target.DEADLINE, request.deadline_s, now - request.arrival_s),
+            (Target.QUEUE, request.max_queue_s, seq.history.first_scheduled_s - request.arrival_s),
+        )
+        judged = [(target, seconds > limit) for target, limit, seconds in held if limit is not None]
+        if judged:
+            self._stats.targeted += 1
+            self._stats.met += not any(is_missed for _, is_missed in judged)
+            for target, is_missed in judged:
+                self._stats.missed[target] += is_missed
+
+    def failed(self, cause: FailureCause, num_choices: int) -> None:
+        """Count choices of a request that ended on an error."""
+        self._stats.failed[cause] += num_choices
+
     def gauges(self, num_running: int, num_background: int) -> None:
-        """How things stand."""
+        """Bring the gauges up to date."""
         stats, pool, host = self._stats, self._pool, self._host_pool
         stats.num_running = num_running
         stats.num_background_running = num_background

@@ -13,7 +13,7 @@ from operator import attrgetter
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.queues import POLICIES, Queue
-from engine.core.recorder import Recorder
+from engine.core.recorder import StatsRecorder
 from engine.core.sequence import Sequence
 
 _place = attrgetter("place")
@@ -25,7 +25,7 @@ class RunningQueue:
 
     __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "parked", "requests", "running")
 
-    def __init__(self, recorder: Recorder, config: SchedulerConfig) -> None:
+    def __init__(self, recorder: StatsRecorder, config: SchedulerConfig) -> None:
         policy = POLICIES[config.policy]
         self.foreground, self.background = policy(), policy()
         self.running: list[Sequence] = []
@@ -157,7 +157,8 @@ class RunningQueue:
         holders: dict[int, Sequence] = {}
         for siblings in self.requests.values():
             for seq in siblings:
-                holders.update({each.seq_id: each for each in seq.beams or (seq,)})
+                group = seq.beam_group
+                holders.update({each.seq_id: each for each in ((seq,) if group is None else group.members)})
         for step in in_flight:
             holders.update({seq.seq_id: seq for seq in step.all_sequences})
         return list(holders.values())

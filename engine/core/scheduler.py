@@ -15,27 +15,25 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
-from engine.core.beams import Beams
+from engine.core.beams import BeamGroup
 from engine.core.budget import StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.deadlines import Deadlines
-from engine.core.departures import Departures
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, take_back
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
-from engine.core.outcomes import Outcomes
+from engine.core.output import OutputProcessor
 from engine.core.prompts import PromptPlanner
 from engine.core.queues.lengths import LengthPredictor
-from engine.core.recorder import Recorder
+from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
 from engine.core.step import StepPlan, StepResult
-from engine.core.targets import Targets
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
 
@@ -45,21 +43,18 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
         self.stats = stats if stats is not None else Stats()
-        targets = Targets(config.target_ttft_s, config.target_itl_s)
         self._budget = StepBudget(config)
         self._kv = KVCacheManager(config, self.stats, self._budget.times)
         self.tiers = self._kv.tiers
         self._predictor = LengthPredictor() if config.policy == "sjf" else None
-        self._recorder = Recorder(self.stats, self._kv.pool, self.tiers, targets, self._predictor)
+        self._recorder = StatsRecorder(config, self.stats, self._kv.pool, self.tiers, self._predictor)
         self._queue = RunningQueue(self._recorder, config)
         self._deadlines = Deadlines(self._kv, self._budget.times, config)
         self._prompts = PromptPlanner(self._kv, self._queue)
         self._in_flight: deque[InFlightStep] = deque()
-        self._departures = Departures(self._kv, self._queue, self._recorder, self._in_flight)
-        beams = Beams(self._kv, self._departures, self._queue, self._recorder)
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self._kv, self.stats) if has_drafts else None
-        self._outcomes = Outcomes(self._kv, self._departures, beams, self._recorder, self.stats, self._drafts)
+        self._output = OutputProcessor(self._kv, self._queue, self._recorder, self._drafts)
         self._next_step_id = 0
         self._committed_s = 0.0
 
@@ -90,9 +85,9 @@ class Scheduler:
         seq_id = self._queue.take_seq_id()
         key, account = queue.key(request, num_expected), queue.account(request)
         seq = Sequence(request, 0, seq_id, key, self.config.block_size, names, account)
-        seq.num_expected = num_expected
+        seq.history.num_expected = num_expected
         if request.params.beam is not None:
-            seq.begin_search(seq_id)
+            BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]
         if self._kv.prefetch(seq, request.arrival_s):
             self._queue.park(seq)
@@ -105,7 +100,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         for seq, target, error in self._deadlines.take_hopeless(now):
             self._recorder.dropped(seq, target)
-            events += self._departures.end(seq, FinishReason.DROPPED, now, error=error)
+            events += self._output.end(seq, FinishReason.DROPPED, now, error=error)
         return events
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
@@ -114,7 +109,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         for seq in list(self._queue.requests.get(request_id, ())):
             if choice is None or (seq.is_forked and seq.choice == choice):
-                events += self._departures.end(seq, reason, now)
+                events += self._output.end(seq, reason, now)
         self.stats.aborted[cause] += len(events)
         self._queue.update_gauges()
         return events
@@ -193,16 +188,16 @@ class Scheduler:
         if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, copies):
             return False
         if seq.fast_path_until:
-            seq.rest()
+            seq.update_fast_path()
         return True
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
         while not self._kv.extend(seq, copies):
-            if self._departures.num_leaving:
+            if self._output.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             victim = self._queue.running[-1]
-            self._departures.preempt(victim)
+            self._output.preempt(victim)
             if seq.status is not Status.RUNNING:
                 return False  # it was its own victim
         return True
@@ -239,7 +234,7 @@ class Scheduler:
         """
         running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
-            if self._departures.num_leaving:
+            if self._output.num_leaving:
                 return False  # blocks are on their way: the next commit brings them
             # Not who was started in this very plan, whose blocks are on their way: that could go on without an end.
             victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
@@ -252,7 +247,7 @@ class Scheduler:
                 return False
             for victim in victims:
                 if victim.status in (Status.PREFILL, Status.RUNNING):  # not yet gone with another beam of its search
-                    self._departures.preempt(victim)
+                    self._output.preempt(victim)
         step.take(grant, seq)
         return True
 
@@ -270,8 +265,8 @@ class Scheduler:
         self._kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
-            self._departures.settle(seq)
-        events = self._outcomes.take_in(step, result, now)
+            self._output.settle(seq)
+        events = self._output.process(step, result, now)
         self._queue.charge(step)
         self._recorder.stepped(plan, now, is_background=next(step.all_sequences).is_background)
         self._queue.update_gauges()
@@ -288,11 +283,11 @@ class Scheduler:
             self._kv.rolled_back(step)
         for seq, is_whole in take_back(self._in_flight).items():
             if seq.is_leaving:
-                self._departures.settle(seq)
+                self._output.settle(seq)
             elif seq.status not in (Status.PREFILL, Status.RUNNING):
                 pass  # it gave way already, with another beam of its search
             elif not is_whole:
-                self._departures.preempt(seq)
+                self._output.preempt(seq)
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
                 seq.is_chunked_prefill = False  # what it has to compute anew is what the step held
@@ -300,7 +295,7 @@ class Scheduler:
         events: list[TokenEvent] = []
         if failure is not None:
             for seq in list(self._queue.requests.get(oldest.largest(self._queue.requests) or "", ())):
-                events += self._departures.end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
+                events += self._output.end(seq, FinishReason.ERROR, now, error=ComputeError(failure))
             self.stats.failed[FailureCause.OUT_OF_MEMORY] += len(events)
         self._queue.update_gauges()
         return events
@@ -366,5 +361,5 @@ class Scheduler:
         self._kv.check_integrity(holders, self._in_flight)
         self._queue.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
-        assert self._departures.num_leaving == num_leaving, "leaving sequences are miscounted"
+        assert self._output.num_leaving == num_leaving, "leaving sequences are miscounted"
         assert self._in_flight or not num_leaving, "somebody waits for a plan that is not in flight"

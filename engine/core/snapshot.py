@@ -79,8 +79,8 @@ def take_snapshot(
                 num_prompt=seq.num_prompt,
                 num_tokens=len(seq.tokens),
                 num_computed=seq.num_computed,
-                num_cached=seq.num_cached,
-                num_preemptions=seq.num_preemptions,
+                num_cached=seq.history.num_cached,
+                num_preemptions=seq.history.num_preemptions,
                 blocks=tuple(seq.kv.blocks),
             )
         )

@@ -7,9 +7,9 @@ from typing import Any
 
 from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
-from engine.text.detokenizer import Tokenizer
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
-from engine.text.tools.pieces import new_call_id
+from engine.text.tools.formats import new_call_id
+from engine.text.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

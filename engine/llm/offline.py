@@ -37,15 +37,14 @@ from engine.setting import declared, expand, features
 from engine.startup import StartupStory
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
-from engine.text.draft_tokenizer import check_draft_tokenizer
 from engine.text.fields.sampling import QueueFields
 from engine.text.fields.structured import Constraint
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.sampling import sampling_params, seconds, text_rules, truncated
-from engine.text.tokenizer import load_tokenizer
-from engine.text.tools.dialects import DIALECTS, HARMONY
+from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
+from engine.text.tools.formats import HARMONY, TOOL_FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class LLM:
         lora_modules: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> None:
-        _check_choice("tool_call_parser", tool_call_parser, DIALECTS)
+        _check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, HARMONY.name))
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())

@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: what the device does in a step is recorded once a batch size, and then launched as one.
+"""Decode steps as CUDA graphs, recorded once for each batch size.
 
-A step of a small model is some three hundred kernels of a few microseconds, which the host could not launch as fast as
-they run. A graph has all of them: the batch from what DecodeInputs sent, the model, the draw, and the drawn ids where the
-next step finds them. Steps in between two sizes are filled up with rows that belong to nobody. How finely attention cuts
-contexts is recorded too: steps with a long context have graphs of their own, of fewer sizes. Engine thread.
+A step of a small model is about three hundred kernels of a few microseconds, which the host cannot launch as fast as they
+run. A graph contains them all: the batch from DecodeInputs, the model, the draw, and the drawn ids where the next step reads
+them. A batch between two sizes is padded. The splits of attention are recorded too, so steps with a long context have
+separate graphs, of fewer sizes. Engine thread.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.core.types import Progress
-from engine.runtime.attention.base import AttentionBackend, CausalLM
+from engine.runtime.attention.base import AttentionBackend
+from engine.runtime.cuda.decode_inputs import DecodeInputs
 from engine.runtime.cuda.sampling import sample
 from engine.runtime.decode_inputs import DecodeInputs
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.models.base import CausalLM
 
 Report = Callable[[Progress], None]
 
 
-_PLANNED_CONTEXT = 8192  # tokens; contexts of the graphs that most steps take
+_PLANNED_CONTEXT = 8192  # tokens; longest context of the usual graphs
 
 
 class Outputs(NamedTuple):
-    """What a step leaves for R rows, at the same addresses every time."""
+    """A step's results for R rows, always at the same addresses."""
 
     ids: Tensor  # [R] int64, drawn without penalties, biases and bans
     is_finite: Tensor  # [R] bool
     logits: Tensor  # [R, V] float32
     slots: Tensor  # [R] int64
-    last_ids: Tensor  # [R] int64, what the slots had drawn before
+    last_ids: Tensor  # [R] int64, the previous ids of the slots
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Rows of the graphs: 1, 2, 4, then every 8 to 256, then every 16, and the most there can be."""
+    """Return the graphs' rows: 1, 2, 4, then every 8 to 256, then every 16, and the maximum."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)]
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
 def long_graph_sizes(max_num_seqs: int) -> list[int]:
-    """Rows of the graphs for long contexts, beside which some rows of padding count for little: powers of two."""
+    """Return the rows of graphs for long contexts, where padding costs little: powers of two."""
     return sorted({1 << power for power in range((max_num_seqs - 1).bit_length())} | {max_num_seqs})
 
 
 class _GraphSet(NamedTuple):
-    """Graphs for steps whose contexts have at most so many tokens."""
+    """Graphs for steps with contexts up to a number of tokens."""
 
     max_context: int
     sizes: list[int]
@@ -61,7 +63,7 @@ class _GraphSet(NamedTuple):
 
 @cache
 def _recording_stream() -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen, 32 MiB on a Hopper card."""
+    """Return the one stream for recording: cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream()
 
 
@@ -76,18 +78,18 @@ class DecodeGraphs:
         config: SchedulerConfig,
         last_ids: Tensor,
     ) -> None:
-        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is nobody's."""
+        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding."""
         self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
         self._inputs = DecodeInputs(config, last_ids.device)
         self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
         if config.max_model_len > _PLANNED_CONTEXT:
             self._sets.append(_GraphSet(config.max_model_len, long_graph_sizes(config.max_num_seqs), {}))
-        # Of all graphs: each has its own results, and those of a large vocabulary would take gigabytes.
+        # Shared by all graphs: separate results of a large vocabulary would take gigabytes.
         shape = (config.max_num_seqs, model.vocab_size)
         self._logits = torch.empty(shape, dtype=torch.float32, device=last_ids.device)
 
     def capture(self, report: Report) -> None:
-        """Record every size, the largest first: smaller ones then fit in the memory that it has left."""
+        """Record every size, the largest first: smaller ones reuse its memory."""
         pool = torch.cuda.graph_pool_handle() if self._last_ids.is_cuda else None
         wanted = sorted(((size, graphs) for graphs in self._sets for size in graphs.sizes), key=lambda each: -each[0])
         for done, (size, graphs) in enumerate(wanted):
@@ -96,7 +98,7 @@ class DecodeGraphs:
         report(Progress("cuda_graphs", "", len(wanted), len(wanted), "graphs"))
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether every sequence of the step has one token, from which one is drawn, and no adapter."""
+        """Return whether every sequence of the step has one token, one draw and no adapter."""
         return all(
             piece.num_tokens == 1
             and len(piece.samples) == 1
@@ -106,7 +108,7 @@ class DecodeGraphs:
         )
 
     def launch(self, plan: StepPlan) -> Outputs:
-        """Run a step that this `takes`. What is returned is overwritten by the next."""
+        """Run a step that this `takes`; the next step overwrites the result."""
         num_rows, longest = len(plan.slices), max(piece.start for piece in plan.slices) + 1
         self._inputs.send(plan)
         graphs = next(graphs for graphs in self._sets if longest <= graphs.max_context)
@@ -117,14 +119,14 @@ class DecodeGraphs:
         compute = partial(self._compute, size, max_context)
         if pool is None:
             return compute
-        # Once before it is recorded: kernels are compiled, and libraries make their workspaces.
+        # Once before recording: kernels are compiled, and libraries allocate workspaces.
         stream = _recording_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Another thread, such as one that loads an adapter, may call what this one may not while it records.
+        # Other threads, such as an adapter's loader, may make calls that are forbidden to this one while it records.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = compute()
 
@@ -139,8 +141,8 @@ class DecodeGraphs:
         self._backend.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
         logits = self._model.logits(hidden, self._logits[:num_rows])
-        # Rows without top_k and top_p have nothing ranked, but the three launches for it are in every graph: two graphs of
-        # each size would take twice the time to record.
+        # The three launches for top_k and top_p are in every graph, also for rows without them: two graphs of each size
+        # would take twice the time to record.
         ids, is_finite = sample(logits, draws)
         self._last_ids.index_copy_(0, slots, ids)
         return Outputs(ids, is_finite, logits, slots, batch.ids)

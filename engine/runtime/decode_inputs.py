@@ -1,8 +1,8 @@
-"""What a decode step reads, on the device and at fixed addresses, so that a captured graph finds it there.
+"""The inputs of decode steps, on the device at fixed addresses, for captured graphs.
 
-The host sends a handful of numbers a row in one copy. Block tables live on the device, a row a slot, and a step sends
-each table's last block; a table that is new, or has grown by more, is written whole beforehand. Ids are the device's own:
-the host's are taken only where it knows one that the device does not, as after a prompt. Engine thread.
+The host sends a few numbers a row in one copy. Block tables are on the device, a row a slot, and a step sends each table's
+last block; a table that is new, or has grown by more, is written before. Ids are read on the device; the host sends one
+only if the device does not have it, as after a prompt. Engine thread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.runtime.transfer import Staging, to_device
 
 
 class _Field(IntEnum):
-    """What is sent of each row, as int64 or, from TEMPERATURE on, the bits of float64."""
+    """The numbers sent for each row: int64 or, from TEMPERATURE on, the bits of float64."""
 
     SLOT = 0
-    ID = 1  # -1: the slot's last drawn
+    ID = 1  # -1: the last id drawn for the slot
     POSITION = 2
     KV_SLOT = 3
-    BLOCK_AT = 4  # where in its table the last block stands
+    BLOCK_AT = 4  # index of the last block in its table
     BLOCK = 5
     SEED = 6
     TOP_K = 7
@@ -39,30 +39,30 @@ class _Field(IntEnum):
     TOP_P = 10
 
 
-_LARGEST_TOP_K = (1 << 31) - 1  # of the kernels; beyond any vocabulary, and what it then keeps is all
+_LARGEST_TOP_K = (1 << 31) - 1  # the kernels' limit, above any vocabulary: keeps all tokens
 
 
 class DecodeInputs:
-    """Rows of a step in which every sequence has one token; those behind them belong to nobody and leave no trace."""
+    """Rows of a step with one token a sequence; padding rows after them have no effect."""
 
     def __init__(self, config: SchedulerConfig, device: torch.device) -> None:
         num_seqs, self._block_size = config.max_num_seqs, config.block_size
         self._width = -(-config.max_model_len // config.block_size)
         shape = (len(_Field), num_seqs)
-        # By turns, so that the next step need not wait for the copy of the last one.
+        # Used alternately, so that the next step need not wait for the previous copy.
         self._hosts = cycle([Staging(shape, torch.int64, device) for _ in range(2)])
-        # A row of no context, which stores nothing and whose slot no sequence has.
+        # A padding row: no context, nothing stored, a slot without a sequence.
         self._nobody = np.zeros((len(_Field), 1), np.int64)
         self._nobody[_Field.SLOT], self._nobody[_Field.POSITION], self._nobody[_Field.KV_SLOT] = num_seqs, -1, -1
         self._fields = torch.from_numpy(self._nobody).repeat(1, num_seqs).to(device)
         self._tables = torch.zeros((num_seqs + 1, self._width), dtype=torch.int32, device=device)
         self._rows = torch.arange(num_seqs, device=device)
         self._query_starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        self._known: list[Sequence[int]] = [()] * num_seqs  # the list that each row of the tables is of ...
-        self._lengths = [0] * num_seqs  # ... and how much of it the row has
+        self._known: list[Sequence[int]] = [()] * num_seqs  # the list that each row of the tables copies ...
+        self._lengths = [0] * num_seqs  # ... and the number of its entries in the row
 
     def send(self, plan: StepPlan) -> None:
-        """Have the device know the step's rows, in the plan's order."""
+        """Send the step's rows to the device, in the plan's order."""
         host = next(self._hosts)
         array, num_rows = host.begin(), len(plan.slices)
         array[:, num_rows:] = self._nobody
@@ -77,10 +77,10 @@ class DecodeInputs:
         host.send_to(self._fields)
 
     def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
-        """The first `num_rows` as a batch, how they are drawn, and their slots [num_rows] int64.
+        """Return the first `num_rows` as a batch, how they are drawn, and their slots [num_rows].
 
-        Operations on the device alone, which a graph may hold. Attention is cut for contexts of `max_context` tokens;
-        longer ones come out right, if not as fast. `last_ids` [slots + 1] int64.
+        Device operations only, which a graph can record. Attention is split for contexts of `max_context` tokens; longer
+        ones are correct but slower. `last_ids` [slots + 1] int64.
         """
         fields = self._fields[:, :num_rows]
         slots, known, position = fields[_Field.SLOT], fields[_Field.ID], fields[_Field.POSITION]
@@ -111,8 +111,9 @@ class DecodeInputs:
         return batch, draws, slots
 
     def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
-        """What is sent of a slice. Its table counts as known only now: a step that found no memory to send what had grown
-        is taken back and comes again."""
+        """Return the numbers of a slice, and count its table as sent.
+
+        Not earlier: a step that runs out of memory while it sends tables is rolled back and planned again."""
         slot, tokens, position, table, params = piece.slot, piece.tokens, piece.start, piece.block_table, piece.params
         at, offset = divmod(position, self._block_size)
         self._known[slot], self._lengths[slot] = table, at + 1
@@ -131,9 +132,9 @@ class DecodeInputs:
         )
 
     def _grow(self, piece: SequenceSlice) -> Iterator[tuple[int, int]]:
-        """Where in all tables to write which block, for what the step itself does not: all but a table's last.
+        """Return the table entries to write before the step: all new ones except a table's last.
 
-        The last that was known is written again, for a copy-on-write may have replaced it in a step without a graph.
+        The last known entry is written again, because a copy-on-write may have replaced it in a step without a graph.
         """
         slot, table, last = piece.slot, piece.block_table, piece.start // self._block_size
         begin = self._lengths[slot] - 1 if self._known[slot] is table else 0

@@ -1,8 +1,8 @@
-"""What a CUDA device's memory goes to: measured on full steps before the pool is allocated, checked and told afterwards.
+"""Measures a CUDA device's memory on full steps, to size the K/V pool; checks it afterwards.
 
-The share (--gpu-memory-utilization) is of the whole card: what other processes and the CUDA context hold counts too. All
-is measured on the card itself or as what torch has reserved, never as what it has handed out: a cache that is split up
-costs as much as one that is used. Runs once, on the thread that starts the daemon.
+The share (--gpu-memory-utilization) is of the whole GPU: memory of other processes and of the CUDA context counts too.
+Everything is measured on the device or as torch's reserved memory, not as its allocated memory, because a fragmented cache
+costs as much as a used one. Runs once, on the thread that starts the daemon.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from engine.runtime.runner import ModelRunner, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this
-_TOLERANCE = 0.01  # of the card: how far torch's cache may grow beyond the share before it is emptied
-_LONG_CONTEXT = 4096  # of which a card shares out the keys of one prompt's chunk
-_NUM_TOP = 20  # log probabilities a token, the most that OpenAI's API knows
+_TOLERANCE = 0.01  # of the GPU: how far torch's cache may exceed the share before it is emptied
+_LONG_CONTEXT = 4096  # a context long enough that one chunk's keys are split between programs
+_NUM_TOP = 20  # log probabilities a token, the maximum of OpenAI's API
 
 
 class CudaMemory(NamedTuple):
-    """Bytes of one card."""
+    """Bytes of one GPU."""
 
     total: int
-    share: int  # what may be in use, by whomever
+    share: int  # the limit on memory in use, by all processes
     others: int  # other processes, the CUDA context, loaded kernels
     weights: int
-    step: int  # the most that a step takes beside weights and pool
+    step: int  # the peak of a step beside weights and pool
     graphs: int
     rounding: int  # of the pool's tensors
 
     @property
     def pool(self) -> int:
-        """What is left for K and V. Negative where the rest is too much already."""
+        """Return the bytes left for K and V; negative if the rest exceeds the limit."""
         return self.share - self.others - self.weights - self.step - self.graphs - self.rounding
 
     def __str__(self) -> str:
@@ -52,8 +52,7 @@ class CudaMemory(NamedTuple):
 
 
 def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
-    """The largest steps there can be: as many prompts as may run, drawing by every rule, as often as with drafts;
-    and one whose prompt is scored."""
+    """Return the largest steps: full of prompts with every sampling rule, and a scored prompt."""
     params = SamplingParams(
         max_tokens=2,
         temperature=1.0,
@@ -81,8 +80,9 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
 
 
 def other_steps(config: SchedulerConfig) -> list[StepPlan]:
-    """Steps that other kernels compute than full ones: a few tokens, and a hundred, behind a long context, which share out
-    their keys; greedy, and by temperature alone. Without them a kernel would be compiled for whoever first asks for it."""
+    """Return steps that use other kernels than full ones, so that all are compiled at the start.
+
+    They have a few tokens, and a hundred, after a long context; greedy, and with temperature alone."""
     context = min(_LONG_CONTEXT, config.max_model_len, config.num_blocks * config.block_size)
     table = list(range(-(-context // config.block_size)))
     plans = []
@@ -105,10 +105,10 @@ def measure_memory(
     vocab_size: int,
     captures: bool,
 ) -> CudaMemory:
-    """Run full steps over a small pool and see what the card has left; with `captures`, record CUDA graphs as well.
+    """Run full steps over a small pool and measure memory; with `captures`, record graphs too.
 
-    `config` is the engine's but for its pool, `num_tensors` of which the real one will have. The model is loaded, and
-    nothing but it is left behind. Raises MemoryBudgetError if the card is too small even for that.
+    `config` is the engine's except for its pool; the real pool will have `num_tensors` tensors. Only the loaded model is kept
+    afterwards. Raises MemoryBudgetError if the GPU is too small even for this.
     """
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
@@ -117,7 +117,7 @@ def measure_memory(
         is_full = False
     except (torch.OutOfMemoryError, MemoryBudgetError):
         is_full = True
-    # Out of the handler, whose exception holds on to the step's tensors.
+    # Outside the handler, because the exception keeps the step's tensors alive.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if is_full:
@@ -133,7 +133,7 @@ def measure_memory(
 def _try(
     runner: ModelRunner, config: SchedulerConfig, device: torch.device, vocab_size: int, captures: bool
 ) -> tuple[int, int]:
-    """Bytes that full steps take at their peak, and that graphs keep."""
+    """Return the peak bytes of full steps, and the bytes that graphs keep."""
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     for plan in full_steps(config, vocab_size):
@@ -152,7 +152,7 @@ def _try(
 
 @contextmanager
 def shortage_told(config: SchedulerConfig, device: torch.device) -> Iterator[None]:
-    """A scope in which the engine is made ready to serve; what is short there is a MemoryBudgetError."""
+    """A scope that prepares the engine; out-of-memory in it is a MemoryBudgetError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -165,9 +165,9 @@ def shortage_told(config: SchedulerConfig, device: torch.device) -> Iterator[Non
 
 
 def hold_to_share(device: torch.device, share: float) -> None:
-    """From now on torch empties its cache, and then fails, rather than take the card beyond the share.
+    """Have torch empty its cache, and then fail, before the GPU exceeds the share.
 
-    A little beyond is let through: at the very edge, a cache that is split up would be emptied again and again.
+    A small excess is allowed: at the exact limit a fragmented cache would be emptied again and again.
     """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -176,7 +176,7 @@ def hold_to_share(device: torch.device, share: float) -> None:
 
 
 def describe_use(device: torch.device) -> str:
-    """What the card holds now."""
+    """Return a sentence about the memory in use on the GPU."""
     free, total = torch.cuda.mem_get_info(device)
     ours = torch.cuda.memory_reserved(device)
     return (

@@ -18,17 +18,11 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
-from engine.runtime.attention.base import (
-    AttentionBackend,
-    FromProjected,
-    InterleavingBackend,
-    ParticularBackend,
-    RotatingBackend,
-    Rotation,
-)
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Rotation
+from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
-from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, AttentionSpec, movable
+from engine.runtime.models.base import FromProjected
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.transfer import to_device
 from engine.runtime.transports import pinned
@@ -58,7 +52,6 @@ class KVCache:
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
         self._specs, self._backend, self._dtype, self._device = specs, backend, dtype, device
-        self._rotating = backend if isinstance(backend, RotatingBackend) else None
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._blocks: list[Tensor] = []
@@ -71,15 +64,14 @@ class KVCache:
 
     def _allocate(self, num_blocks: int, block_size: int) -> None:
         specs, backend, dtype, device = self._specs, self._backend, self._dtype, self._device
-        if isinstance(backend, ParticularBackend):
-            for spec in specs:
-                backend.check(spec, dtype, block_size, device)
+        for spec in specs:
+            backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
         if dtype in PEAKS:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
-            if isinstance(backend, InterleavingBackend):
+            if backend.capabilities.interleaves:
                 blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
                 self._keys, self._values = pools[::2], pools[1::2]
                 self._blocks = [blocks]
@@ -97,7 +89,8 @@ class KVCache:
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
-        self._paged_step = backend.paged_step(self._keys, self._values)
+        is_native = backend.capabilities.native
+        self._paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
 
     @property
     def blocks(self) -> list[Tensor]:
@@ -116,12 +109,11 @@ class KVCache:
     @property
     def from_projected(self) -> FromProjected | None:
         """Compute one layer's attention from the projection, with rotation and store."""
-        return None if self._rotating is None else self._rotate_and_attend
+        return self._rotate_and_attend if self._backend.capabilities.rotates else None
 
     def _rotate_and_attend(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
-        assert self._rotating is not None
         keys, values = self._keys[layer], self._values[layer]
-        return self._rotating.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
+        return self._backend.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
 
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""

@@ -23,11 +23,12 @@ from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
 from engine.core.step import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import Progress, SamplingParams, TokenLogprob
-from engine.runtime.attention.base import AdaptableLM, AttentionBackend, Batch, CausalLM
+from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.batch import BatchBuilder
 from engine.runtime.drawn import Drawn
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
+from engine.runtime.models.base import CausalLM
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
@@ -258,7 +259,6 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None) -> Tensor:
         if all(piece.params.adapter is None for piece in plan.slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
-        assert isinstance(self._model, AdaptableLM), "an adapter was used with a model that supports none"
         groups = group_rows(plan.slices, self._device)
         return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
 

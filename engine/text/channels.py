@@ -1,53 +1,53 @@
-"""Answers in channels, as gpt-oss writes them (OpenAI's harmony format): thoughts, words for the user, and calls.
+"""Separates answers in channels, as gpt-oss writes them (OpenAI's harmony format): thoughts, content and calls.
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary to=functions.name
     <|constrain|>json<|message|>{...}<|call|>        or        ...<|channel|>final<|message|>words<|return|>
 
-The prompt ends with `<|start|>assistant`, so a text that does not go on like this, under a grammar say, is all words. What
-comes out does not depend on how the text was cut. One splitter a choice, on the event loop; never raises.
+The prompt ends with `<|start|>assistant`. A text that does not continue as above, under a grammar for example, is all
+content.
 """
 
 from __future__ import annotations
 
 import re
 
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
-from engine.text.tools.splitter import Splitter, first_of, held_back
+from engine.text.piece_parser import PieceParser, first_of, held_back
+from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 FUNCTIONS = "functions."
-_TO = " to="  # may stand before the channel
+_TO = " to="  # may come before the channel
 _AFTER_BODY = (*ENDS, START, CHANNEL)
-_MAX_HEADER = 500  # characters; beyond it this is none
+_MAX_HEADER = 500  # characters; a longer one is not a header
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 def speaks_in_channels(template: str) -> bool:
-    """Whether a chat template is of such a model."""
+    """Return whether a chat template is such a model's."""
     return CHANNEL in template and MESSAGE in template
 
 
-class ChannelSplitter(Splitter):
-    """push text as it comes, finish at its end. Calls are thoughts unless it `reads_calls`."""
+class ChannelParser(PieceParser):
+    """`push` text as it arrives, `finish` at its end. Calls are thoughts unless it `reads_calls`."""
 
     def __init__(self, *, reads_calls: bool) -> None:
         super().__init__(self._beginning)
         self._reads_calls = reads_calls
-        self._kind: type[Reasoning | Content | CallArguments] = Content  # of the body at hand
-        self._is_empty = True  # nothing of it has been given
+        self._kind: type[Reasoning | Content | CallArguments] = Content  # of the current body
+        self._is_empty = True  # none of it has been passed on
         self._has_thought = False
 
     @property
     def is_reasoning(self) -> bool:
-        """True if what comes next is thoughts."""
+        """True if the next text is thoughts."""
         return self._step == self._body and self._kind is Reasoning
 
     def finish(self) -> list[Piece]:
-        """What was held back; a header that was cut short is left out. Ends the text."""
+        """Return what was held back, without a header that was cut short. Ends the text."""
         if self._step == self._body:
             self._give(self._buffer)
             self._end_body()
@@ -76,13 +76,13 @@ class ChannelSplitter(Splitter):
         return self._begin_body(Content)
 
     def _header(self) -> bool:
-        """Up to the message: who is spoken to, and in which channel."""
+        """Read the recipient and the channel, up to the message."""
         at = self._buffer.find(MESSAGE)
         if at < 0 and len(self._buffer) < _MAX_HEADER + len(MESSAGE):
             return False
         if not 0 <= at <= _MAX_HEADER:
             self._begin_body(Content)
-            self._give(self._buffer[0])  # lest the mark at hand be found again
+            self._give(self._buffer[0])  # so that this mark is not found again
             self._buffer = self._buffer[1:]
             return True
         header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
@@ -117,7 +117,7 @@ class ChannelSplitter(Splitter):
         return True
 
     def _between(self) -> bool:
-        """Behind a message: the next one, or what is none."""
+        """Read the text behind a message: the next message, or content."""
         self._buffer = self._buffer.lstrip()
         for mark in (START, CHANNEL):
             if self._buffer.startswith(mark):

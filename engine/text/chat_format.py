@@ -1,7 +1,7 @@
-"""How the served model converses: how it writes calls of tools and thoughts, and what its chat template can be told.
+"""How the served model writes chats: the format of its tool calls and thoughts, and the switches of its chat template.
 
-Resolved once at start-up from the template and two settings, then read by the event loop. A MessageReader, one a choice,
-takes the text of an answer apart. Knows text, no HTTP and no tokens but the ids of a few special ones.
+Detected once at start-up from the template and two settings, then only read. A MessageParser, one for each choice,
+separates the text of an answer into content, thoughts and calls.
 """
 
 from __future__ import annotations
@@ -12,67 +12,68 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.text.channels import MARKS, ChannelSplitter, speaks_in_channels
-from engine.text.detokenizer import Tokenizer
-from engine.text.reasoning import REASONING_TAGS, ReasoningSplitter, ReasoningTags, detect_reasoning
-from engine.text.roles import ALL_ROLES, KnownRoles
-from engine.text.thinking import TagIds
-from engine.text.tools.dialects import DIALECTS, HARMONY, HERMES, detect_dialect, parser_of
-from engine.text.tools.parser import Dialect, ToolParser
-from engine.text.tools.pieces import Content, Piece
+from engine.text.channels import MARKS, ChannelParser, speaks_in_channels
+from engine.text.grammars.thinking import TagIds
+from engine.text.message_fallbacks import ALL_ROLES, KnownRoles
+from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
+from engine.text.tools.formats import HARMONY, HERMES, TOOL_FORMATS, ToolFormat, detect_tool_format
+from engine.text.tools.json_parser import JsonToolParser
 from engine.text.tools.xml_parser import XmlToolParser
+from engine.text.types import Content, Piece, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _EFFORT_SWITCH = "reasoning_effort"
 
+Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the tool's name
 
-class MessageReader:
-    """push text as it comes, finish at its end; thoughts first, and only in what is none of them calls are found."""
+
+class MessageParser:
+    """`push` text as it arrives, `finish` at its end. Thoughts come first; calls are found in the rest."""
 
     def __init__(
-        self, splitter: ReasoningSplitter | ChannelSplitter | None, parser: ToolParser | XmlToolParser | None
+        self, thoughts: ReasoningParser | ChannelParser | None, calls: JsonToolParser | XmlToolParser | None
     ) -> None:
-        self._splitter = splitter
-        self._parser = parser
+        self._thoughts = thoughts
+        self._calls = calls
 
     @property
     def is_reasoning(self) -> bool:
-        """True if what comes next is thoughts."""
-        return self._splitter is not None and self._splitter.is_reasoning
+        """True if the next text is thoughts."""
+        return self._thoughts is not None and self._thoughts.is_reasoning
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
-        return self._find_calls([Content(text)] if self._splitter is None else self._splitter.push(text))
+        """Return the pieces that are certain now."""
+        return self._find_calls([Content(text)] if self._thoughts is None else self._thoughts.push(text))
 
     def finish(self) -> list[Piece]:
-        """What was held back. Ends the text."""
-        pieces = self._find_calls([] if self._splitter is None else self._splitter.finish())
-        return pieces if self._parser is None else pieces + self._parser.finish()
+        """Return what was held back. Ends the text."""
+        pieces = self._find_calls([] if self._thoughts is None else self._thoughts.finish())
+        return pieces if self._calls is None else pieces + self._calls.finish()
 
     def _find_calls(self, pieces: list[Piece]) -> list[Piece]:
-        if self._parser is None:
+        if self._calls is None:
             return pieces
         found: list[Piece] = []
         for piece in pieces:
-            found += self._parser.push(piece.text) if isinstance(piece, Content) else [piece]
+            found += self._calls.push(piece.text) if isinstance(piece, Content) else [piece]
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """What is known of a model's manner. The default is one that has no template."""
+    """The chat format of a model. The default is that of a model without a template."""
 
-    dialect: Dialect | None = HERMES  # how its calls are read
-    calls_stay_text: bool = False  # nobody wants them read
-    shows_tools: bool = False  # its template does; else they are described in the system message
+    tool_format: ToolFormat | None = HERMES  # how its calls are read
+    calls_stay_text: bool = False  # calls are not read: --tool-call-parser none
+    shows_tools: bool = False  # its template has a section for tools; else the system message describes them
     tags: ReasoningTags | None = None
-    has_channels: bool = False  # thoughts, words and calls are told apart by engine/text/channels.py
+    has_channels: bool = False  # engine/text/channels.py separates thoughts, content and calls
     roles: KnownRoles = ALL_ROLES
-    switches: frozenset[str] = frozenset()  # what its template can be told about reasoning
+    switches: frozenset[str] = frozenset()  # the template's variables about reasoning
     tag_ids: TagIds | None = None  # of the tags, if each is one token
-    hidden_ids: frozenset[int] | None = None  # special tokens that are no mark, if any mark is one
+    hidden_ids: frozenset[int] | None = None  # special tokens that are not a mark, if any mark is a special token
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
@@ -81,18 +82,18 @@ class ChatFormat:
         source = template.source if template else ""
         variables = template.variables if template else frozenset[str]()
         shows_tools = "tools" in variables
-        dialect = _choose_dialect(tool_call_parser, source, shows_tools=shows_tools)
+        tool_format = _choose_tool_format(tool_call_parser, source, shows_tools=shows_tools)
         detected = detect_reasoning(source) if reasoning_parser == "auto" else None
         tags = REASONING_TAGS.get(reasoning_parser, detected)
         has_channels = reasoning_parser in ("auto", HARMONY.name) and speaks_in_channels(source)
-        if dialect is HARMONY and not has_channels:
+        if tool_format is HARMONY and not has_channels:
             raise ConfigError(
                 f"Calls are read as in {HARMONY.name}, where the channels tell them, but --reasoning-parser is "
                 f"{reasoning_parser} and the chat template {'has' if speaks_in_channels(source) else 'has no'} channels; "
                 "leave both parsers at auto, or set --tool-call-parser none."
             )
         chat_format = cls(
-            dialect=dialect,
+            tool_format=tool_format,
             calls_stay_text=tool_call_parser == "none",
             shows_tools=shows_tools,
             tags=tags,
@@ -100,73 +101,75 @@ class ChatFormat:
             roles=KnownRoles.of(tokenizer),
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
-            hidden_ids=_hidden_ids(tokenizer, dialect, tags, MARKS if has_channels else ()),
+            hidden_ids=_hidden_ids(tokenizer, tool_format, tags, MARKS if has_channels else ()),
         )
         if template:
             logger.info("%s", chat_format.describe())
         return chat_format
 
     def describe(self) -> str:
-        """One line for the log."""
-        how = "are told from the text as in " + self.dialect.name if self.dialect else "stay text"
+        """Return one line for the log."""
+        calls = f"{self.tool_format.name} format" if self.tool_format else "not parsed"
         if not self.shows_tools:
-            how += ", tools described in the system message (the chat template has no place for them)"
-        elif self.dialect is None and not self.calls_stay_text:
-            how = "are written in a way not known here; name one with --tool-call-parser"
-        return f"calls of tools {how}; reasoning {self._thoughts()}"
-
-    def _thoughts(self) -> str:
-        if self.has_channels:
-            return "in channels"
-        return f"as in {self.tags.name}" if self.tags else "is not expected"
+            calls += ", tools listed in the system message (the template has no tool section)"
+        elif self.tool_format is None and not self.calls_stay_text:
+            calls = "unknown format; name one with --tool-call-parser"
+        thoughts = "in channels" if self.has_channels else f"{self.tags.name} tags" if self.tags else "none"
+        return f"tool calls: {calls}; reasoning: {thoughts}"
 
     @property
     def expects_thoughts(self) -> bool:
-        """True if answers may have thoughts that are separated from the words."""
+        """True if answers may have thoughts that are separated from the content."""
         return self.tags is not None or self.has_channels
 
     @property
     def takes_effort(self) -> bool:
-        """Whether there is a way to make the model think more or less."""
+        """True if the model can be made to think more or less."""
         return bool(self.switches) or self.tag_ids is not None
 
     def template_kwargs(self, effort: str | None) -> dict[str, Any]:
-        """What the template is told about an effort."""
+        """Return the template's variables for a reasoning effort."""
         if effort is None:
             return {}
-        told: dict[str, Any] = dict.fromkeys(self.switches & set(_THINKING_SWITCHES), effort != "none")
-        return told | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
+        variables: dict[str, Any] = dict.fromkeys(self.switches & set(_THINKING_SWITCHES), effort != "none")
+        return variables | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
 
     def knows_effort(self, effort: str) -> bool:
-        """True if telling the template of an effort is all there is to do."""
+        """Return True if the template implements an effort, so that no budget of tokens is needed."""
         return _EFFORT_SWITCH in self.switches or (effort == "none" and bool(self.switches))
 
     def has_thought(self, prompt: str) -> bool:
-        """True if the prompt ends with thoughts that are over: the template was told that there shall be none."""
+        """Return True if the prompt ends with closed thoughts: the template was asked for an answer without any."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags.closing)
 
-    def reader(
-        self, dialect: Dialect | None, tools: Mapping[str, Mapping[str, Any]], *, begins_within: bool
-    ) -> Callable[[], MessageReader]:
-        """Return a factory that makes a reader for each choice of an answer."""
-        tags = self.tags
+    def parser_factory(
+        self, tool_format: ToolFormat | None, tools: Tools, *, begins_within: bool
+    ) -> Callable[[], MessageParser]:
+        """Return a function that makes a parser for each choice of an answer; it finds calls in `tool_format`, if any."""
 
-        def make() -> MessageReader:
+        def make() -> MessageParser:
+            thoughts: ReasoningParser | ChannelParser | None = None
+            reads_calls = self.has_channels and tool_format is HARMONY
             if self.has_channels:
-                reads_calls = dialect is HARMONY
-                parser = None if reads_calls or dialect is None else parser_of(dialect, tools)
-                return MessageReader(ChannelSplitter(reads_calls=reads_calls), parser)
-            splitter = None if tags is None else ReasoningSplitter(tags, begins_within=begins_within)
-            return MessageReader(splitter, None if dialect is None else parser_of(dialect, tools))
+                thoughts = ChannelParser(reads_calls=reads_calls)
+            elif self.tags is not None:
+                thoughts = ReasoningParser(self.tags, begins_within=begins_within)
+            calls = None if reads_calls or tool_format is None else make_tool_parser(tool_format, tools)
+            return MessageParser(thoughts, calls)
 
         return make
 
 
-def _choose_dialect(asked: str, source: str, *, shows_tools: bool) -> Dialect | None:
+def make_tool_parser(tool_format: ToolFormat, tools: Tools) -> JsonToolParser | XmlToolParser:
+    """Return a parser that finds calls of these tools in an answer."""
+    return XmlToolParser(tools) if tool_format.is_xml else JsonToolParser(tool_format, frozenset(tools))
+
+
+def _choose_tool_format(asked: str, source: str, *, shows_tools: bool) -> ToolFormat | None:
     if asked == "none":
         return None
     if shows_tools:
-        return DIALECTS.get(asked) or detect_dialect(source)
+        return TOOL_FORMATS.get(asked) or detect_tool_format(source)
     if asked not in ("auto", HERMES.name):
         raise ConfigError(
             f"--tool-call-parser is {asked}, but the chat template has no place for tools, so they are introduced in "
@@ -183,10 +186,10 @@ def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
 
 
 def _hidden_ids(
-    tokenizer: Tokenizer, dialect: Dialect | None, tags: ReasoningTags | None, more: Sequence[str]
+    tokenizer: Tokenizer, tool_format: ToolFormat | None, tags: ReasoningTags | None, more: Sequence[str]
 ) -> frozenset[int] | None:
-    """A mark that is a special token must reach the text, though special tokens do not; the others then go by id."""
-    marks = {mark for pair in dialect.marks for mark in pair} | {dialect.name_end} if dialect else set()
+    """Return the special tokens to leave out of the text, if a mark is a special token, which must reach the text."""
+    marks = {mark for pair in tool_format.marks for mark in pair} | {tool_format.name_end} if tool_format else set()
     marks |= {*more}
     if tags is not None:
         marks |= {tags.opening, tags.closing}

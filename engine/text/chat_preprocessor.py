@@ -6,7 +6,7 @@ make of them is decided here. Pure, any thread: long conversations are prepared 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,12 @@ from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.structured import Constraint
 from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
+from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
 from engine.text.limits import ModelLimits
+from engine.text.message_fallbacks import spell_out_tools
 from engine.text.sampling import sampling_params, text_rules, truncated
-from engine.text.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
-from engine.text.tools.forced import forced_dialect, forced_grammar
-from engine.text.tools.parser import Dialect
-from engine.text.tools.prompting import spell_out
-from engine.text.tools.strict import free_text_grammar
+from engine.text.tools.call_grammars import forced_grammar, free_text_grammar
+from engine.text.tools.formats import ToolFormat, forced_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +49,20 @@ class ChatPreprocessor:
     """`prepare` a conversation; `render` and `encode` are its first steps, for callers that only need the prompt."""
 
     def __init__(self, limits: ModelLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._tokenizer = limits.tokenizer
         self._format = limits.chat_format
 
     def render(self, chat: Conversation) -> str:
         """Return the prompt's text. Raises InvalidRequestError if the template refuses it, or it cannot fit."""
-        self._limits.check_num_chars(chat.num_chars, "messages")
+        self.limits.check_num_chars(chat.num_chars, "messages")
         chat_format = self._format
-        messages: Sequence[Any] = chat_format.roles.fit([message.for_template() for message in chat.messages])
+        messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
-        if not chat_format.shows_tools and (tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)):
-            messages, tools = spell_out(messages, tools), []
+        if tools or not chat.is_plain:
+            messages = chat_format.roles.fit(messages)
+            if not chat_format.shows_tools:
+                messages, tools = spell_out_tools(messages, tools), []
         wants_answer = chat.add_generation_prompt
         return self._tokenizer.apply_chat_template(
             messages,
@@ -73,9 +74,9 @@ class ChatPreprocessor:
 
     def encode(self, chat: ChatFields, text: str) -> list[int]:
         """Return the token ids of a rendered prompt. Raises ContextLengthError for a text that cannot fit."""
-        self._limits.check_length(text, "messages")
+        self.limits.check_length(text, "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-        return truncated(chat, ids, self._limits)
+        return truncated(chat, ids, self.limits)
 
     def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt, if `render` was called before.
@@ -85,16 +86,16 @@ class ChatPreprocessor:
         text = self.render(chat) if text is None else text
         prompt = self.encode(chat, text)
         params = self._params(chat, len(prompt))
-        constraint, dialect = next(iter(chat.constraints()), None), None
+        constraint, tool_format = next(iter(chat.constraints()), None), None
         if chat.shown_tools:
-            constraint, dialect = self._plan_calls(chat, constraint)
+            constraint, tool_format = self._plan_calls(chat, constraint)
         begins_within, thinking = False, None
         if self._format.tags is not None:
             begins_within = self._begins_within(chat, text)
             thinking = self._thinking(chat, text, begins_within=begins_within)
         rules = text_rules(chat, params)
-        if dialect is not None or self._format.expects_thoughts:
-            rules = self._with_parser(rules, chat, dialect, begins_within=begins_within)
+        if tool_format is not None or self._format.expects_thoughts:
+            rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
         return PreparedChat(
             text=text,
             prompt=prompt,
@@ -106,7 +107,7 @@ class ChatPreprocessor:
         )
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
-        limits, asked = self._limits, chat.asked_max_tokens
+        limits, asked = self.limits, chat.asked_max_tokens
         limits.check_logprobs(chat.top_logprobs, "top_logprobs")
         return sampling_params(
             chat,
@@ -118,28 +119,30 @@ class ChatPreprocessor:
 
     # -- tools -------------------------------------------------------------------------------------------------------
 
-    def _plan_calls(self, chat: ChatFields, constraint: Constraint | None) -> tuple[Constraint | None, Dialect | None]:
-        """Return the grammar of the answer, calls included, and the dialect in which its calls are read.
+    def _plan_calls(
+        self, chat: ChatFields, constraint: Constraint | None
+    ) -> tuple[Constraint | None, ToolFormat | None]:
+        """Return the grammar of the answer, calls included, and the tool_format in which its calls are read.
 
         Calls that must be made have a grammar, and so have calls that may be made instead of an answer that has one:
         its grammar alone would rule them out. Other calls are free text, unless their tool is strict.
         """
         chat_format, choice = self._format, chat.choice
         if choice.mode != "auto" or (constraint is not None and not chat_format.calls_stay_text):
-            dialect = forced_dialect(chat_format.dialect, marks_are_text=chat_format.hidden_ids is None)
-            return self._forced_calls(chat, choice, dialect, constraint), dialect
+            tool_format = forced_format(chat_format.tool_format, marks_are_text=chat_format.hidden_ids is None)
+            return self._forced_calls(chat, choice, tool_format, constraint), tool_format
         if chat_format.calls_stay_text:
             return constraint, None
-        if chat_format.dialect is None:
+        if chat_format.tool_format is None:
             raise UnsupportedError(
                 "tools",
                 "how this model writes calls is not known here; start the server with --tool-call-parser, or send "
                 'tool_choice: "none".',
             )
-        return self._strict_calls(chat, chat_format.dialect), chat_format.dialect
+        return self._strict_calls(chat, chat_format.tool_format), chat_format.tool_format
 
     def _forced_calls(
-        self, chat: ChatFields, choice: ToolChoice, dialect: Dialect, constraint: Constraint | None
+        self, chat: ChatFields, choice: ToolChoice, tool_format: ToolFormat, constraint: Constraint | None
     ) -> Constraint:
         """Return a grammar of calls, or of calls and an answer in JSON. Raises InvalidRequestError for another answer."""
         answer = None
@@ -153,18 +156,20 @@ class ChatPreprocessor:
         tools = [tool.function for tool in chat.tools or [] if choice.name in (None, tool.function.name)]
         grammar = forced_grammar(
             [tool.offered() for tool in tools],
-            dialect,
+            tool_format,
             max_calls=1 if choice.name or not chat.parallel_tool_calls else None,
             answer=answer if choice.mode == "auto" else None,
         )
         return Constraint(GrammarSpec.of_lark(grammar), "tools")
 
-    def _strict_calls(self, chat: ChatFields, dialect: Dialect) -> Constraint | None:
+    def _strict_calls(self, chat: ChatFields, tool_format: ToolFormat) -> Constraint | None:
         """Return the grammar of an answer that may call strict tools, or None where no tool is strict."""
         tools = [tool.function.offered() for tool in chat.shown_tools]
         if not any(tool.strict for tool in tools):
             return None
-        grammar = free_text_grammar(tools, dialect, self._tokenizer.special_tokens, parallel=chat.parallel_tool_calls)
+        grammar = free_text_grammar(
+            tools, tool_format, self._tokenizer.special_tokens, parallel=chat.parallel_tool_calls
+        )
         return Constraint(GrammarSpec.of_lark(grammar), "tools")
 
     # -- thoughts ----------------------------------------------------------------------------------------------------
@@ -184,13 +189,13 @@ class ChatPreprocessor:
         return Thinking(chat_format.tag_ids, begins_within, budget)
 
     def _with_parser(
-        self, rules: TextRules, chat: ChatFields, dialect: Dialect | None, *, begins_within: bool
+        self, rules: TextRules, chat: ChatFields, tool_format: ToolFormat | None, *, begins_within: bool
     ) -> TextRules:
         """Return the rules with a factory of parsers for thoughts and calls."""
         chat_format = self._format
         tools = {tool.function.name: tool.function.parameters for tool in chat.shown_tools}
-        make_reader = chat_format.reader(dialect, tools, begins_within=begins_within)
-        rules = replace(rules, make_reader=make_reader, max_calls=None if chat.parallel_tool_calls else 1)
+        make_parser = chat_format.parser_factory(tool_format, tools, begins_within=begins_within)
+        rules = replace(rules, make_parser=make_parser, max_calls=None if chat.parallel_tool_calls else 1)
         if chat_format.hidden_ids is None or not rules.skip_special_tokens:
             return rules
         return replace(rules, skip_special_tokens=False, hidden_ids=chat_format.hidden_ids)

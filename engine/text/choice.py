@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from engine.core.errors import ServerError, ShuttingDownError
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
-from engine.text.chat_format import MessageReader
-from engine.text.detokenizer import Detokenizer, StopStrings, Tokenizer
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece
+from engine.text.chat_format import MessageParser
+from engine.text.detokenizer import Detokenizer, StopStrings
+from engine.text.types import CallArguments, CallBegin, Content, Piece, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TextRules:
     min_tokens: int = 0  # stop strings count only in what comes after these
     ending_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens
     echo: bool = False  # begin with the prompt
-    make_reader: Callable[[], MessageReader] | None = None  # finds thoughts and calls in the text
+    make_parser: Callable[[], MessageParser] | None = None  # finds thoughts and calls in the text
     max_calls: int | None = None  # the answer ends where one more begins
 
 
@@ -71,7 +71,7 @@ class Choice:
         self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None
         self._prompt = prompt
         self._rules = rules
-        self._reader = rules.make_reader() if rules.make_reader else None
+        self._reader = rules.make_parser() if rules.make_parser else None
         self._num_calls = 0
         self._num_chars = 0  # of all text so far, cut or not
         self._delta = Delta()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
 from engine.text.chat_format import ChatFormat
-from engine.text.detokenizer import Tokenizer
+from engine.text.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class ModelLimits:
     @property
     def call_id_length(self) -> int:
         """The length of a call's id, where the model's template insists on one; else 0."""
-        return self.chat_format.dialect.id_length if self.chat_format.dialect else 0
+        return self.chat_format.tool_format.id_length if self.chat_format.tool_format else 0
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequestError for an id that the model does not have."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.types import TokenLogprob
-from engine.text.detokenizer import Tokenizer
+from engine.text.types import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 

@@ -1,15 +1,14 @@
-"""Thoughts and answer told apart: models that reason first write between <think> and </think>, or tags like these.
+"""Separates thoughts from the answer, for models that first think between <think> and </think> or similar tags.
 
-Space around the tags belongs to them. A text that does not begin with thoughts has none: a later tag is only text.
-One splitter a choice, pure, on the event loop.
+Space around the tags belongs to them. A text that does not begin with thoughts has none: a later tag is text. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.text.tools.pieces import Content, Piece, Reasoning
-from engine.text.tools.splitter import Splitter, held_back
+from engine.text.piece_parser import PieceParser, held_back
+from engine.text.types import Content, Piece, Reasoning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +18,10 @@ class ReasoningTags:
     name: str
     opening: str
     closing: str
-    always: bool = False  # an answer begins with thoughts even where nobody wrote the opening tag
+    always: bool = False  # an answer begins with thoughts even without the opening tag
 
     def begins_within(self, prompt: str, continued: str = "") -> bool:
-        """True if the answer to a prompt begins with thoughts: the chat template has opened them, or the message that
-        is to be continued has."""
+        """Return True if the answer to a prompt begins within thoughts: the chat template or the continued message opened them."""
         end = prompt.rstrip()
         if continued.rfind(self.opening) > continued.rfind(self.closing) or end.endswith(self.opening):
             return True
@@ -41,26 +39,26 @@ REASONING_TAGS = {
 
 
 def detect_reasoning(template: str) -> ReasoningTags | None:
-    """The tags that a chat template speaks of."""
+    """Return the tags that a chat template mentions."""
     return next((tags for tags in REASONING_TAGS.values() if tags.closing in template), None)
 
 
-class ReasoningSplitter(Splitter):
-    """push text as it comes, finish at its end."""
+class ReasoningParser(PieceParser):
+    """`push` text as it arrives, `finish` at its end."""
 
     def __init__(self, tags: ReasoningTags, *, begins_within: bool) -> None:
         super().__init__(self._begin)
         self._tags = tags
         self._begins_within = begins_within
-        self._skips_space = False  # what comes next follows a tag
+        self._skips_space = False  # the next text follows a tag
 
     @property
     def is_reasoning(self) -> bool:
-        """True if what comes next is thoughts."""
+        """True if the next text is thoughts."""
         return self._step == self._think or (self._begins_within and self._step == self._begin)
 
     def finish(self) -> list[Piece]:
-        """What was held back. Ends the text."""
+        """Return what was held back. Ends the text."""
         if self.is_reasoning:
             self._give(Reasoning, self._buffer.rstrip())
         else:
@@ -69,7 +67,7 @@ class ReasoningSplitter(Splitter):
         return self._take()
 
     def _begin(self) -> bool:
-        """Decide, as soon as it is certain, what the text begins with."""
+        """Decide whether the text begins with thoughts, as soon as that is certain."""
         words, opening = self._buffer.lstrip(), self._tags.opening
         if words.startswith(opening):
             self._buffer = words[len(opening) :]
@@ -82,7 +80,7 @@ class ReasoningSplitter(Splitter):
         return True
 
     def _think(self) -> bool:
-        """What is certainly a thought: neither the closing tag, nor its beginning, nor space that may precede it."""
+        """Read thoughts, holding back the closing tag, its beginning, and space that may precede it."""
         thoughts, tag, answer = self._buffer.partition(self._tags.closing)
         if tag:
             self._give(Reasoning, thoughts.rstrip())

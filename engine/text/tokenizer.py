@@ -18,9 +18,10 @@ from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
 from engine.model_check import check_entries
 from engine.regular_file import read_json
+from engine.speculative_config import SpeculativeConfig
 from engine.text.chat_template import ChatTemplate
-from engine.text.detokenizer import SamplingDefaults
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
+from engine.text.types import SamplingDefaults, Tokenizer
 
 # Names under which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
@@ -46,7 +47,7 @@ _LONG_DECODE = 1024  # tokens, about 0.3 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class TokenizerConfig:
     """What a source says of its tokenizer, besides the tokenizer itself."""
 
     special_tokens: Mapping[str, str]  # "bos_token" and the like, as chat templates call them
@@ -58,7 +59,7 @@ class Vocabulary:
 class TextTokenizer:
     """A `tokenizers.Tokenizer` with the model's chat template and end tokens."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -164,7 +165,7 @@ def load_tokenizer(
     backend, vocabulary = _from_gguf(Path(source)) if from_file else _from_hugging_face(source, revision)
     return TextTokenizer(
         backend,
-        Vocabulary(
+        TokenizerConfig(
             special_tokens=vocabulary.special_tokens,
             eos_token_ids=vocabulary.eos_token_ids,
             chat_template=chat_template or vocabulary.chat_template,
@@ -173,7 +174,23 @@ def load_tokenizer(
     )
 
 
-def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+def check_draft_tokenizer(tokenizer: Tokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a draft model whose tokenizer cuts a text otherwise: hardly a draft of it would be right."""
+    asked = None if speculative_config is None else SpeculativeConfig.read(speculative_config)
+    if asked is None or asked.model is None:
+        return
+    try:
+        other = load_tokenizer(asked.model, revision=asked.revision)
+    except ModelLoadError:
+        return  # weights alone, of which the engine compares what can be compared
+    if other.encode(PROBE, add_special_tokens=False) != tokenizer.encode(PROBE, add_special_tokens=False):
+        raise ConfigError(
+            f"--speculative-config: the draft model {asked.model} has another tokenizer than the model; choose one of the "
+            "same family."
+        )
+
+
+def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     metadata = read_header(path).metadata
     backend = build_tokenizer(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -182,7 +199,7 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
     ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in _END_OF_TURN}
     named = {role: special_token(metadata, role) for role in ("bos", "eos", "unknown", "padding")}
     short = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    return backend, Vocabulary(
+    return backend, TokenizerConfig(
         special_tokens={short[role]: tokens[token_id] for role, token_id in named.items() if token_id is not None},
         eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -190,7 +207,7 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, Vocabulary]:
     )
 
 
-def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     if Path(source).is_dir():
         check_entries(Path(source))
     from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
@@ -214,7 +231,7 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
         ends.update(token_id for token_id in (named if isinstance(named, list) else [named]) if type(token_id) is int)
     template = loaded.chat_template
     special = {role: token for role, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    return backend, Vocabulary(
+    return backend, TokenizerConfig(
         special_tokens=special,
         eos_token_ids=frozenset(ends),
         chat_template=template.get("default") if isinstance(template, dict) else template,

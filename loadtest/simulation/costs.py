@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.core.draft_costs import DraftCosts, lower_hull
+from engine.core.config import DraftCosts
+from engine.core.drafts import lower_hull
 from engine.core.step import StepPlan
 from loadtest.errors import LoadtestError
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.base import RequestBody
-from server.openai.retention import CacheControl, Place
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -24,6 +23,25 @@ _ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking":
 
 def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class CacheControl(RequestBody):
+    """A mark on a block: the prompt up to its end is retained."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def seconds(self) -> float:
+        return 300.0 if self.ttl == "5m" else 3_600.0
+
+
+class Place(NamedTuple):
+    """A mark's place in a conversation, in order: after the last of `num_blocks` blocks of a message."""
+
+    turn: int  # the message's number; 0 is the system prompt, after the tools
+    num_blocks: int
+    num_inner: int  # blocks within the last block's content
 
 
 class Block(RequestBody):
@@ -143,4 +161,14 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
         "tool_call_id": use,
         "name": names[use],
         "content": f"Error: {text}" if block.is_error else text,  # templates have no place for it
+    }
+
+
+def last_marks(marks: Iterable[tuple[Place, CacheControl]]) -> dict[float, Place]:
+    """Return the last place to retain for each duration, without those that a longer one covers."""
+    last: dict[float, Place] = {}
+    for place, mark in marks:
+        last[mark.seconds] = max(place, last.get(mark.seconds, place))
+    return {
+        seconds: place for seconds, place in last.items() if all(place > at for s, at in last.items() if s > seconds)
     }

@@ -9,9 +9,10 @@ from pydantic_core import from_json
 
 from engine.core.types import FinishReason
 from engine.text.choice import Delta
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning, new_call_id
+from engine.text.tools.formats import new_call_id
+from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, frame
 from server.openai.translated import pieces_of
 from server.openai.usage import AnswerMetrics, Usage

@@ -20,14 +20,24 @@ from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted
 from engine.text.limits import ModelLimits
-from server.anthropic.blocks import Block, Blocks, Turn, chat_messages, end_of, joined_text, marks_in, up_to
+from server.anthropic.blocks import (
+    Block,
+    Blocks,
+    CacheControl,
+    Place,
+    Turn,
+    chat_messages,
+    end_of,
+    joined_text,
+    last_marks,
+    marks_in,
+    up_to,
+)
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError
-from server.openai.chat_body import ChatBody
-from server.openai.prepare import chunk_meta, count_common, prepare, prompt_ids
-from server.openai.retention import CacheControl, Place, last_marks
+from server.openai.chat_request import ChatBody, chunk_meta, count_common, prepare, prompt_ids
 from server.openai.translated import TranslatedBody
 from server.operations.openapi import answers
 from server.respond import respond

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
@@ -37,6 +37,16 @@ STRING_WEIGHT = 4  # a text or a field's name
 _PIECE_BYTES = 1 << 16
 
 Checked = TypeVar("Checked", bound=BaseModel)
+
+
+class ResponseBody(BaseModel):
+    """Base of every answer: only what was set is sent, so a field may be null on purpose or absent."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+    def json_bytes(self) -> bytes:
+        """Return this answer as UTF-8 JSON."""
+        return self.__pydantic_serializer__.to_json(self, exclude_unset=True)
 
 
 def most_values(raw: bytes | bytearray) -> int:

@@ -11,13 +11,12 @@ from starlette.responses import Response
 from engine.core.types import FinishReason
 from engine.text.choice import CallDelta, Delta
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
-from engine.text.tools.pieces import new_call_id
+from engine.text.tools.formats import new_call_id
 from server.context import InContext, json_body
-from server.http.schema import ResponseBody
-from server.openai.chat_body import ChatBody
+from server.http.bodies import ResponseBody
+from server.openai.chat_request import ChatBody, chunk_meta, prepare
 from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.openai.prepare import chunk_meta, prepare
 from server.openai.usage import Usage
 from server.operations.openapi import answers
 from server.respond import respond

@@ -19,7 +19,7 @@ from engine.text.limits import ModelLimits
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids

@@ -17,7 +17,7 @@ from engine.core.types import Pooling
 from engine.text.choice import TextRules
 from engine.text.fields.base import Integer
 from server.context import InContext, json_body
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.http.slow_thread import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.prompts import Prompts, prompt_ids

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
+from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server.errors import ApiError
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.sampling import StreamOptions
 from server.openai.usage import AnswerMetrics, Usage, with_metrics
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
 from engine.text.logprobs import finite, token_text
-from server.http.schema import ResponseBody
+from engine.text.types import Tokenizer
+from server.http.bodies import ResponseBody
 
 
 class CompletionLogprobs(ResponseBody):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from engine.adapters import LoadedAdapter
 from server.context import Context, InContext
 from server.errors import IS_ANTHROPIC
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.operations.openapi import answers
 
 

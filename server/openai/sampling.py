@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.text.fields.base import RequestBody
 from engine.text.fields.sampling import QueueFields, SamplingFields
 from engine.text.limits import ModelLimits
-from server.openai.retention import PromptCacheOptions, Retention, retained_s
 
 MAX_CACHE_SALT = 128
 MAX_USER = 512
@@ -50,6 +49,13 @@ INSTEAD: Mapping[str, str] = {
 
 # Fields that by their meaning leave the answer as it is: bookkeeping and hints.
 NO_OPS = frozenset({"metadata", "prompt_cache_key", "service_tier", "store", "request_id"})
+
+
+class PromptCacheOptions(RequestBody):
+    """For how long to retain the prompt; `explicit` retains only marked places, and there are no marks here."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m"] | None = None
 
 
 class StreamOptions(RequestBody):
@@ -92,7 +98,7 @@ class SamplingBody(EngineBody, SamplingFields):
     return_tokens_as_token_ids: bool = False  # how logprobs spell tokens
     stream: bool = False
     stream_options: StreamOptions | None = None
-    prompt_cache_retention: Retention | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # both spellings have been in use
     prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for `user`
 
@@ -104,7 +110,10 @@ class SamplingBody(EngineBody, SamplingFields):
     @property
     def retained_s(self) -> float:
         """Return for how long the whole prompt should stay cached, as far as there is room; 0 for no longer than others."""
-        return retained_s(self.prompt_cache_retention, self.prompt_cache_options)
+        if self.prompt_cache_retention == "24h":
+            return 86_400.0
+        options = self.prompt_cache_options
+        return 1_800.0 if options is not None and options.mode == "implicit" and options.ttl == "30m" else 0.0
 
     @property
     def stream_usage(self) -> StreamOptions:

@@ -20,7 +20,7 @@ from engine.core.types import PromptInfo, TokenLogprob
 from engine.text.choice import TextRules
 from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.usage import Usage
 from server.operations.openapi import answers

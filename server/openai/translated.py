@@ -16,9 +16,9 @@ from engine.core.errors import ClientError
 from engine.text.choice import Delta
 from engine.text.fields.base import RequestBody
 from engine.text.limits import ModelLimits
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
-from server.openai.chat_body import ChatBody
+from server.openai.chat_request import ChatBody
 from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
 
 # Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.core.types import PromptInfo
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.telemetry.timeline import Spans
 
 

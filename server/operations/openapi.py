@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from engine.text.fields.base import RequestBody
 from engine.version import VERSION
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
@@ -121,7 +121,7 @@ def _body(route: APIRoute) -> type[RequestBody] | None:
 
 
 def _let_fields_be_null(schema: dict[str, Any]) -> None:
-    """As bodies are read (server/http/schema.py): null means absent."""
+    """As bodies are read (engine/text/fields/base.py): null means absent."""
     fields = schema.get("properties", {})
     for name in fields.keys() - set(schema.get("required", ())):
         if _NULL not in fields[name].get("anyOf", ()):

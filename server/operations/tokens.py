@@ -14,7 +14,7 @@ from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
 from server.context import InContext, aside, json_body
-from server.http.schema import ResponseBody
+from server.http.bodies import ResponseBody
 from server.http.slow_thread import run_slowly
 from server.operations.openapi import answers
 

@@ -25,7 +25,6 @@ from prometheus_client.registry import Collector
 from engine.loop import Engine
 from engine.version import VERSION
 from server.telemetry.event_metrics import EVENT_METRICS, EventCounts, vllm_event_metrics
-from server.telemetry.events import Event
 from server.telemetry.loop_lag import LoopLag
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family
 
@@ -125,17 +124,13 @@ class Metrics:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         vllm = vllm_event_metrics(model_name, engine.config.max_model_len) if compat_vllm else []
-        self._counts = EventCounts(self._registry, [*EVENT_METRICS, *vllm])
+        self.counts = EventCounts(self._registry, [*EVENT_METRICS, *vllm])
         self.loop_lag = LoopLag()
         Gauge(
             "quire_event_loop_lag_seconds",
             "Longest time that the event loop was held up, in the last half minute to a minute.",
             registry=self._registry,
         ).set_function(lambda: self.loop_lag.seconds)
-
-    def observe(self, event: Event) -> None:
-        """Count one event. Any thread."""
-        self._counts.observe(event)
 
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""

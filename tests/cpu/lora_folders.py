@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.runtime.attention.base import AdaptableLM
 from engine.runtime.lora.adapter import LoraAdapter
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.decoder import Decoder
@@ -74,7 +73,7 @@ def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.n
 
 
 def load_adapter(model: Any, folder: Path, name: str = "some", max_rank: int = 64) -> LoraAdapter:
-    assert isinstance(model, AdaptableLM)
+    assert model.capabilities.adapters
     loader = LoraLoader(
         model.adapter_targets(),
         num_layers=len(model.attention_specs),

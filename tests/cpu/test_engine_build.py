@@ -13,8 +13,7 @@ import torch
 
 from engine.build import _pool_budget, build_engine
 from engine.config import EngineConfig, LoraModule
-from engine.core.config import SchedulerConfig
-from engine.core.draft_costs import DraftCosts
+from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.queue_limits import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
@@ -180,7 +179,7 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
     monkeypatch.setattr("engine.build.measure_memory", measure)
     config = EngineConfig(model=folder, gpu_memory_utilization=0.5)
     model, device = engine._runner._model, torch.device("cuda")
-    budget = _pool_budget(config, engine.config, model, device, GIB // 64, lambda _: None, captures=True)  # type: ignore[arg-type,return-value]
+    budget = _pool_budget(config, engine.config, model, device, GIB // 64, 0, lambda _: None, captures=True)  # type: ignore[arg-type,return-value]
     assert budget.num_bytes == GIB // 16
     assert fit_pool(budget, GIB // 64, 16, model_len=512, asked_len=None) == PoolSize(4, 64)
     with pytest.raises(MemoryBudgetError) as refused:
@@ -316,7 +315,7 @@ def test_adapters_are_there_from_the_start_and_others_may_come(folder: str, tmp_
         folder, report, lora_modules=tuple(modules[:2]), allow_runtime_lora_updating=True, max_loras=3, max_lora_rank=4
     )
     (told,) = [progress.detail for progress in report if progress.stage == "adapters"]
-    assert told == "first, second; there may be 3 at once, of ranks up to 4"
+    assert told == "first, second; at most 3 at a time, of ranks up to 4"
     assert [loaded.path for loaded in engine.adapters.all()] == [module.path for module in modules[:2]]
     engine.adapters.load(*modules[2])
     with pytest.raises(AdapterConflictError, match="3 adapters are held"):

@@ -13,7 +13,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
 from engine.model_source import find_model
-from engine.runtime.attention.base import CausalLM
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings

@@ -15,8 +15,9 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.model_source import find_model
 from engine.text.chat_format import ChatFormat
+from engine.text.chat_preprocessor import ChatPreprocessor
+from engine.text.grammars.thinking import TagIds
 from engine.text.reasoning import ReasoningTags
-from engine.text.thinking import TagIds
 from engine.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.settings.app_config import AppConfig
@@ -104,7 +105,9 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) 
         tag_ids=TagIds(special[tags.opening], special[tags.closing]),
         hidden_ids=frozenset(special.values()) - {special[tags.opening], special[tags.closing]},
     )
-    app.state.context = replace(context, limits=replace(context.limits, chat_format=chat_format))
+    app.state.context = replace(
+        context, preprocessor=ChatPreprocessor(replace(context.limits, chat_format=chat_format))
+    )
     asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "max_tokens": 60, "temperature": 0}
     forced = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**WEATHER, "additionalProperties": False}}}

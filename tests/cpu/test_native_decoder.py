@@ -9,9 +9,9 @@ import torch
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 
 from engine.config import EngineConfig
-from engine.runtime.attention.base import LayerAttention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native

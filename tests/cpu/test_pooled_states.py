@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Pooling
-from engine.runtime.attention.base import CausalLM
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from tests.cpu.dense_attention import DenseAttention

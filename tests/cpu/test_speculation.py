@@ -20,9 +20,9 @@ from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.model_source import find_model
-from engine.runtime.attention.base import CausalLM
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.runner import warm_up_plan

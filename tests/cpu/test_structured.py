@@ -17,7 +17,7 @@ from engine.core.grammar import Grammar
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Request
 from engine.model_source import find_model
-from engine.runtime.attention.base import CausalLM
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.spec import GrammarKind, GrammarSpec

@@ -22,9 +22,9 @@ from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
 from engine.model_source import find_model
 from engine.text.chat_template import ChatTemplate
-from engine.text.detokenizer import SamplingDefaults
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from engine.text.types import SamplingDefaults
 
 TRICKY = (
     "Hello 1234567 world\n\n  x",

@@ -25,8 +25,8 @@ from engine.core.queue_limits import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceSlice
 from engine.loop import Engine
-from engine.text.detokenizer import SamplingDefaults
-from engine.text.tokenizer import TextTokenizer, Vocabulary
+from engine.text.tokenizer import TextTokenizer, TokenizerConfig
+from engine.text.types import SamplingDefaults
 from server.app import create_app
 from server.http.connection import Connection
 from server.settings.app_config import AppConfig
@@ -59,7 +59,7 @@ def byte_tokenizer(template: str = TEMPLATE) -> TextTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<end>", special=True)])
-    vocabulary = Vocabulary(
+    vocabulary = TokenizerConfig(
         special_tokens={},
         eos_token_ids=frozenset({END}),
         chat_template=template,

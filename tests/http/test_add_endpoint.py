@@ -14,7 +14,7 @@ from server.operations.reference import reference
 
 @pytest.fixture
 def http(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    monkeypatch.setattr(app, "ENDPOINTS", [*app.ENDPOINTS, "example_endpoint"])
+    monkeypatch.setattr(app, "ENDPOINTS", [*app.ENDPOINTS, "tests.examples.endpoint"])
     with httpx.Client(base_url=serve().url) as client:
         yield client
 

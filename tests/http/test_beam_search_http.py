@@ -10,7 +10,7 @@ import pytest
 from harness import END, VOCAB_SIZE, parrot
 from test_completions import stream
 
-from engine.core.beam_search import Answer, BeamSearch, row_params
+from engine.core.beams import Answer, BeamSearch, row_params
 from engine.core.fake_runner import likeliest
 from engine.core.types import BeamParams, EarlyStopping, SamplingParams
 

@@ -24,10 +24,10 @@ from harness import Live, eventually
 
 from loadtest.__main__ import main
 from loadtest.hostile import cases, family_bytes
+from server.anthropic.blocks import CacheControl
 from server.app import routers
 from server.http import bodies as bodies_module
 from server.http.bodies import INLINE_BYTES, BodyReader
-from server.openai.retention import CacheControl
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

@@ -25,8 +25,8 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.text.chat_format import ChatFormat
 from engine.text.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.tools.dialects import HERMES
-from engine.text.tools.pieces import CallArguments, CallBegin, Content
+from engine.text.tools.formats import HERMES
+from engine.text.types import CallArguments, CallBegin, Content
 from server.openai.responses.output import OutputWriter
 from server.openai.translated import pieces_of
 
@@ -484,14 +484,14 @@ def test_openais_client_parses(sdk: openai.OpenAI) -> None:
     assert refused.value.param == "background"
 
 
-READER = ChatFormat(tags=REASONING_TAGS["qwen3"]).reader(HERMES, {"weather": {}}, begins_within=False)
+READER = ChatFormat(tags=REASONING_TAGS["qwen3"]).parser_factory(HERMES, {"weather": {}}, begins_within=False)
 SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}".encode()
 
 
 @given(cuts=st.sets(st.integers(1, len(SAID) - 1)))
 def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> None:
     tokenizer = byte_tokenizer()
-    choice = Choice(tokenizer, (), TextRules(make_reader=READER))
+    choice = Choice(tokenizer, (), TextRules(make_parser=READER))
     writer = OutputWriter(tokenizer, lambda: "call_1", tells_logprobs=False)
     told: dict[str, str] = {}
     for begin, end in pairwise([0, *sorted(cuts), len(SAID)]):

@@ -19,8 +19,8 @@ from test_completions import stream
 
 from engine.core.errors import ConfigError
 from engine.text.chat_format import ChatFormat
-from engine.text.tools.dialects import FORCED
-from engine.text.tools.pieces import CallArguments, CallBegin, Reasoning
+from engine.text.tools.formats import FORCED
+from engine.text.types import CallArguments, CallBegin, Reasoning
 
 PATH = "/v1/chat/completions"
 SAYS = "{{ messages[-1].content }}|"
@@ -285,14 +285,14 @@ def test_a_template_with_channels() -> None:
     tokenizer = byte_tokenizer("{% if tools %}{% endif %}<|start|>assistant<|channel|>x<|message|>")
     text = '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add<|message|>{"a": 1}'
     chat_format = ChatFormat.of(tokenizer)
-    make = chat_format.reader(chat_format.dialect, {"add": {}}, begins_within=False)
+    make = chat_format.parser_factory(chat_format.tool_format, {"add": {}}, begins_within=False)
     assert make is not None
     reader = make()
     assert reader.push(text) + reader.finish() == [Reasoning("Hm."), CallBegin("add"), CallArguments('{"a": 1}')]
-    make = ChatFormat.of(tokenizer, tool_call_parser="none").reader(None, {}, begins_within=False)
+    make = ChatFormat.of(tokenizer, tool_call_parser="none").parser_factory(None, {}, begins_within=False)
     assert make is not None
     assert {type(piece) for piece in make().push(text)} == {Reasoning}
-    forced = chat_format.reader(FORCED, {"add": {}}, begins_within=False)
+    forced = chat_format.parser_factory(FORCED, {"add": {}}, begins_within=False)
     assert forced is not None
     assert forced().push('[{"name": "add", "arguments": {}}]') == [CallBegin("add"), CallArguments("{}")]
     with pytest.raises(ConfigError, match="--reasoning-parser is none"):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from engine.core.beam_search import BeamSearch, row_params
+from engine.core.beams import BeamSearch, row_params
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.kv.tiers import Transfer
@@ -267,7 +267,7 @@ class Driver:
     def check_totals(self) -> None:
         """All that counts tokens and ends agrees, to the last one, at every moment."""
         stats, requests = self.scheduler.stats, self.scheduler._queue.requests.values()
-        living = sum(seq.num_generated for each in requests for seq in each if seq.search is None)
+        living = sum(seq.num_generated for each in requests for seq in each if seq.beam_group is None)
         assert stats.generation_tokens == stats.request_generation_tokens.sum + living
         num_ended = sum(stats.finished.values())
         assert stats.request_generation_tokens.count == stats.request_prompt_tokens.count == num_ended == len(self.ends)

@@ -59,6 +59,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("engine.runtime", ("engine.core.sequence", "engine.core.kv.prefix_cache", "engine.core.fake_runner"), ()),
+    ("engine.runtime.attention", ("engine.runtime.lora", "engine.runtime.models"), ()),
+    ("engine.runtime.attention.base", ("engine.runtime.native",), ()),
     ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
     ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
     ("server", ("torch", "engine.runtime", "engine.core.scheduler", "engine.core.kv.block_pool"), ()),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.beam_search import BeamSearch, row_params
+from engine.core.beams import BeamSearch, row_params
 from engine.core.errors import InvalidRequestError, NeverFitsError
 from engine.core.fake_runner import mix
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, FinishReason, Request, SamplingParams

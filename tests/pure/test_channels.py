@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
-from engine.text.channels import ENDS, MARKS, ChannelSplitter
-from engine.text.tools.dialects import DIALECTS
-from engine.text.tools.offered import OfferedTool
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Reasoning
-from engine.text.tools.strict import free_text_grammar
+from engine.text.channels import ENDS, MARKS, ChannelParser
+from engine.text.tools.call_grammars import OfferedTool, free_text_grammar
+from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.types import CallArguments, CallBegin, Content, Reasoning
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 ROME = '{"city": "Rome"}'
@@ -29,7 +28,7 @@ FINAL = "<|channel|>final<|message|>"
 
 def parse(*texts: str, reads_calls: bool = True) -> list[Any]:
     """Words as strings, thoughts after a "~", calls as [name, arguments]."""
-    splitter = ChannelSplitter(reads_calls=reads_calls)
+    splitter = ChannelParser(reads_calls=reads_calls)
     merged: list[Any] = []
     last: type[Any] | None = None  # of whose kind the last of them is
     for piece in [*(piece for text in texts for piece in splitter.push(text)), *splitter.finish()]:
@@ -85,7 +84,7 @@ def test_calls_that_nobody_reads_are_thoughts() -> None:
 
 
 def test_what_comes_next_is_told() -> None:
-    splitter = ChannelSplitter(reads_calls=True)
+    splitter = ChannelParser(reads_calls=True)
     assert not splitter.is_reasoning
     assert splitter.push("<|channel|>analysis<|message|>a") == [Reasoning("a")]
     assert splitter.is_reasoning
@@ -126,7 +125,7 @@ VOCABULARY = ByteVocabulary(SPECIAL)
 TOKENIZER = LLTokenizer(TokenizerWrapper(VOCABULARY), eos_token=[VOCABULARY.eos_token_id])
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS = [OfferedTool("weather", CITY, strict=True), OfferedTool("weather_note", {})]
-FIRST = LLMatcher(TOKENIZER, free_text_grammar(TOOLS, DIALECTS["harmony"], SPECIAL, parallel=True), log_level=0)
+FIRST = LLMatcher(TOKENIZER, free_text_grammar(TOOLS, TOOL_FORMATS["harmony"], SPECIAL, parallel=True), log_level=0)
 
 
 def lets(text: str) -> bool:
@@ -149,4 +148,4 @@ def test_what_is_said_is_free_and_what_is_sent_is_valid() -> None:
     jsonschema.validate(json.loads(arguments), CITY)
     assert "<|end|>" in ENDS
     with pytest.raises(InvalidRequestError, match="no tokens"):
-        free_text_grammar(TOOLS, DIALECTS["harmony"], {}, parallel=True)
+        free_text_grammar(TOOLS, TOOL_FORMATS["harmony"], {}, parallel=True)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ import pytest
 from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_source import find_model
-from engine.setting import declared, section, to_flag
+from engine.setting import declared, to_flag
 from engine.setting import fault as fault_of
 from server.settings.app_config import AppConfig
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import DECLARED, Settings, make_model, names_of, read_sources
 from server.settings.yaml_file import read_yaml
+from tests.examples.setting import ExampleConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,13 +60,6 @@ def test_a_setting_is_declared_once_and_under_a_known_heading() -> None:
     names = [each.name for each in DECLARED]
     assert len(names) == len(set(names))
     assert {each.setting.group for each in DECLARED} == set(GROUPS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleConfig:
-    """The worked example of CONTRIBUTING.md: to add a setting, add one such field to a configuration."""
-
-    max_wishes: int | None = section("HTTP")(None, "N", "most wishes a request may have", unset="3", at_least=1)
 
 
 def test_a_setting_is_added_by_one_field(tmp_path: Path) -> None:

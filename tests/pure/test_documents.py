@@ -16,8 +16,8 @@ PAGES = [ROOT / name for name in ("README.md", "SERVING.md", "CONTRIBUTING.md")]
 PAGES += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "reference.md")  # that one is generated
 MAX_WORDS = {"SERVING.md": 4500}
 MAX_LINES = {"README.md": 150}
-# Flags of other programs, in commands that use them.
-FOREIGN_FLAGS = {"--model_args", "--profile"}
+# Flags of other programs, in commands that use them, and of examples.
+FOREIGN_FLAGS = {"--model_args", "--profile", "--max-wishes"}
 
 
 @cache
@@ -93,3 +93,18 @@ def test_a_guide_stays_short(name: str) -> None:
 @pytest.mark.parametrize("name", MAX_LINES)
 def test_the_front_page_stays_one_page(name: str) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
+
+
+def test_the_tour_names_what_is_there() -> None:
+    """Each row names a file, and in quotes the classes and functions to look at."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tour = page.partition("## A tour in reading order")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(engine/[\w./]+)` \| ([^|]*) \|", tour, re.MULTILINE)
+    num_lines = 0
+    for name, look_at in rows:
+        source = (ROOT / name).read_text(encoding="utf-8")
+        num_lines += len(source.splitlines())
+        for part in re.findall(r"`(\w+)`", look_at):
+            assert re.search(rf"^\s*(?:def|class) {part}\b", source, re.MULTILINE), f"{name}: {part}"
+    assert len(rows) > 5
+    assert 1500 < num_lines < 2600, num_lines

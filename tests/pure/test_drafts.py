@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.core.draft_costs import FREE, DraftCosts, choose_lengths, lower_hull, seconds
+from engine.core.config import FREE, DraftCosts
+from engine.core.drafts import choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
 from engine.core.step import StepPlan, count_agreeing
 from engine.speculative_config import SpeculativeConfig

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.account import Account
 from engine.core.queues.fair import INPUT_COST, MAX_IDLE_ACCOUNTS, OUTPUT_COST, YIELD_RATIO, FairQueue
-from engine.core.sequence import Sequence
+from engine.core.sequence import Account, Sequence
 from engine.core.step import StepPlan
 from engine.core.types import AbortCause, TokenEvent
 from tests.pure.driver import Driver, config, request

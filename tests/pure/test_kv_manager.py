@@ -14,10 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.account import Account
 from engine.core.budget import StepTime
 from engine.core.kv.manager import KVCacheManager
-from engine.core.sequence import Sequence, Status
+from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats
 from tests.pure.driver import config, request
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.core.types import TokenLogprob
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
 from engine.text.logprobs import LOWEST, prompt_logprobs
+from engine.text.types import Tokenizer
 from server.openai.logprobs import chat_logprobs, completion_logprobs
 
 HALF = 0xC3  # the first byte of a two-byte character

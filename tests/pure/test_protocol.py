@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
-from engine.text.detokenizer import SamplingDefaults
 from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, RequestBody
 from engine.text.limits import ModelLimits
+from engine.text.types import SamplingDefaults
 from server.anthropic.messages import MessagesBody
 from server.errors import to_api_error
-from server.openai.chat_body import ChatBody
+from server.openai.chat_request import ChatBody
 from server.openai.completions import CompletionBody, completion_params
 from server.openai.responses.body import ResponsesBody
 from server.openai.sampling import StreamOptions

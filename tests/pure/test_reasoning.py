@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.reasoning import REASONING_TAGS, ReasoningSplitter, detect_reasoning
-from engine.text.tools.pieces import Content, Reasoning
+from engine.text.reasoning import REASONING_TAGS, ReasoningParser, detect_reasoning
+from engine.text.types import Content, Reasoning
 
 TAGS = REASONING_TAGS["qwen3"]
 
 
 def split(*texts: str, within: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter(TAGS, begins_within=within)
+    splitter = ReasoningParser(TAGS, begins_within=within)
     pieces = [piece for text in texts for piece in splitter.push(text)] + splitter.finish()
     assert all(piece.text for piece in pieces if isinstance(piece, Content | Reasoning))
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
@@ -59,13 +59,13 @@ def test_any_pieces_give_the_same_and_only_tags_and_space_are_lost(words: list[s
 
 
 def test_what_comes_next_is_known() -> None:
-    splitter = ReasoningSplitter(TAGS, begins_within=False)
+    splitter = ReasoningParser(TAGS, begins_within=False)
     known = [splitter.is_reasoning]
     for text in ("<think>", "a", "</think>", "b"):
         splitter.push(text)
         known.append(splitter.is_reasoning)
     assert known == [False, True, True, False, False]
-    assert ReasoningSplitter(TAGS, begins_within=True).is_reasoning
+    assert ReasoningParser(TAGS, begins_within=True).is_reasoning
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.errors import InvalidRequestError
 from engine.text.chat_template import ChatTemplate
-from engine.text.roles import KnownRoles
+from engine.text.message_fallbacks import KnownRoles
 
 EVERY = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 SILENT = "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"

@@ -14,11 +14,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from engine.text.fields.structured import ResponseFormat
 from engine.text.grammars.spec import close_schema
 from engine.text.grammars.trial_process import to_guidance
-from engine.text.tools.dialects import DIALECTS
-from engine.text.tools.offered import OfferedTool
-from engine.text.tools.parser import ToolParser
-from engine.text.tools.pieces import CallArguments, CallBegin
-from engine.text.tools.strict import free_text_grammar
+from engine.text.tools.call_grammars import OfferedTool, free_text_grammar
+from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.tools.json_parser import JsonToolParser
+from engine.text.types import CallArguments, CallBegin
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -41,22 +40,24 @@ MARKS = {
 VOCABULARY = ByteVocabulary({})
 TOKENIZER = LLTokenizer(TokenizerWrapper(VOCABULARY), eos_token=[VOCABULARY.eos_token_id])
 FIRSTS = {
-    (name, parallel): LLMatcher(TOKENIZER, free_text_grammar(TOOLS, DIALECTS[name], {}, parallel=parallel), log_level=0)
+    (name, parallel): LLMatcher(
+        TOKENIZER, free_text_grammar(TOOLS, TOOL_FORMATS[name], {}, parallel=parallel), log_level=0
+    )
     for name in MARKS
     for parallel in (False, True)
 }
 
 
-def lets(dialect: str, text: str, *, parallel: bool = True) -> bool:
+def lets(tool_format: str, text: str, *, parallel: bool = True) -> bool:
     """Whether the whole text may be an answer."""
-    matcher = FIRSTS[dialect, parallel].deep_copy()
+    matcher = FIRSTS[tool_format, parallel].deep_copy()
     assert not matcher.is_error(), matcher.get_error()
     ids = VOCABULARY(text.encode())
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def calls_of(dialect: str, text: str) -> list[tuple[str, str]]:
-    parser = ToolParser(DIALECTS[dialect], frozenset(tool.name for tool in TOOLS))
+def calls_of(tool_format: str, text: str) -> list[tuple[str, str]]:
+    parser = JsonToolParser(TOOL_FORMATS[tool_format], frozenset(tool.name for tool in TOOLS))
     calls: list[tuple[str, str]] = []
     for piece in parser.push(text) + parser.finish():
         if isinstance(piece, CallBegin):
@@ -66,9 +67,9 @@ def calls_of(dialect: str, text: str) -> list[tuple[str, str]]:
     return calls
 
 
-@pytest.mark.parametrize("dialect", MARKS)
-def test_text_is_free_and_valid_calls_may_be_made(dialect: str) -> None:
-    opening, closing, between = MARKS[dialect]
+@pytest.mark.parametrize("tool_format", MARKS)
+def test_text_is_free_and_valid_calls_may_be_made(tool_format: str) -> None:
+    opening, closing, between = MARKS[tool_format]
     one, two = (f"{opening}{call}{closing}" for call in VALID)
     for text in (
         "",
@@ -77,19 +78,19 @@ def test_text_is_free_and_valid_calls_may_be_made(dialect: str) -> None:
         f"{opening}[{', '.join(VALID)}]{closing}",
         '{"a": 1}',
     ):
-        assert lets(dialect, text), text
+        assert lets(tool_format, text), text
     if opening:
-        assert lets(dialect, f"Well.\n{one} and {two}\nDone.")
-    assert not lets(dialect, f"{opening}[{', '.join(VALID)}]{closing}", parallel=False)
+        assert lets(tool_format, f"Well.\n{one} and {two}\nDone.")
+    assert not lets(tool_format, f"{opening}[{', '.join(VALID)}]{closing}", parallel=False)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("dialect", MARKS)
-def test_no_call_of_a_strict_tool_is_wrong(dialect: str, wrong: str) -> None:
-    opening, closing, between = MARKS[dialect]
-    is_text = DIALECTS[dialect].only_known and "nobody" in wrong and not opening
+@pytest.mark.parametrize("tool_format", MARKS)
+def test_no_call_of_a_strict_tool_is_wrong(tool_format: str, wrong: str) -> None:
+    opening, closing, between = MARKS[tool_format]
+    is_text = TOOL_FORMATS[tool_format].only_known and "nobody" in wrong and not opening
     for text in (f"{opening}{wrong}{closing}", f"{opening}{VALID[1]}{closing}{between}{opening}{wrong}{closing}"):
-        assert lets(dialect, text) == (is_text and text == wrong)
+        assert lets(tool_format, text) == (is_text and text == wrong)
 
 
 def test_a_name_may_stand_before_arguments_where_the_dialect_has_it() -> None:
@@ -100,7 +101,7 @@ def test_a_name_may_stand_before_arguments_where_the_dialect_has_it() -> None:
 def test_a_mark_may_be_a_token() -> None:
     vocabulary = ByteVocabulary({"<|python_tag|>": 7, "<other>": 8})
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[vocabulary.eos_token_id])
-    grammar = free_text_grammar(TOOLS, DIALECTS["llama3_json"], {"<|python_tag|>": 7}, parallel=True)
+    grammar = free_text_grammar(TOOLS, TOOL_FORMATS["llama3_json"], {"<|python_tag|>": 7}, parallel=True)
     for call, is_fine in ((VALID[0], True), (WRONG[0], False)):
         ids = [*vocabulary(b"see "), 7, *vocabulary(call.encode())]
         assert (LLMatcher(tokenizer, grammar, log_level=0).try_consume_tokens(ids) == len(ids)) is is_fine
@@ -126,12 +127,12 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=300)
-@given(dialect=st.sampled_from(sorted(MARKS)), pieces=st.lists(PIECES, max_size=6))
-def test_whatever_is_let_through_is_read_as_valid_calls(dialect: str, pieces: list[str]) -> None:
+@given(tool_format=st.sampled_from(sorted(MARKS)), pieces=st.lists(PIECES, max_size=6))
+def test_whatever_is_let_through_is_read_as_valid_calls(tool_format: str, pieces: list[str]) -> None:
     text = "".join(pieces)
-    if not lets(dialect, text):
+    if not lets(tool_format, text):
         return
-    for name, arguments in calls_of(dialect, text):
+    for name, arguments in calls_of(tool_format, text):
         assert isinstance(json.loads(arguments), dict)
         if name == "weather":
             jsonschema.validate(json.loads(arguments), CITY | {"additionalProperties": False})

@@ -9,7 +9,7 @@ from itertools import takewhile
 import pytest
 
 from engine.core.grammar import Matcher
-from engine.text.thinking import TagIds, Thinking, ThinkingGrammar
+from engine.text.grammars.thinking import TagIds, Thinking, ThinkingGrammar
 
 OPEN, CLOSE, END, VOCAB = 7, 40, 2, 70
 TAGS = TagIds(OPEN, CLOSE)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.text.tools.dialects import DIALECTS, FORCED
+from engine.text.tools.formats import FORCED, TOOL_FORMATS
+from engine.text.tools.json_parser import JsonToolParser
 from engine.text.tools.json_reader import JsonReader
-from engine.text.tools.parser import ToolParser
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece
+from engine.text.types import CallArguments, CallBegin, Content, Piece
 
 NAMES = frozenset({"weather", "add"})
 PARIS = '{"city": "Paris"}'
@@ -36,8 +36,8 @@ def merge(pieces: list[Piece]) -> list[Any]:
     return merged
 
 
-def parse(dialect: str, *texts: str) -> list[Any]:
-    parser = ToolParser(DIALECTS[dialect], NAMES)
+def parse(tool_format: str, *texts: str) -> list[Any]:
+    parser = JsonToolParser(TOOL_FORMATS[tool_format], NAMES)
     pieces = [piece for text in texts for piece in parser.push(text)]
     assert all(piece.text for piece in pieces if isinstance(piece, Content | CallArguments))
     return merge(pieces + parser.finish())
@@ -105,22 +105,22 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("dialect", "text", "expected"), GOOD + LATE)
-def test_calls_in_any_two_pieces_and_letter_by_letter(dialect: str, text: str, expected: list[Any]) -> None:
-    assert parse(dialect, text) == expected
-    assert parse(dialect, *text) == expected
+@pytest.mark.parametrize(("tool_format", "text", "expected"), GOOD + LATE)
+def test_calls_in_any_two_pieces_and_letter_by_letter(tool_format: str, text: str, expected: list[Any]) -> None:
+    assert parse(tool_format, text) == expected
+    assert parse(tool_format, *text) == expected
     for cut in range(len(text)):
-        assert parse(dialect, text[:cut], text[cut:]) == expected
+        assert parse(tool_format, text[:cut], text[cut:]) == expected
 
 
-@pytest.mark.parametrize(("dialect", "text"), CONTENT)
-def test_what_is_no_call_is_content_exactly(dialect: str, text: str) -> None:
-    assert parse(dialect, text) == [text]
-    assert parse(dialect, *text) == [text]
+@pytest.mark.parametrize(("tool_format", "text"), CONTENT)
+def test_what_is_no_call_is_content_exactly(tool_format: str, text: str) -> None:
+    assert parse(tool_format, text) == [text]
+    assert parse(tool_format, *text) == [text]
 
 
 def test_arguments_come_as_they_are_written_and_never_before_the_name() -> None:
-    parser = ToolParser(DIALECTS["hermes"], NAMES)
+    parser = JsonToolParser(TOOL_FORMATS["hermes"], NAMES)
     text = f"<tool_call>{CALL}</tool_call>"
     after = text.index(PARIS)
     assert parser.push(text[:after]) == []
@@ -129,14 +129,14 @@ def test_arguments_come_as_they_are_written_and_never_before_the_name() -> None:
 
 
 def test_text_waits_no_longer_than_it_must() -> None:
-    parser = ToolParser(DIALECTS["hermes"], NAMES)
+    parser = JsonToolParser(TOOL_FORMATS["hermes"], NAMES)
     assert parser.push("a <b") == [Content("a <b")]
     assert parser.push("c <tool") == [Content("c")]
     assert parser.push("s>") == [Content(" <tools>")]
 
 
 def test_calls_that_a_grammar_forces_need_no_marks() -> None:
-    parser = ToolParser(FORCED, NAMES)
+    parser = JsonToolParser(FORCED, NAMES)
     assert merge(parser.push(f"[{CALL}, {CALL}]") + parser.finish()) == [["weather", PARIS]] * 2
 
 
@@ -145,13 +145,13 @@ WORDS += [PARIS, '"name"', '"arguments"', '"weather"', "weather", "null", "é", 
 texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=24).map("".join)
 
 
-@given(st.sampled_from(sorted(DIALECTS.keys() - {"qwen3_xml", "harmony"})), texts, st.data())
+@given(st.sampled_from(sorted(TOOL_FORMATS.keys() - {"qwen3_xml", "harmony"})), texts, st.data())
 @example("hermes", "<tool_call>" * 3, None)
-def test_any_pieces_give_the_same_and_no_character_is_lost(dialect: str, text: str, data: Any) -> None:
-    whole = parse(dialect, text)
+def test_any_pieces_give_the_same_and_no_character_is_lost(tool_format: str, text: str, data: Any) -> None:
+    whole = parse(tool_format, text)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8))) if data is not None else []
     edges = [0, *cuts, len(text)]
-    assert parse(dialect, *(text[i:j] for i, j in itertools.pairwise(edges))) == whole
+    assert parse(tool_format, *(text[i:j] for i, j in itertools.pairwise(edges))) == whole
     if not any(isinstance(part, list) for part in whole):
         assert "".join(whole) == text
     elif not any(char < " " or char == "\\" for char in text):
@@ -200,11 +200,11 @@ def test_the_reader_takes_what_json_takes(text: str) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(max_size=5), documents, max_size=3)), min_size=1, max_size=3))  # fmt: skip
 def test_calls_come_back_as_they_were_written(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    for dialect, key in (("hermes", "arguments"), ("mistral", "arguments"), ("llama3_json", "parameters")):
+    for tool_format, key in (("hermes", "arguments"), ("mistral", "arguments"), ("llama3_json", "parameters")):
         written = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
         text = {
             "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
             "mistral": f"[TOOL_CALLS][{', '.join(written)}]",
             "llama3_json": "; ".join(written),
-        }[dialect]
-        assert parse(dialect, text) == [[name, json.dumps(arguments)] for name, arguments in calls]
+        }[tool_format]
+        assert parse(tool_format, text) == [[name, json.dumps(arguments)] for name, arguments in calls]

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
-from engine.text.tools.dialects import DIALECTS, detect_dialect, parser_of
-from engine.text.tools.offered import OfferedTool
-from engine.text.tools.pieces import CallArguments, CallBegin, Content
-from engine.text.tools.strict import free_text_grammar
-from engine.text.tools.xml_parser import XmlToolParser
-from engine.text.tools.xml_values import json_of, kinds_of
+from engine.text.chat_format import make_tool_parser
+from engine.text.tools.call_grammars import OfferedTool, free_text_grammar
+from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
+from engine.text.tools.xml_parser import XmlToolParser, json_of, types_of
+from engine.text.types import CallArguments, CallBegin, Content
 from tests.pure.byte_vocabulary import ByteVocabulary
 
 WEATHER: dict[str, Any] = {
@@ -39,7 +38,7 @@ TOOLS: dict[str, dict[str, Any]] = {"weather": WEATHER, "stop": {}}
 
 def parse(*texts: str) -> list[Any]:
     """Content as strings, calls as [name, arguments]."""
-    parser = parser_of(DIALECTS["qwen3_xml"], TOOLS)
+    parser = make_tool_parser(TOOL_FORMATS["qwen3_xml"], TOOLS)
     merged: list[Any] = []
     for piece in [*(piece for text in texts for piece in parser.push(text)), *parser.finish()]:
         if isinstance(piece, CallBegin):
@@ -200,20 +199,20 @@ def test_what_a_text_means(text: str, kinds: list[str], told: str) -> None:
 
 def test_schemas_that_tell_nothing() -> None:
     circle = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"$ref": "#/nowhere"}, "c": True, "d": {"type": 5}}}
-    assert [kinds_of(circle, name) for name in "abcde"] == [frozenset()] * 5
-    assert kinds_of({"properties": []}, "a") == frozenset()
-    assert kinds_of({"properties": {"a": {"type": ["string", "null"]}}}, "a") == {"string", "null"}
-    assert kinds_of({"properties": {"a": {"const": 1.5}}}, "a") == {"number"}
+    assert [types_of(circle, name) for name in "abcde"] == [frozenset()] * 5
+    assert types_of({"properties": []}, "a") == frozenset()
+    assert types_of({"properties": {"a": {"type": ["string", "null"]}}}, "a") == {"string", "null"}
+    assert types_of({"properties": {"a": {"const": 1.5}}}, "a") == {"number"}
 
 
 def test_the_template_tells_of_it() -> None:
-    dialect = detect_dialect("{{ '<tool_call>\\n<function=' + tool_call.name + '>' }}")
-    assert dialect is DIALECTS["qwen3_xml"]
+    tool_format = detect_tool_format("{{ '<tool_call>\\n<function=' + tool_call.name + '>' }}")
+    assert tool_format is TOOL_FORMATS["qwen3_xml"]
 
 
 # -- under a grammar, where tools are strict ---------------------------------------------------------------------------
 
-XML = DIALECTS["qwen3_xml"]
+XML = TOOL_FORMATS["qwen3_xml"]
 STRICT = {**WEATHER, "required": ["city"], "additionalProperties": False}
 OFFERED = [OfferedTool("weather", STRICT, strict=True), OfferedTool("stop", {})]
 VOCABULARY = ByteVocabulary({"<tool_call>": 3})
@@ -329,4 +328,4 @@ def test_references_that_go_in_circles_or_multiply_are_refused_at_once(one: dict
     with pytest.raises(InvalidRequestError, match=why):
         free_text_grammar([OfferedTool("f", {**parameters, "properties": {"a": {"type": "string", **one}}}, strict=True)],
                           XML, {}, parallel=True)  # fmt: skip
-    assert kinds_of(parameters, "a") == (frozenset() if "a0" in str(one) else {"string"})
+    assert types_of(parameters, "a") == (frozenset() if "a0" in str(one) else {"string"})

@@ -122,8 +122,8 @@ class HostTier(Tier):
         """Blocks of the pool are written before the next plan copies them out: these copies are lost."""
         written = set(blocks)
         for host in [host for host, block in self._due.items() if block in written]:
-            del self._due[host]
-            self._lose(host)
+            if self._due.pop(host, None) is not None:  # else it went with a ticket's tail
+                self._lose(host)
 
     def give_up(self) -> None:
         """Stop copying blocks. Tickets, and copies that are still due, are lost."""

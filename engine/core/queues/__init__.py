@@ -13,8 +13,7 @@ from engine.core.queues.fair import FairQueue
 from engine.core.queues.keyed import KeyedQueue, fcfs, priority, sjf
 
 if TYPE_CHECKING:
-    from engine.core.account import Account
-    from engine.core.sequence import Sequence
+    from engine.core.sequence import Account, Sequence
     from engine.core.types import Request
 
 

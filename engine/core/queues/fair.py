@@ -31,8 +31,8 @@ from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
-from engine.core.account import Account
 from engine.core.queues.keyed import by_order, priority, sort_key
+from engine.core.sequence import Account
 
 if TYPE_CHECKING:
     from engine.core.sequence import Sequence

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from engine.core.account import Account
+from engine.core.sequence import Account
 
 if TYPE_CHECKING:
     from engine.core.sequence import Sequence

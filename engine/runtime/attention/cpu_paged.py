@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
+from engine.runtime.attention.pool import head_major_shape, store
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
 from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
@@ -30,10 +31,10 @@ class _Layout(NamedTuple):
     tiles: list[TileBatch]
 
 
-class CpuPagedAttention:
+class CpuPagedAttention(AttentionBackend):
     """Head-major pool, no gather-and-pad."""
 
-    graph_safe = False
+    capabilities = BackendCapabilities()
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
@@ -43,9 +44,6 @@ class CpuPagedAttention:
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Head-major."""
         return head_major_shape(spec, num_blocks, block_size)
-
-    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Not the library's."""
 
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; a layout is made when the first layer with a given window asks."""

@@ -6,13 +6,11 @@ nothing stale in the pool can reach a result. Any device, engine thread; slow on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Batch
-from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
+from engine.runtime.attention.pool import from_pool, to_pool
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -39,10 +37,10 @@ def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start:
     return torch.einsum("hqk,khd->qhd", weights, wide_v).to(q.dtype)
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     """A backend whose pool is [num_blocks, block_size, num_kv_heads, head_dim]."""
 
-    graph_safe = False
+    capabilities = BackendCapabilities()
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
@@ -50,9 +48,6 @@ class ReferenceAttention:
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Token-major: one slot is one row of all heads."""
         return (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-
-    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Not the library's."""
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is shared between layers but the batch itself."""

@@ -5,20 +5,19 @@ The fallback where no kernel fits. Its cost grows with the number of slices, sin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
+from engine.runtime.attention.pool import head_major_shape, store
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
 
-class TorchPagedAttention:
+class TorchPagedAttention(AttentionBackend):
     """Head-major pool; a view where a sequence's blocks are adjacent, a gather where they are not."""
 
-    graph_safe = False
+    capabilities = BackendCapabilities()
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
@@ -27,9 +26,6 @@ class TorchPagedAttention:
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Head-major."""
         return head_major_shape(spec, num_blocks, block_size)
-
-    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Not the library's."""
 
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; views are made when the first layer with a given window asks."""

@@ -8,14 +8,14 @@ first layer of a kind asks; they travel from pinned memory. Nothing waits for th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import Batch, Rotation
+from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch, Rotation
+from engine.runtime.attention.pool import PEAKS
 from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
@@ -58,10 +58,10 @@ class _Device(NamedTuple):
     capability: tuple[int, int]
 
 
-class TritonPagedAttention:
+class TritonPagedAttention(AttentionBackend):
     """Block-major pool; decodes are cut into splits, prompts into tiles."""
 
-    graph_safe = True
+    capabilities = BackendCapabilities(graphs=True, rotates=True)
 
     def __init__(self, tuning: Tuning | None = None, library: PromptLibrary | None = None) -> None:
         """Steps with prompts in them are the library's, where there is one. `tuning` is for those who look for a better
@@ -99,9 +99,6 @@ class TritonPagedAttention:
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Block-major."""
         return block_major_shape(spec, num_blocks, block_size)
-
-    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Not the library's."""
 
     def prepare(self, batch: Batch) -> None:
         """Tell decodes from prompts; what prompts need besides is made when the first layer asks."""

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # 8 values a thread, a load of 16 bytes in bfloat16. To be swept on a card.
+_BLOCK = 1024  # 8 values a thread, a load of 16 bytes in bfloat16. To be tuned on a GPU.
 
 
 def _act_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [T, 2 * width], gates first -> act(gate) * up, [T, width]; in float32, rounded once. Rows may lie apart."""
+    """Return act(gate) * up [T, width] of gate_up [T, 2 * width], rounded once from float32."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)

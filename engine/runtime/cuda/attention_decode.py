@@ -1,9 +1,9 @@
-"""Decode attention: slices with one query, each context cut into splits that work side by side.
+"""Decode attention: slices with one query, each context cut into parallel splits.
 
-One program takes a slice, a kv head and a split; the query heads that share the kv head are the rows of its products.
-With several splits a second kernel joins their partial results. The number of splits is the host's choice, the keys a
-split takes are found on the device from the context there is: a captured graph stays right whatever it is replayed on,
-and programs behind the end of a context leave at once. Host code here runs on the engine thread and waits for nothing.
+One program takes a slice, a kv head and a split; the query heads that share the kv head are the rows of its products. With
+several splits a second kernel merges the partial results. The host chooses the number of splits; the device computes the
+keys of a split from the actual context. So a captured graph stays correct for any context, and programs after the end of a
+context exit immediately. The host code runs on the engine thread and waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ MAX_SPLITS = 64
 
 
 class Splits(NamedTuple):
-    """Into how many parts contexts are cut, and how many keys a part has at the least."""
+    """The number of splits of a context, and the least number of keys in one."""
 
     num: int
     min_keys: int
 
 
 def choose_splits(num_programs: int, max_context: int, num_sms: int, cut: Cut) -> Splits:
-    """Enough splits to fill the device and to bound the longest; `num_programs` is slices times kv heads.
+    """Return enough splits to fill the device; `num_programs` is slices times kv heads.
 
-    The context counts by its power of two, so that the choice is stable from step to step. Where there are programs enough
-    without splits, only contexts longer than the cut's `max_keys` are cut.
+    The context is rounded up to a power of two, so that the choice is stable between steps. With enough programs, only
+    contexts longer than the cut's `max_keys` are split.
     """
     bucket = max(cut.min_keys, triton.next_power_of_2(max_context))
     to_fill = -(-cut.programs_per_sm * num_sms // num_programs)
@@ -45,7 +45,7 @@ def choose_splits(num_programs: int, max_context: int, num_sms: int, cut: Cut) -
 
 @triton.jit
 def _cut(context, num_splits, min_split_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first tile's position in a context, and the keys a split takes from there."""
+    """Return the first tile's position in a context, and the number of keys of a split."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -140,7 +140,7 @@ def _decode_kernel(
         if sinks is not None:
             sink = tl.load(sinks + heads, mask=groups < GROUP, other=0.0).to(tl.float32) * LOG2E
             peak, total, acc = add_sink(peak, total, acc, sink)
-        # A slice of a captured graph that stands for nothing has no context: its row is zero.
+        # A padding slice of a captured graph has no context: its row is zero.
         result = tl.where(context > 0, acc / total[:, None], 0.0)
         to = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=is_row)
@@ -167,7 +167,7 @@ def _merge_kernel(
     index = tl.load(slices + piece)
     context = tl.load(context_lens + index)
     first, split_keys = _cut(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
-    num_live = tl.cdiv(context - first, split_keys)  # none where there is no context
+    num_live = tl.cdiv(context - first, split_keys)  # no sinks without a context
     entry = (piece * tl.num_programs(1) + head).to(tl.int64) * num_splits
     row = tl.load(query_starts + index).to(tl.int64)
     to = out + row * out_stride + head * HEAD_DIM

@@ -1,7 +1,7 @@
-"""What joins the partial results of a context that several programs have worked on. Device code: it knows no slices.
+"""Merges the partial results of a context that several programs computed (device code).
 
-A part has the weighed mean of its values and, in base 2, the logarithm of its weights' sum. A part in which a row sees no
-key at all, as behind a window's end, has -inf for the latter and counts for nothing.
+A part has the weighted mean of its values and the base 2 logarithm of the sum of its weights. A part in which a row sees
+no key, such as outside a window, has -inf there and weight 0.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def merge_row(
     partial_lse,  # [entries] float32
     entry,  # int64, of the row's first part ...
     stride,  # ... and how many entries on the next one is
-    num_parts,  # 0 for a row that stands for nothing, whose result is zero
+    num_parts,  # 0 for a padding row, whose result is zero
     sinks,
     head,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Join one row's parts, a fixed number at a time, and the sink if there is one."""
+    """Merge one row's parts, a fixed number at a time, and the sink if there is one."""
     dims = tl.arange(0, BLOCK_D)
     peak = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -40,7 +40,7 @@ def merge_row(
         mask = is_part[:, None] & (dims < HEAD_DIM)[None, :]
         rows = tl.load(partial + entries[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
         new_peak = tl.maximum(peak, tl.max(lse, 0))
-        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # keeps -inf - -inf out of it
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # avoids -inf - -inf
         weights = tl.exp2(lse - base)
         decay = tl.exp2(peak - base)
         total = total * decay + tl.sum(weights, 0)

@@ -1,10 +1,10 @@
-"""Prompt attention: slices with several queries, causal, over everything that their contexts hold in the pool.
+"""Prompt attention: slices with several queries, causal, over the paged pool.
 
 The rows of a tile are queries times the heads that share a kv head, packed without gaps: row r of a slice is query
-r // group, head r % group. One program takes one tile and one kv head, or, where that would leave most of the device idle,
-a part of the tile's keys: a few new tokens behind a long context are few tiles. A second kernel then joins the parts.
-Which tiles and parts there are is listed on the host, the longest first, so no program is empty and the device does not
-end on a long one. Engine thread, waits for nothing.
+r // group, head r % group. One program takes one tile and one kv head. Where that would leave most of the device idle (a few
+new tokens after a long context are few tiles), it takes a part of the tile's keys, and a second kernel merges the parts. The
+host lists tiles and parts, the longest first, so no program is empty and the device does not end on a long one. Engine
+thread; waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.runtime.kv_layout import AttentionSpec
 
 
 class PromptWork(NamedTuple):
-    """What the programs of a step do, as lists; `attend_prefills` takes it as tensors."""
+    """The work of a step's programs, as lists; `attend_prefills` takes it as tensors."""
 
     pieces: list[list[int]]  # [slice, first row, first key, end of the keys, part or -1 for a tile that is not cut]
     cut_tiles: list[list[int]]  # [slice, first row, first part, number of parts]
@@ -33,7 +33,7 @@ class PromptWork(NamedTuple):
 
 
 class WorkTensors(NamedTuple):
-    """The same on the device."""
+    """PromptWork on the device."""
 
     pieces: Tensor  # [N, 5] int32
     cut_tiles: Tensor  # [M, 4] int32
@@ -41,7 +41,7 @@ class WorkTensors(NamedTuple):
 
 
 def choose_tile(tuning: Tuning, longest_query: int, group: int) -> PromptTile:
-    """The short one where it holds each slice of the step."""
+    """Return the short tile if it holds each slice of the step, else the other one."""
     return tuning.short if longest_query * group <= tuning.short.rows else tuning.long
 
 
@@ -54,7 +54,7 @@ def list_work(
     cut: Cut,
     num_sms: int,
 ) -> PromptWork:
-    """All tiles of some slices, those cut whose keys are far more than a program's share; the most keys first."""
+    """Return all tiles of some slices, most keys first; long ones are cut into parts."""
     group = spec.num_heads // spec.num_kv_heads
     tiles = []
     for s in slices:
@@ -67,8 +67,8 @@ def list_work(
     share = max(cut.min_keys, -(-num_keys // (cut.programs_per_sm * num_sms)))
     pieces, cut_tiles, num_parts = [], [], 0
     for s, row, begin, end in tiles:
-        # Parts of one length, but for the last, and each of whole tiles of keys. Up to twice a share is let pass: nearly all
-        # tiles of a prompt of a thousand tokens would else have a partial result.
+        # Parts are of one length except the last, each of whole tiles of keys. Up to twice a share is not cut: otherwise nearly
+        # all tiles of a prompt of a thousand tokens would have a partial result.
         num = -(-(end - begin) // share) if end - begin > 2 * share else 1
         keys = -(-(end - begin) // num)
         starts = range(begin, end, -(-keys // tile.keys) * tile.keys)
@@ -163,7 +163,7 @@ def _prefill_kernel(
         tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_row)
     else:
         entries = (part * tl.num_programs(1) + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        some = tl.where(total > 0, total, 1.0)  # a row may see none of the part's keys: its peak is -inf then
+        some = tl.where(total > 0, total, 1.0)  # a row may see none of the part's keys; then its peak is -inf
         tl.store(partial + entries[:, None] * HEAD_DIM + dims[None, :], acc / some[:, None], mask=is_row)
         tl.store(partial_lse + entries, peak + tl.log2(some), mask=queries < num_queries)
 
@@ -212,7 +212,7 @@ def attend_prefills(
         spec.num_heads // spec.num_kv_heads,
         max(16, triton.next_power_of_2(spec.head_dim)),
     )
-    # Without parts they are empty, but of the same kind: the kernel is not compiled once more.
+    # Empty without parts, but of the same type, so that the kernel is not compiled again.
     partial_lse = torch.empty((work.num_parts, spec.num_kv_heads, tile.rows), dtype=torch.float32, device=q.device)
     partial = torch.empty((*partial_lse.shape, dim), dtype=torch.float32, device=q.device)
     _prefill_kernel[(work.pieces.shape[0], spec.num_kv_heads)](

@@ -1,9 +1,8 @@
-"""The step that both attention kernels repeat: load a tile of keys through the block table, score it, add its values.
+"""The inner step of both attention kernels: load a tile of keys, score it, add its values.
 
-Softmax is online and in base 2 with float32 accumulators. The pool's layout is store.py's. Over a narrow pool (int8, fp8)
-the products are of float16, which all numbers of both types fit exactly and to which a conversion takes half an
-instruction a number, where one to bfloat16 takes several. A row's scale goes to its score, or to its weight.
-Device code: it knows no slices.
+Softmax is online and in base 2 with float32 accumulators. The pool's layout is that of store.py. Over a narrow pool (int8,
+fp8) products are in float16, which represents all numbers of both types exactly; converting to it takes half an
+instruction a number, where bfloat16 takes several. A row's scale is applied to its score, or to its weight. Device code.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def widen(numbers, kind: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_rows(pool, rows, dims, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
-    """Rows of K or V that begin `rows` [N] elements into the pool: [N, dims], zero behind HEAD_DIM.
+    """Return rows [N, dims] of K or V that begin `rows` [N] elements into the pool.
 
-    Those of a narrow pool are converted to `dtype`; others have it.
+    Dimensions after HEAD_DIM are zero. Rows of a narrow pool are converted to `dtype`.
     """
     kind: tl.constexpr = pool.dtype.element_ty
     if dims.shape[0] == HEAD_DIM:
@@ -52,9 +51,9 @@ def load_rows(pool, rows, dims, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def locate(table, keys, end, block_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the rows of some keys begin in the pool, and where their scales are in a narrow one.
+    """Return where the keys' rows begin in the pool, and their scales in a narrow one.
 
-    Behind `end` the last key is meant again: cheaper than a mask, and nothing stale in the pool is read.
+    Keys after `end` repeat the last key, which is cheaper than a mask and reads nothing stale.
     """
     at = tl.minimum(keys, end - 1).to(tl.uint32)
     blocks = tl.load(table + at // BLOCK_SIZE).to(tl.int64) * block_stride
@@ -64,7 +63,7 @@ def locate(table, keys, end, block_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: t
 
 @triton.jit
 def exponent_of(x):
-    """Of a float32 that is not negative, as floor(log2(x)); 128 of NaN and infinity."""
+    """Return floor(log2(x)) of a non-negative float32; 128 for NaN and infinity."""
     return (x.to(tl.int32, bitcast=True) >> 23) - _BIAS
 
 
@@ -76,14 +75,14 @@ def power_of_two(exponent):
 
 @triton.jit
 def to_half(q, scale):
-    """Queries as float16 whatever their size, and `scale` for what they are then multiplied to."""
+    """Return queries as float16, scaled to fit, and the factor for their products."""
     exponent = tl.maximum(exponent_of(tl.max(tl.abs(q.to(tl.float32)))), -100) - _LARGEST_QUERY
     return (q.to(tl.float32) * power_of_two(-exponent)).to(tl.float16), scale * power_of_two(exponent)
 
 
 @triton.jit
 def soft_cap(scores, cap):
-    """cap * tanh(scores / cap), by an exponential that may overflow: 2 / (inf + 1) is the right 0."""
+    """Return cap * tanh(scores / cap); the exponential may overflow: 2 / (inf + 1) is 0."""
     return cap - cap * 2.0 / (tl.exp2(scores * (2.0 * LOG2E / cap)) + 1.0)
 
 
@@ -91,10 +90,10 @@ def soft_cap(scores, cap):
 def add_values(
     weights, decay, acc, odd, v_pool, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IN_PAIRS: tl.constexpr
 ):
-    """Add a tile's weighted values to `acc`, or with IN_PAIRS the even ones to it and the odd ones to `odd`.
+    """Add a tile's weighted values to `acc`; with IN_PAIRS odd ones go to `odd`.
 
-    Products of few rows want their second operand transposed, which shared memory can do with numbers of 16 bits but
-    not of 8. So two adjacent values of a byte are loaded as one number, and the even and the odd ones have a product each.
+    Products of few rows need their second operand transposed, which shared memory can do with 16-bit numbers but not with
+    8-bit ones. So two adjacent bytes are loaded as one number, and the even and the odd ones have a product each.
     """
     dtype: tl.constexpr = weights.dtype
     acc *= decay
@@ -133,8 +132,8 @@ def attend_keys(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    IS_MASKED: tl.constexpr,  # whether a row may not see all of these keys
-    IN_PAIRS: tl.constexpr,  # whether values of a byte are loaded as pairs
+    IS_MASKED: tl.constexpr,  # whether a row may see only some of these keys
+    IN_PAIRS: tl.constexpr,  # whether one-byte values are loaded as pairs
 ):
     """Attend over the keys, one tile at a time; returns the new peak, total and acc."""
     is_narrow: tl.constexpr = k_scales is not None
@@ -158,8 +157,8 @@ def attend_keys(
         if HAS_SOFTCAP:
             scores = soft_cap(scores, softcap)
         if is_narrow:
-            # Weights that have the power of two of their value's scale in them need no more range than float16 has,
-            # whatever the scales are: the largest is near 1. In `total` they count without it.
+            # Weights that include the power of two of their value's scale fit the range of float16 for any scales: the largest
+            # is near 1. `total` counts them without it.
             v_scale = tl.load(v_scales + scales_at)
             exponents = tl.maximum(exponent_of(v_scale), _SMALLEST_VALUE)
             inverse = power_of_two(-exponents)
@@ -170,7 +169,7 @@ def attend_keys(
                 is_visible &= keys[None, :] > q_at[:, None] - WINDOW
             scores = tl.where(is_visible, scores, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row whose window begins behind this tile has seen nothing yet: keep -inf - -inf out of it.
+        # A row whose window begins after this tile has seen no key yet: avoid -inf - -inf.
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(peak - base)
@@ -188,7 +187,7 @@ def attend_keys(
 
 @triton.jit
 def add_sink(peak, total, acc, sink):
-    """One more score a row, in base 2, that carries no value."""
+    """Add one score a row, in base 2, without a value."""
     new_peak = tl.maximum(peak, sink)
     decay = tl.exp2(peak - new_peak)
     return new_peak, total * decay + tl.exp2(sink - new_peak), acc * decay[:, None]

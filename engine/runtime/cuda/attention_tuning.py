@@ -1,9 +1,9 @@
-"""The sizes that the attention kernels' speed hangs on, in one table: tiles, warps, stages of loads, and how work is cut.
+"""The table of the attention kernels' sizes: tiles, warps, load stages, and splits.
 
-None of them changes a result by more than the order of its sums. They were chosen by reasoning and by what compiles for
-capabilities 8.0, 9.0 and 10.0 with at most 64 bytes of registers spilled (`python -m loadtest.gpu.compile` prints it), but
-for prompts over a narrow pool with a head_dim of 256, which spill 136; no GPU has measured them yet. `bash loadtest/gpu.sh --tune` tries their
-neighbours on a card and prints the best, which then belongs here. Host code without state: any thread.
+A size changes a result only by the order of its sums. The sizes were chosen by reasoning, and to compile for capabilities
+8.0, 9.0 and 10.0 with at most 64 bytes of spilled registers (`python -m loadtest.gpu.compile` prints it), except for
+prompts over a narrow pool with a head_dim of 256, which spill 136. No GPU has measured them yet. `bash loadtest/gpu.sh
+--tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without state: any thread.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 
 class DecodeTile(NamedTuple):
-    """Keys that a program of the decode kernel holds at a time, and what works on them."""
+    """Keys that a program of the decode kernel holds at a time, and its resources."""
 
     keys: int
     warps: int
-    stages: int  # of loads; the block table's own takes half of them
+    stages: int  # stages of loads; those of the block table take half of them
 
 
 class PromptTile(NamedTuple):
@@ -30,18 +30,18 @@ class PromptTile(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """When work along the context is shared out, so that the whole device has some of it."""
+    """When a context is split between programs, so that the whole device is busy."""
 
-    programs_per_sm: int  # as many as are to be there, if contexts are long enough
-    min_keys: int  # of a part: fewer are not worth a partial result
-    max_keys: int  # of a part: more would keep one program busy long after the others
+    programs_per_sm: int  # wanted programs, if contexts are long enough
+    min_keys: int  # least keys of a part: fewer are not worth a partial result
+    max_keys: int  # most keys of a part: more would keep one program busy long after the others
 
 
 class Tuning(NamedTuple):
-    """All of it for one kind of layer on one kind of card."""
+    """All sizes for one kind of layer on one kind of GPU."""
 
     decode: DecodeTile
-    short: PromptTile  # where no slice of a step has more rows than this tile: a turn of a chat, a few guessed tokens
+    short: PromptTile  # for steps whose slices fit this tile: a turn of a chat, a few drafted tokens
     long: PromptTile
     decode_cut: Cut
     prompt_cut: Cut

@@ -1,4 +1,4 @@
-"""Whether a CUDA device can be served at all, asked before minutes of loading. Start-up thread."""
+"""Checks that a CUDA device can be used, before minutes of loading. Start-up thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIRST_WITH_BFLOAT16 = (8, 0)
 
 
 def explain_absence() -> str:
-    """Why torch sees no CUDA device."""
+    """Return the reason why torch sees no CUDA device."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) was built without CUDA"
     return (
@@ -22,7 +22,7 @@ def explain_absence() -> str:
 
 
 def check_card(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError for a card that torch's build has no kernels for, or that cannot multiply `dtype`."""
+    """Raise ConfigError for a GPU without kernels in torch's build, or without `dtype`."""
     capability = torch.cuda.get_device_capability(device)
     card = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
     built_for = torch.cuda.get_arch_list()
@@ -39,7 +39,7 @@ def check_card(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _runs_on(built_for: list[str], capability: tuple[int, int]) -> bool:
-    """Code for sm_XY runs on newer cards of the same generation, sm_XYa on that card alone, compute_XY on all newer."""
+    """Return whether code runs on a GPU: sm_XY on its generation, compute_XY on newer ones."""
     targets = [match for match in map(re.compile(r"(sm|compute)_(\d+)(\d)([a-z]?)").fullmatch, built_for) if match]
     for kind, major, minor, suffix in (match.groups() for match in targets):
         target = int(major), int(minor)
@@ -47,4 +47,4 @@ def _runs_on(built_for: list[str], capability: tuple[int, int]) -> bool:
             not suffix and target <= capability and (kind == "compute" or target[0] == capability[0])
         ):
             return True
-    return not targets  # a build that does not say
+    return not targets  # a build without a list

@@ -1,7 +1,7 @@
-"""What goes wrong on a CUDA device, in the words that the engine knows: out of memory, or lost.
+"""Translates CUDA errors into the engine's: out of memory, or device lost.
 
-A device that is out of memory is made ready for a smaller step; one that reports any other error of CUDA's is lost to
-this process, since every later call would report it again. Engine thread.
+After an out-of-memory error the device is prepared for a smaller step. After any other CUDA error the device is lost to this
+process, because every later call would report it again. Engine thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CudaStep:
         self._runner, self._step = runner, step
 
     def wait(self) -> StepResult:
-        """Block until the device is done, and read."""
+        """Wait for the device and return the step's result."""
         try:
             return self._step.wait()
         except RuntimeError as error:
@@ -34,7 +34,7 @@ class CudaStep:
 
 
 class CudaRunner:
-    """A Runner on a CUDA device, which raises DeviceMemoryError and DeviceLostError in place of torch's errors."""
+    """A Runner on CUDA that raises DeviceMemoryError and DeviceLostError."""
 
     def __init__(self, runner: Runner, device: torch.device) -> None:
         self._runner, self._device = runner, device
@@ -55,11 +55,11 @@ class CudaRunner:
             return CudaStep(self, self._runner.run(plan))
         except RuntimeError as error:
             fault = to_fault(error)
-        # Out of the handler: the exception it holds keeps alive the tensors of the step that failed.
+        # Outside the handler: its exception keeps the tensors of the failed step alive.
         raise self.settle(fault)
 
     def settle(self, fault: Exception) -> Exception:
-        """Have the device ready for what comes next, as far as it can be; returns what is to be raised."""
+        """Prepare the device for the next step, if possible; return the error to raise."""
         if isinstance(fault, DeviceMemoryError):
             try:
                 # The next step may write where a copy of this one is still reading.
@@ -83,17 +83,17 @@ class CudaRunner:
         return self._runner.use_idle_moment()
 
     def close(self) -> None:
-        """Give back memory, unless there is no device any more to give it back to."""
+        """Release memory, unless the device is lost."""
         if not self._is_lost:
             self._runner.close()
 
 
 def to_fault(error: RuntimeError) -> Exception:
-    """What an error of torch's means; an error that is not the device's is itself."""
+    """Return the engine's error for one of torch's; other errors are unchanged."""
     told = str(error)
     line = told.strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError) or any(sign in told for sign in _MEMORY):
-        return DeviceMemoryError(". ".join(line.split(". ")[:2]).removesuffix("."))  # what follows is advice
+        return DeviceMemoryError(". ".join(line.split(". ")[:2]).removesuffix("."))  # the rest is advice
     if isinstance(error, torch.AcceleratorError) or any(sign in told for sign in _LOST):
         return DeviceLostError(f"the CUDA device is lost: {line.removesuffix('.')}")
     return error

@@ -1,8 +1,8 @@
-"""Linears in fp8: a weight and its inputs as e4m3 with a float32 scale a row, multiplied by the tensor cores as they are.
+"""Linears in fp8: weight and inputs as e4m3 with a float32 scale a row, on tensor cores.
 
-A weight's scales, one an output, are found when it is loaded; those of the inputs, one a token, in every call, by a
-small kernel. A row's scale makes its largest number the largest of e4m3, so nothing is calibrated and nothing is cut
-off. torch._scaled_mm applies both scales to sums in float32 and rounds once, to bfloat16. Engine thread.
+A weight's scales, one an output, are computed when it is loaded; those of the inputs, one a token, in every call by a small
+kernel. A row's scale maps its largest number to the largest of e4m3, so nothing is calibrated and nothing is clipped.
+torch._scaled_mm applies both scales to sums in float32 and rounds once, to bfloat16. Engine thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX = tl.constexpr(3.4028234663852886e38)
 
 
 class Fp8Linear:
-    """y = x W^T + b in bfloat16, over a `weight` [outputs, inputs] float8_e4m3fn that is filled row by row."""
+    """y = x W^T + b in bfloat16, with a weight in float8_e4m3fn that is filled row by row."""
 
     __slots__ = ("_bias", "_scales", "_weight")
 
@@ -29,14 +29,14 @@ class Fp8Linear:
         self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
 
     def load(self, first_row: int, num_rows: int, copy_to: Callable[[Tensor], None]) -> None:
-        """Quantise rows `first_row` and on, which `copy_to` writes; in bfloat16 nothing but they exists meanwhile."""
+        """Quantise the rows from `first_row` on, which `copy_to` writes in bfloat16."""
         rows = torch.empty((num_rows, self._weight.shape[1]), dtype=torch.bfloat16, device=self._weight.device)
         copy_to(rows)
         end = first_row + num_rows
         quantise_rows(rows, self._weight[first_row:end], self._scales[first_row:end])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, inputs] bfloat16 -> [T, outputs] bfloat16."""
+        """Return [T, outputs] bfloat16 of x [T, inputs] bfloat16."""
         numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
         scales = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
         quantise_rows(x, numbers, scales)
@@ -52,9 +52,9 @@ class Fp8Linear:
 
 
 def quantise_rows(x: Tensor, numbers: Tensor, scales: Tensor) -> None:
-    """Write rows of x [T, width] as `numbers` [T, width] float8_e4m3fn times `scales`, T float32.
+    """Write x [T, width] as `numbers` [T, width] float8_e4m3fn times `scales`, T float32.
 
-    Rows of x may lie apart. A row of zeros has a scale of 0; NaN stays NaN, and infinity makes NaN of its row.
+    Rows of x need not be adjacent. A row of zeros has a scale of 0; NaN stays NaN, and infinity turns its row into NaN.
     """
     num_rows, width = x.shape
     assert x.stride(1) == 1
@@ -72,19 +72,19 @@ def quantise_rows(x: Tensor, numbers: Tensor, scales: Tensor) -> None:
         x.stride(0),
         width,
         BLOCK=block,
-        # 16 values a thread, as in norm.py. To be swept on a card.
+        # 16 values a thread, as in norm.py. To be tuned on a GPU.
         num_warps=min(max(block // 512, 1), 16),
     )
 
 
 @triton.jit
 def _quantise_rows(x_ptr, numbers_ptr, scales_ptr, x_stride, width, BLOCK: tl.constexpr):
-    """A program a row, which it holds in registers."""
+    """One program for each row, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row * x_stride + column, inside, 0.0).to(tl.float32)
     peak = tl.max(tl.abs(x), 0)
-    factor = tl.minimum(tl.div_rn(_PEAK, peak), _MAX)  # of a row of zeros it would be infinite
+    factor = tl.minimum(tl.div_rn(_PEAK, peak), _MAX)  # infinite for a row of zeros
     tl.store(numbers_ptr + row * width + column, (x * factor).to(tl.float8e4nv), inside)
     tl.store(scales_ptr + row, tl.div_rn(peak, _PEAK))

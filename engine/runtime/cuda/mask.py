@@ -1,4 +1,4 @@
-"""Rules tokens out of rows of logits by packed bits, a read of 1/32 of what the logits take. Engine thread."""
+"""Masks tokens in rows of logits by packed bits, 1/32 of the logits' size. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WORDS = 32  # of a program: 1024 logits
 
 
 def mask_rows(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """-inf where a bit is not set, in place; logits [R, V], mask i [V / 32, int32] is of row `rows[i]`."""
+    """Write -inf where a bit is not set; mask i [V / 32, int32] is for row `rows[i]`."""
     vocab_size, num_words = logits.shape[1], masks.shape[1]
     assert logits.is_contiguous()
     assert masks.is_contiguous()
@@ -20,7 +20,7 @@ def mask_rows(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 @triton.jit
 def _mask_kernel(logits_ptr, rows_ptr, masks_ptr, vocab_size, num_words, WORDS: tl.constexpr):
-    """A program for WORDS words of a row's mask."""
+    """One program for WORDS words of a row's mask."""
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
     token = tl.program_id(1) * WORDS * 32 + tl.arange(0, WORDS * 32)

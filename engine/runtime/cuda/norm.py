@@ -1,6 +1,6 @@
-"""Adding to the residual stream and normalising it, in one pass over its memory.
+"""Adds to the residual stream and normalises it, in one pass over memory.
 
-What native/ops.py does on a CPU, with the same roundings. Engine thread.
+The CUDA version of native/ops.py, with the same roundings. Engine thread.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
-    """residual [T, width] += alpha * delta, in place; returns residual / rms(residual) * weight.
+    """Add alpha * delta to residual [T, width] in place; return its RMSNorm times weight.
 
-    Rows may lie apart; `weight` [width] is of the residual's type or float32. Sums are in float32.
+    Rows need not be adjacent; `weight` [width] is of the residual's type or float32. Sums are in float32.
     """
     num_rows, width = residual.shape
     assert residual.stride(1) == 1
@@ -39,7 +39,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         alpha,
         HAS_DELTA=delta is not None,
         BLOCK=block,
-        # 16 values a thread: two loads of 16 bytes in bfloat16. To be swept on a card, with 8 and 32.
+        # 16 values a thread: two loads of 16 bytes in bfloat16. To be tuned on a GPU, with 8 and 32.
         num_warps=min(max(block // 512, 1), 16),
     )
     return out
@@ -59,7 +59,7 @@ def _add_rms_norm(
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a row, which it holds in registers."""
+    """One program for each row, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -67,7 +67,7 @@ def _add_rms_norm(
     x = tl.load(residual_at, inside, 0.0)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row * delta_stride + column, inside, 0.0)
-        # Rounded to the stream's type before it is normalised, as a reader of the stream will find it.
+        # Rounded to the stream's type before it is normalised, as readers of the stream see it.
         x = (x.to(tl.float32) + alpha * delta.to(tl.float32)).to(x.dtype)
         tl.store(residual_at, x, inside)
     wide = x.to(tl.float32)

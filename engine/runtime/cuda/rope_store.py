@@ -1,8 +1,8 @@
-"""What happens to queries, keys and values between their projection and attention, as one launch.
+"""Prepares queries, keys and values for attention in one launch.
 
-Each query and key head is normed (some models) and turned by its position; queries go to a tensor of their own, keys
-and values to the paged pool of cuda/store.py, quantised if it is narrow. Queries are not turned in place: the threads of
-a program read each other's elements. Engine thread.
+Each query and key head is normalised (some models) and rotated by its position. Queries go to a new tensor, keys and values
+to the paged pool of cuda/store.py, quantised if it is narrow. Queries are not rotated in place, because the threads of a
+program read each other's elements. Engine thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.runtime.cuda.store import PoolView, quantise
 from engine.runtime.kv_layout import PEAKS, SCALE_BYTES
 
-_HEADS = 4  # a program's; with 128 dimensions a warp each, 4 values a thread. To be swept on a card, with 2 and 8.
+_HEADS = 4  # of a program; with 128 dimensions a warp each, 4 values a thread. To be tuned on a GPU, with 2 and 8.
 
 
 def rotate_and_store(
@@ -26,12 +26,12 @@ def rotate_and_store(
     pool: PoolView,
     slots: Tensor,
 ) -> Tensor:
-    """Norm, turn and store: returns the queries [T, num_heads, head_dim].
+    """Normalise, rotate and store; return the queries [T, num_heads, head_dim].
 
-    qkv [T, heads, head_dim]: query heads, then key heads, then value heads; tokens may lie apart. `angles` are cos and
-    signed sin [T, rope_dim] as Rotary makes them, None for a layer without positions; `norms` the weights [head_dim]
-    for queries and for keys. The pool is of qkv's type or narrow; a row that goes to a narrow one is first rounded to
-    qkv's type, as one that goes to the other is. slots [T]: block * block_size + offset; one below 0 stores nothing.
+    qkv [T, heads, head_dim] has query heads, then key heads, then value heads; tokens need not be adjacent. `angles` are
+    Rotary's cos and signed sin [T, rope_dim], None without positions; `norms` are the weights [head_dim] of queries and
+    keys. The pool is of qkv's type or narrow; rows are rounded to qkv's type first in both cases. slots [T] are
+    block * block_size + offset; a slot below 0 stores nothing.
     """
     num_tokens, num_all, dim = qkv.shape
     num_kv_heads = pool.k.shape[1]
@@ -83,13 +83,13 @@ def rotate_and_store(
 
 @triton.jit
 def _norm_factor(x, DIM: tl.constexpr, eps):
-    """1 / rms of each row of x [HEADS, BLOCK], zeros behind DIM: [HEADS, 1]."""
+    """Return 1 / rms of each row [HEADS, 1] of x [HEADS, BLOCK], which is zero after DIM."""
     return 1.0 / tl.sqrt_rn(tl.sum(x * x, 1, keep_dims=True) / DIM + eps)
 
 
 @triton.jit
 def _normed(x, factor, q_weight_ptr, k_weight_ptr, dims, is_q, is_k, DTYPE: tl.constexpr):
-    """x times factor and weight, rounded to DTYPE, as it is where norm and rotation are two operations; 0 for values."""
+    """Return x times factor and weight, rounded to DTYPE as between two operations."""
     q_weight = tl.load(q_weight_ptr + dims, is_q, 0.0).to(tl.float32)
     weight = q_weight + tl.load(k_weight_ptr + dims, is_k, 0.0).to(tl.float32)
     return (x * factor * weight).to(DTYPE).to(tl.float32)
@@ -123,7 +123,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for HEADS heads of a token, which may be of all three kinds."""
+    """One program for HEADS heads of a token, of any of the three kinds."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
@@ -139,7 +139,7 @@ def _rotate_and_store(
         factor = _norm_factor(x, DIM, eps)
         x = _normed(x, factor, q_weight_ptr, k_weight_ptr, dim, is_q & inside, is_k & inside, raw.dtype)
     if ROPE_DIM > 0:
-        # Each element and the one it is turned with, which lies half the turned dimensions away.
+        # Each element and its partner, which is half the rotated dimensions away.
         turns = dim < ROPE_DIM
         other_dim = tl.where(dim < ROPE_DIM // 2, dim + ROPE_DIM // 2, dim - ROPE_DIM // 2)
         other = tl.load(head_at + other_dim, (is_q | is_k) & turns, 0.0).to(tl.float32)

@@ -1,10 +1,10 @@
-"""Drawing a token from every row of logits on the device, in a few launches and without waiting for it.
+"""Draws a token from every row of logits on the device, in a few launches without waiting.
 
     penalties, each tile's best -> (sampling_filter.py: top_k, top_p) -> each tile's candidates -> the winner
 
-A row is cut into tiles, and a program has one of them: at a batch of one a vocabulary of 150,000 keeps 37 processors
-busy instead of one, and at 256 all of them. What is drawn is what sampling/draw.py draws, from the same (seed, position)
-and by the same definition: candidates by noise in float32, the winner by noise in float64, the lower id in a tie.
+A row is cut into tiles, one for each program: at a batch of one a vocabulary of 150,000 keeps 37 processors busy instead
+of one, and at 256 all of them. The draw equals that of sampling/draw.py, from the same (seed, position) and by the same
+definition: candidates by noise in float32, the winner by noise in float64, the lower id in a tie.
 Engine thread.
 """
 
@@ -31,19 +31,19 @@ from engine.runtime.cuda.sampling_row import (
 )
 from engine.runtime.drawn import Drawn
 
-# Of a row, for a program: 16 logits a thread, and so few tiles that whoever needs the results of all reads them in one
-# load. To be swept on a card, with 2048 and 8192, and the warps with them.
+# Logits of a program: 16 a thread, and few enough tiles that one load reads the results of all. To be tuned on a GPU,
+# with 2048 and 8192, and the warps with them.
 _TILE, _WARPS = 4096, 8
 
-IN_PROMPT = 1 << 30  # added to the count of a token that stands in the prompt
+IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 _ANSWER_BITS = tl.constexpr(IN_PROMPT - 1)
 
 
 class Penalties(NamedTuple):
-    """What R rows are penalised for; tensors on the device."""
+    """The penalties of R rows; tensors on the device."""
 
-    counts: Tensor  # [sequences, V] int32, how often a token stands in the answer, and IN_PROMPT
-    rows: Tensor  # [R] int32, which line of `counts` is a row's; -1: it is not penalised
+    counts: Tensor  # [sequences, V] int32, occurrences of a token in the answer, and IN_PROMPT
+    rows: Tensor  # [R] int32, a row's line of `counts`; -1: not penalised
     repetition: Tensor  # [R] float32, 1: none
     frequency: Tensor  # [R] float32
     presence: Tensor  # [R] float32
@@ -57,10 +57,10 @@ def sample(
     is_drawing: bool = True,
     is_ranking: bool = True,
 ) -> Drawn:
-    """logits [R, V] float32, which penalties change in place -> an id for each row. Rows may lie apart.
+    """Return an id for each row of logits [R, V] float32; penalties change them in place.
 
-    -inf rules a token out, but not all of a row's. What the host knows that no row asks for saves launches:
-    `is_drawing` is False where all are greedy, `is_ranking` where none has a top_k or a top_p.
+    Rows need not be adjacent; each needs one logit above -inf. Flags save launches: `is_drawing` is False if all rows are
+    greedy, `is_ranking` if none has a top_k or a top_p.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
@@ -123,7 +123,7 @@ def sample(
 
 @triton.jit
 def _penalise(logits, counts, repetition, frequency, presence):
-    """Repetition over prompt and answer, then frequency and presence over the answer."""
+    """Apply repetition over prompt and answer, then frequency and presence over the answer."""
     repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), logits * repetition)
     logits = tl.where(counts > 0, repeated, logits)
     said = counts & _ANSWER_BITS
@@ -145,7 +145,7 @@ def _find_peaks(
     HAS_PENALTIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each tile's best, +inf for a NaN, and the lowest id that has it; what is penalised changes in place."""
+    """Find each tile's best, +inf for a NaN, and its lowest id; penalties change logits."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < vocab_size
@@ -158,7 +158,7 @@ def _find_peaks(
             repetition, frequency = tl.load(repetition_ptr + row), tl.load(frequency_ptr + row)
             logits = _penalise(logits, counts, repetition, frequency, tl.load(presence_ptr + row))
             tl.store(at, logits, inside)
-    # A NaN voids the row as an infinity does, and is told from other numbers where that cannot be missed.
+    # A NaN voids the row like an infinity; it is detected here, where no comparison can miss it.
     known = tl.where(logits == logits, logits, float("inf"))
     peak, place = tl.max(known, 0, return_indices=True, return_indices_tie_break_left=True)
     result = row * tl.num_programs(1) + tile
@@ -184,9 +184,9 @@ def _find_candidates(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Each tile's two best with noise, -1 where there is none.
+    """Find each tile's two best with noise, -1 without one.
 
-    The winner is among them unless two others of its tile come within the last digits of float32: once in 10^11 draws.
+    The winner is among them unless two others of its tile are equal to it in float32: once in 10^11 draws.
     """
     row, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperature_ptr + row)
@@ -231,7 +231,7 @@ def _choose(
     HAS_CANDIDATES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A program a row: its peak where it is greedy, else the best of the candidates by exact noise."""
+    """One program for each row: its peak if greedy, else the best candidate by exact noise."""
     row = tl.program_id(0).to(tl.int64)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
     is_finite = ~is_void(peak)
@@ -250,5 +250,5 @@ def _choose(
             noise = exact_noise(hash_tokens(token, tl.load(seed_ptr + row), tl.load(position_ptr + row)))
             value = tl.where(token >= 0, score + noise, -float("inf"))
             chosen = tl.min(tl.where(value == tl.max(value, 0), token, vocab_size), 0)
-    # A void row has any id, but one of the vocabulary.
+    # A void row gets any id of the vocabulary.
     tl.store(ids_ptr + row, tl.where(is_finite, chosen, 0).to(tl.int64))

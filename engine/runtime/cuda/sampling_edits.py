@@ -1,9 +1,9 @@
-"""What rows ask for single tokens before they are drawn: biases, bans, and the counts that penalties go by.
+"""Edits of single tokens before the draw: biases, bans, and the counts for penalties.
 
-A penalty is computed by cuda/sampling.py in passing, from how often each token stands in a text. These counts stay on the
-device, a line of the vocabulary a slot, and each step adds what is new in a text; a line is begun anew when its slot
-changes hands, or when a step that was taken back comes again. An id that the host does not know yet (overlap) is taken
-from `last_ids`. Nothing here waits for the device. Engine thread.
+cuda/sampling.py computes penalties from the number of occurrences of each token in a text. These counts stay on the device,
+one line of the vocabulary for each slot, and each step adds the new tokens. A line is cleared when another sequence takes
+its slot, or when a rolled back step is planned again. An id that the host does not know yet (overlap) is read from
+`last_ids`. Nothing waits for the device. Engine thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.core.step import SequenceSlice
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
 
 _ENTRIES = 256  # a program's
-_DRAWN = -1  # instead of a token: the last that was drawn for the slot
+_DRAWN = -1  # in place of a token: the last one drawn for the slot
 
 
 def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> None:
@@ -33,32 +33,29 @@ def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> N
     _add_to_tokens[grid](logits, logits.stride(0), entries, len(amounts), BLOCK=_ENTRIES)
 
 
-def ban_tokens(logits: Tensor, bans: Sequence[tuple[int, int, int, int]], last_ids: Tensor) -> None:
-    """Set logits [R, V] float32, in place, to -inf for each ban that holds.
-
-    A ban is (row, token, slot, drawn) as in sampling/bans.py; `last_ids` [slots] int64 decides on the device.
-    """
+def ban_tokens(logits: Tensor, bans: Sequence[Ban], last_ids: Tensor) -> None:
+    """Set logits [R, V] to -inf for each ban that applies, by `last_ids` [slots] int64."""
     entries = _to_device(np.array(bans, np.int32).T, logits.device)
     grid = (triton.cdiv(len(bans), _ENTRIES),)
     _ban_tokens[grid](logits, logits.stride(0), entries, len(bans), last_ids, BLOCK=_ENTRIES)
 
 
 class _Line(NamedTuple):
-    """Whose text a line of counts is of, and how much of it."""
+    """The sequence that a line counts, and the length of its counted text."""
 
     seq_id: int
     length: int
 
 
 class TokenCounts:
-    """How often each token stands in the texts of sequences that are penalised, by slot."""
+    """Occurrences of each token in the texts of penalised sequences, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
         self._lines: dict[int, _Line] = {}
 
     def penalties(self, rows: Sequence[tuple[int, SequenceSlice]], num_rows: int, last_ids: Tensor) -> Penalties:
-        """What `num_rows` rows of logits are penalised for, of which these (row, slice) are; counts include the slices."""
+        """Return the penalties of `num_rows` rows; the counts include these slices."""
         self._count(list({piece.slot: piece for _, piece in rows}.values()), last_ids)
         slots = np.full(num_rows, -1, np.int32)
         amounts = np.zeros((3, num_rows), np.float32)
@@ -70,8 +67,8 @@ class TokenCounts:
         return Penalties(self._counts, columns[0], *columns[1:].view(torch.float32).unbind(0))
 
     def _count(self, pieces: Sequence[SequenceSlice], last_ids: Tensor) -> None:
-        """Have each slice's line hold the text up to the slice's end."""
-        lines = [self._lines.pop(piece.slot, None) for piece in pieces]  # they are known again when all has gone well
+        """Update each slice's line to the slice's end."""
+        lines = [self._lines.pop(piece.slot, None) for piece in pieces]  # they count as known again after success
         new = np.hstack([self._missing(piece, line) for piece, line in zip(pieces, lines, strict=True)])
         num = new.shape[1]
         entries = _to_device(new, self._counts.device)
@@ -81,7 +78,7 @@ class TokenCounts:
             self._lines[piece.slot] = _Line(piece.seq_id, piece.start + piece.num_tokens)
 
     def _missing(self, piece: SequenceSlice, line: _Line | None) -> np.ndarray:
-        """Entries [3, n] for a line that is as `line` says: the slot, a token or _DRAWN, and what to add."""
+        """Return the entries [3, n] missing in a line: slot, token or _DRAWN, and increment."""
         stop = piece.start + piece.num_tokens
         parts: list[np.ndarray] = []
         if line is not None and line.seq_id == piece.seq_id and piece.num_prompt <= line.length < stop:
@@ -98,14 +95,14 @@ class TokenCounts:
 
 
 def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """A copy that nobody waits for: page-locked memory is not used again before the stream has passed."""
+    """Copy without waiting: pinned memory is not reused before the stream has passed."""
     tensor = torch.from_numpy(np.ascontiguousarray(numbers))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["num"])
 def _add_to_tokens(logits_ptr, row_stride, entries_ptr, num, BLOCK: tl.constexpr):
-    """Entries are of different tokens, so that no two programs meet."""
+    """Entries are of distinct tokens, so programs do not conflict."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_entry = entry < num
     row = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
@@ -117,7 +114,7 @@ def _add_to_tokens(logits_ptr, row_stride, entries_ptr, num, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["num"])
 def _ban_tokens(logits_ptr, row_stride, entries_ptr, num, last_ids_ptr, BLOCK: tl.constexpr):
-    """Entries may meet in a token: all that hold write the same."""
+    """Entries may be of the same token: all that apply write the same value."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_entry = entry < num
     row = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
@@ -131,7 +128,7 @@ def _ban_tokens(logits_ptr, row_stride, entries_ptr, num, last_ids_ptr, BLOCK: t
 
 @triton.jit(do_not_specialize=["num"])
 def _count_tokens(counts_ptr, vocab_size, entries_ptr, num, last_ids_ptr, BLOCK: tl.constexpr):
-    """Add to the lines; a text may have a token several times, so by atomics, which of integers have one result."""
+    """Add to the lines by atomics, since a text may repeat a token; integer sums are exact."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_entry = entry < num
     slot = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)

@@ -1,10 +1,10 @@
-"""Which tokens top_k and top_p keep, without a sort: for each row the key of the worst score kept.
+"""Finds the tokens that top_k and top_p keep, without a sort: the key of the worst score kept.
 
-The definition is sampling/filters.py's: the fewest best tokens that are k, or weigh p of the whole together, equal scores
-together. Three launches. The first counts and weighs the tokens above each of 32 fixed levels, tile by tile; the second
-copies those above the lowest level that can matter, a few thousand at most, into a row of their own; the third searches
-among them for the border, one program a row. Where they are too many it searches the whole row, which is slower and as
-right. Rows that ask for neither filter cost a program that ends at once.
+The definition is that of sampling/filters.py: the fewest best tokens that are k, or have the mass p together, with equal
+scores kept together. There are three launches. The first counts and weighs the tokens above each of 32 fixed levels, tile by
+tile. The second copies those above the lowest relevant level, a few thousand at most, into a separate row. The third
+searches them for the limit, one program a row. If they are too many it searches the whole row, which is slower and gives
+the same result. Rows without these filters cost a program that exits immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.runtime.cuda.sampling_row import A_NUMBER_A_ROW, Draws, is_void, row
 # more tokens are copied than are kept. The last level is -inf.
 _LEVELS = 32
 _CAPACITY = 8192  # copied tokens a row
-# Scores at a time, times levels or pivots: 64 and 128 values a thread. To be swept on a card, and the capacity with them.
+# Scores at a time, times levels or pivots: 64 and 128 values a thread. To be tuned on a GPU, with the capacity.
 _TALLY_STEP = 256
 _SEARCH_STEP = 1024
 
@@ -29,9 +29,9 @@ _KEY_OF_NONE = tl.constexpr(0x7F800000)  # of -inf
 
 
 def find_limits(logits: Tensor, draws: Draws, peaks: Tensor, tile: int) -> Tensor:
-    """logits [R, V] and each tile's peak [R, tiles] -> [R] int32, the largest key of a score that is kept.
+    """Return [R] int32, the largest key of a kept score, for logits [R, V] and peaks.
 
-    It heeds min_p too. Undefined where the temperature is 0.
+    min_p is applied too. Undefined for a temperature of 0.
     """
     num_rows, num_tiles = peaks.shape
     vocab_size, device = logits.shape[1], logits.device
@@ -52,7 +52,7 @@ def find_limits(logits: Tensor, draws: Draws, peaks: Tensor, tile: int) -> Tenso
 
 @triton.jit
 def _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size):
-    """The row's temperature, top_k, 0 if it keeps all, and top_p; and whether either filter is on."""
+    """Load the row's temperature, top_k (0 keeps all), top_p, and whether a filter is on."""
     temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     top_k = tl.where(top_k < vocab_size, top_k, 0)
     return temperature, top_k, top_p, (temperature > 0) & ((top_k > 0) | (top_p < 1))
@@ -66,7 +66,7 @@ def _level_keys(levels, LEVELS: tl.constexpr):
 
 @triton.jit
 def _load_scores(at, inside, peak, temperature, limit):
-    """Scores and their keys; those that are not there, or beyond the limit, have a key above all."""
+    """Load scores and their keys; absent ones and those beyond the limit get the highest key."""
     score = to_score(tl.load(at, inside, -float("inf")), peak, temperature)
     key = to_key(score)
     return score, tl.where(inside & (key <= limit), key, _NO_KEY)
@@ -74,7 +74,7 @@ def _load_scores(at, inside, peak, temperature, limit):
 
 @triton.jit
 def _weigh(score, key, pivots):
-    """How many of the scores have a key up to each pivot, and what they weigh."""
+    """Return the count and the mass of scores with a key up to each pivot."""
     is_kept = key[None, :] <= pivots[:, None]
     mass = tl.sum(tl.where(is_kept, tl.exp(score)[None, :], 0.0), 1)
     return tl.sum(is_kept.to(tl.int32), 1), mass
@@ -97,7 +97,7 @@ def _tally(
     TILES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Count and mass of a tile's tokens above each level."""
+    """Compute count and mass of a tile's tokens above each level."""
     row, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, _, _, is_ranked = _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
@@ -121,9 +121,9 @@ def _tally(
 
 @triton.jit
 def _choose_level(counts_ptr, masses_ptr, num_tiles, top_k, top_p, LEVELS: tl.constexpr, TILES: tl.constexpr):
-    """The first level above which all lies that is kept.
+    """Return the first level above which all kept tokens are.
 
-    Returns it, the counts [TILES] of tokens above it, and what the row weighs.
+    Also returns the counts [TILES] of tokens above it, and the row's mass.
     """
     tile, level = tl.arange(0, TILES), tl.arange(0, LEVELS)
     at = tile[:, None] * LEVELS + level[None, :]
@@ -157,7 +157,7 @@ def _copy_best(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A tile's logits above the row's level, behind those of the tiles before, if there is room for all."""
+    """Copy a tile's logits above the row's level, if there is room for all tiles."""
     row, tile, num_tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, top_k, top_p, is_ranked = _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     peak = row_peak(peaks_ptr + row * num_tiles, num_tiles, TILES)
@@ -178,7 +178,7 @@ def _copy_best(
 
 @triton.jit
 def _weigh_all(base, size, peak, temperature, limit, pivots, PIVOTS: tl.constexpr, STEP: tl.constexpr):
-    """_weigh over all the logits from `base` on; the mass in float64."""
+    """Return _weigh over all logits from `base` on, with the mass in float64."""
     count, mass = tl.zeros((PIVOTS,), tl.int32), tl.zeros((PIVOTS,), tl.float64)
     for begin in range(0, size, STEP):
         place = begin + tl.arange(0, STEP)
@@ -191,10 +191,10 @@ def _weigh_all(base, size, peak, temperature, limit, pivots, PIVOTS: tl.constexp
 
 @triton.jit
 def _search(base, size, peak, temperature, low, high, target, BY_MASS: tl.constexpr, STEP: tl.constexpr):
-    """The smallest key up to which logits are `target` many, or weigh so much; `high` if there is none below.
+    """Return the smallest key up to which logits reach `target` in count or mass, else `high`.
 
-    Up to `low` they are too few. Each pass over the logits cuts (low, high] in 16, and the search is over when it holds
-    one key, or one token: then any key from there to `high` keeps the same.
+    Up to `low` they do not reach it. Each pass cuts (low, high] in 16. The search ends when the interval holds one key, or
+    one token, because then any key in it keeps the same tokens.
     """
     few, enough = tl.full((), 0, tl.int32), size
     while (high - low > 1) & (enough - few > 1):
@@ -232,7 +232,7 @@ def _search_borders(
     TILES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program a row: top_k, then top_p of what that leaves."""
+    """One program for each row: top_k, then top_p of the rest."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p, is_ranked = _load_filters(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab_size)
     limit = to_key(tl.load(lowest_ptr + row))

@@ -1,7 +1,7 @@
-"""What the sampling kernels know of a row: how it is drawn, its peak, its scores and its noise.
+"""The sampling kernels' functions of a row: its parameters, peak, scores and noise.
 
-Scores and noise are those of sampling/draw.py and sampling/noise.py, the scores and the noise's hash to the bit. Device
-code but for `Draws`.
+Scores and noise equal those of sampling/draw.py and sampling/noise.py; scores and the noise's hash to the bit. Device code,
+except `Draws`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 class Draws(NamedTuple):
-    """How each of R rows is to be drawn; tensors on the device. Temperature 0 is greedy."""
+    """How to draw each of R rows; tensors on the device. Temperature 0 is greedy."""
 
     temperature: Tensor  # [R] float32
     top_k: Tensor  # [R] int32, 0: all
     top_p: Tensor  # [R] float64, 1: all
-    lowest: Tensor  # [R] float32, log(min_p), of the scores that min_p keeps; -inf: all
-    seed: Tensor  # [R] int64, of which all 64 bits count
-    position: Tensor  # [R] int64, where the drawn token will stand
+    lowest: Tensor  # [R] float32, log(min_p), the lowest score kept; -inf: all
+    seed: Tensor  # [R] int64, all 64 bits
+    position: Tensor  # [R] int64, the position of the drawn token
 
 
-# Read one number at a time, which makes nothing of how they are aligned; or a kernel would be compiled for every way.
+# Loaded one number at a time, independent of alignment; otherwise a kernel would be compiled for every alignment.
 A_NUMBER_A_ROW = [
     f"{name}_ptr" for name in (*Draws._fields, "limits", "count_rows", "repetition", "frequency", "presence")
 ]
@@ -32,26 +32,26 @@ A_NUMBER_A_ROW = [
 
 @triton.jit
 def row_peak(peaks_ptr, num_tiles, TILES: tl.constexpr):
-    """The best of a row's tiles; +inf where there was a NaN."""
+    """Return the best of a row's tiles; +inf if there was a NaN."""
     tile = tl.arange(0, TILES)
     return tl.max(tl.load(peaks_ptr + tile, tile < num_tiles, -float("inf")), 0)
 
 
 @triton.jit
 def is_void(peak):
-    """Whether nothing can be drawn from a row with this peak."""
+    """Return whether nothing can be drawn from a row with this peak."""
     return tl.abs(peak) == float("inf")
 
 
 @triton.jit
 def to_score(logit, peak, temperature):
-    """Counts from the peak, so none is above 0. The division is IEEE's, not the fast one that "/" would be."""
+    """Return scores relative to the peak, with IEEE division instead of the fast one."""
     return tl.div_rn(logit - peak, temperature)
 
 
 @triton.jit
 def to_key(score):
-    """The score's bits without the sign: an int32 that rises as the score falls."""
+    """Return the score's bits without the sign: an int32 that rises as the score falls."""
     return score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -66,7 +66,7 @@ def _mix(x):
 
 @triton.jit
 def hash_tokens(tokens, seed, position):
-    """31 bits for each token, as a uint32."""
+    """Return 31 bits for each token, as a uint32."""
     word = _mix(_mix(seed.to(tl.uint64)) ^ position.to(tl.uint64))
     x = (tokens.to(tl.uint32) * 0x9E3779B9) ^ (word >> 32).to(tl.uint32)
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) ^ word.to(tl.uint32)
@@ -76,9 +76,9 @@ def hash_tokens(tokens, seed, position):
 
 @triton.jit
 def fast_noise(hashes):
-    """Gumbel noise in float32, off by no more than a few of its last digits: -log(-log(1 - u))."""
-    # 1 - u from the hash's complement keeps its digits where u is near 1. Where it is near 0, the logarithm is put
-    # right for the digits that 1 - u has lost.
+    """Return Gumbel noise in float32, to its last few digits: -log(-log(1 - u))."""
+    # 1 - u from the hash's complement keeps its digits where u is near 1. Where u is near 0, the logarithm is corrected
+    # for the digits that 1 - u has lost.
     uniform = (hashes.to(tl.float32) + 0.5) * (1.0 / 2147483648)
     is_high = hashes >= 0x40000000
     rest = tl.where(is_high, ((0x7FFFFFFF - hashes).to(tl.float32) + 0.5) * (1.0 / 2147483648), 1.0 - uniform)
@@ -89,5 +89,5 @@ def fast_noise(hashes):
 
 @triton.jit
 def exact_noise(hashes):
-    """The same in float64, where 1 - u loses nothing."""
+    """Return the noise in float64, where 1 - u is exact."""
     return -tl.log(-tl.log(1.0 - (hashes.to(tl.float64) + 0.5) * (1.0 / 2147483648)))

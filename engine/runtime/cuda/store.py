@@ -1,9 +1,9 @@
-"""The K/V pool of the Triton backend: its layout, and the kernel that stores new rows in it.
+"""The K/V pool of the Triton backend: its layout, and the kernel that stores new rows.
 
-[num_blocks, num_kv_heads, block_size, head_dim]: what a program reads of a block, one head's rows, is one contiguous run
-(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is one too, which copies in one piece. In a narrow pool, whose
-rows are four bytes longer (kv_layout.py), a head's run is first the numbers of all its rows, then their float32 scales:
-so the numbers are aligned and are read 16 at a time. Engine thread.
+The layout is [num_blocks, num_kv_heads, block_size, head_dim]. A program reads one head's rows of a block, a contiguous run
+(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is contiguous too, so it is copied in one piece. In a narrow pool,
+whose rows are four bytes longer (attention/pool.py), a head's run has the numbers of all its rows first, then their float32
+scales, so the numbers are aligned and read 16 at a time. Engine thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, SMALLEST_PEAK, Attentio
 
 
 class PoolView(NamedTuple):
-    """One layer's pool as the kernels take it. The scales are the same memory seen as float32, where a pool is narrow."""
+    """One layer's pool for the kernels; a narrow pool's scales are its memory as float32."""
 
     k: Tensor
     v: Tensor
@@ -30,12 +30,12 @@ class PoolView(NamedTuple):
 
 
 def block_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Shape of one layer's K, or V."""
+    """Return the shape of one layer's K, or V."""
     return (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
 
 
 def view_pool(k: Tensor, v: Tensor) -> PoolView:
-    """One layer's K and V, contiguous both."""
+    """Return a view of one layer's K and V, which are contiguous."""
     _, heads, block_size, width = k.shape
     assert k.is_contiguous()
     assert v.is_contiguous()
@@ -43,15 +43,17 @@ def view_pool(k: Tensor, v: Tensor) -> PoolView:
     return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width), block_size)
 
 
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds a small float32 to the nearest integer
+_ROUND = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: adding and subtracting it rounds a small float32 to the nearest integer
 _SMALLEST = tl.constexpr(SMALLEST_PEAK)
 
 
 @triton.jit
 def quantise(rows, PEAK: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows [R, dims], zero where there is no dim, as numbers up to PEAK in DTYPE, and what they are to be multiplied by [R].
+    """Return rows [R, dims] as numbers up to PEAK in DTYPE, and their scales [R].
 
-    As kv_layout.py has it. NaN, in a row with NaN or infinity, becomes 0 beside a scale that makes NaN of the row.
+    The definition is in attention/pool.py. A row with NaN or infinity gets a scale that makes it NaN.
     """
     rows = rows.to(tl.float32)
     peak = tl.maximum(tl.max(tl.abs(rows), 1), _SMALLEST)
@@ -65,7 +67,7 @@ def quantise(rows, PEAK: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _store_rows(rows, pool, scales, at, scales_at, heads, dims, mask, NUM_HEADS: tl.constexpr, PEAK: tl.constexpr):
-    """Rows [heads, dims] of one token to element offsets `at` [heads], and what they are multiplied by to `scales_at`."""
+    """Store one token's rows [heads, dims] at offsets `at` [heads], and scales at `scales_at`."""
     if scales is not None:
         rows, scale = quantise(rows, PEAK, pool.dtype.element_ty)
         tl.store(scales + scales_at, scale, mask=heads < NUM_HEADS)
@@ -96,7 +98,7 @@ def _store_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    if slot < 0:  # a token of a captured graph that stands for nothing
+    if slot < 0:  # a padding token of a captured graph
         return
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -111,7 +113,7 @@ def _store_kernel(
 
 
 def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:
-    """Write k, v [T, num_kv_heads, head_dim] at slots [T] int64; a slot below 0 stores nothing."""
+    """Write k, v [T, num_kv_heads, head_dim] at slots [T] int64; negative slots store nothing."""
     num_tokens, heads, dim = k.shape
     assert k.stride(2) == v.stride(2) == 1
     assert pool.k.shape[1] == heads

@@ -1,7 +1,7 @@
-"""Whether Triton can compile kernels on this machine, checked before minutes of loading. Start-up thread.
+"""Checks that Triton can compile kernels here, before minutes of loading. Start-up thread.
 
-Triton brings its own assembler, but compiles the code that launches a kernel with the machine's C compiler, against
-Python's headers, and keeps what it has made in a folder.
+Triton has its own assembler, but compiles the launch code of a kernel with the machine's C compiler and Python's headers, and
+keeps the results in a folder.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from engine.core.errors import ConfigError
 
 _WHY = "CUDA kernels are launched through code that is compiled on this machine"
-_TIME_LIMIT_S = 60.0  # for a program of one line, on a machine that is busy
+_TIME_LIMIT_S = 60.0  # seconds for a program of one line, on a busy machine
 
 
 def check_toolchain() -> None:
-    """Raise ConfigError where kernels could not be compiled or kept."""
+    """Raise ConfigError if kernels cannot be compiled or kept."""
     compiler, headers = _find_compiler(), Path(_header_folder())
     if not (headers / "Python.h").is_file():
         raise ConfigError(
@@ -66,13 +66,13 @@ def _find_compiler() -> str:
 
 
 def _header_folder() -> str:
-    """As Triton asks for it: Debian's default scheme names a folder without headers."""
+    """Return the header folder as Triton finds it; Debian's default scheme has no headers."""
     scheme = sysconfig.get_default_scheme()
     return sysconfig.get_paths(scheme="posix_prefix" if scheme == "posix_local" else scheme)["include"]
 
 
 def _try_compiler(compiler: str, headers: Path) -> None:
-    """Raise ConfigError unless it compiles and links a library that includes Python's headers."""
+    """Raise ConfigError unless the compiler links a library that includes Python's headers."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
         source.write_text("#include <Python.h>\n#include <stdio.h>\n")

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.attention.base import LayerAttention
-from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.linear import Linear, Quantization
-from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Place, Target, addends
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.lora.adapter import AdapterRows, Place, Target, addends
+from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm
 from engine.runtime.models.rope import Rotary
@@ -129,8 +128,6 @@ class DecoderLayer:
 class Decoder:
     """A CausalLM; some rope scalings need `served_len`, the longest sequence it will see."""
 
-    graph_safe = True
-
     def __init__(
         self,
         config: ModelConfig,
@@ -174,9 +171,9 @@ class Decoder:
         return F.embedding(ids, self._embedding)
 
     @property
-    def is_native(self) -> bool:
+    def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
-        return self._head.is_native
+        return ModelCapabilities(adapters=True, graphs=True, native=self._head.is_native)
 
     def forward(
         self,

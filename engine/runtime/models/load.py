@@ -14,9 +14,8 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.attention.base import CausalLM
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
+from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config

@@ -24,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.attention.base import LayerAttention
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.lora.adapter import AdapterRows, Target
+from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
 from engine.runtime.weights.checkpoint import Report, check_size
 from engine.runtime.weights.dummy import check_room
@@ -60,11 +61,11 @@ def load_adapter(
 class TransformersModel:
     """A CausalLM around a model of transformers."""
 
+    capabilities = ModelCapabilities()  # no graphs: other code may run on the host in between
+
     def __init__(self, model: Any, max_model_len: int, source: str) -> None:
         self.max_model_len = max_model_len
         self.dtype: torch.dtype = model.dtype
-        self.is_native = False
-        self.graph_safe = False  # other code may run on the host in between
         self._body = model.get_decoder()
         self._head = model
         # The head's forward also scales and caps; a body that returns given states keeps that behaviour.
@@ -89,13 +90,25 @@ class TransformersModel:
             raise _refusal(source, "its tokens affect each other outside of attention")
         return vocab_size, ears.specs(self._body.config.get_text_config().num_hidden_layers)
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: LayerAttention,
+        rows: Tensor | None = None,
+        adapters: Sequence[AdapterRows] = (),
+    ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
+        assert not adapters, "load_model has refused adapters"
         output = self._body(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, quire_attention=attention
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden if rows is None else hidden.index_select(0, rows)
+
+    def adapter_targets(self) -> dict[str, Target]:
+        """Return {}: adapters cannot change this model."""
+        return {}
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""

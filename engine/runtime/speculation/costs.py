@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from engine.core.config import SchedulerConfig
-from engine.core.draft_costs import DraftCosts, lower_hull
+from engine.core.config import DraftCosts, SchedulerConfig
+from engine.core.drafts import lower_hull
 from engine.core.kv.page_table import blocks_for
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams

@@ -19,6 +19,7 @@ from engine.text.limits import ModelLimits
 _MANY_MESSAGES = 50
 _MANY_TOOLS = 8
 _MANY_CHARS = 100_000
+_PLAIN_ROLES = ("user", "assistant", "system")
 
 
 def _as_text(content: Any) -> Any:
@@ -65,11 +66,12 @@ class Conversation(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_hosted_tools(cls, data: Any) -> Any:
-        return without_hosted(data, ("function", None))
+        return without_hosted(data, ("function", None)) if isinstance(data, dict) and "tools" in data else data
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
-        check_tools(self.tools)
+        if self.tools:
+            check_tools(self.tools)
         if not self.continue_final_message:
             return self
         if self.add_generation_prompt:
@@ -95,6 +97,14 @@ class Conversation(RequestBody):
         """True if it takes more than a few milliseconds to render."""
         return (
             len(self.messages) > _MANY_MESSAGES or len(self.tools or ()) > _MANY_TOOLS or self.num_chars > _MANY_CHARS
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every chat template can show the messages: user and assistant, behind a system prompt at most."""
+        return all(
+            message.role in _PLAIN_ROLES and not message.tool_calls and (message.role != "system" or not index)
+            for index, message in enumerate(self.messages)
         )
 
     @property

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
-from engine.text.detokenizer import SamplingDefaults
 from engine.text.fields.base import Integer, RequestBody
 from engine.text.fields.structured import ConstraintFields
 from engine.text.limits import ModelLimits
+from engine.text.types import SamplingDefaults
 
 MAX_N = 128
 MAX_STOPS = 4

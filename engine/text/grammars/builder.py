@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError, OverloadedError
-from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarTrial, SlowError, VocabularySource
+from engine.text.types import Tokenizer
 
 if TYPE_CHECKING:
     from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary

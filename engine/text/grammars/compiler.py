@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError, OverloadedError, shorten
 from engine.core.grammar import Grammar
-from engine.text.detokenizer import Tokenizer
 from engine.text.grammars.builder import MAX_TRIAL_S, GrammarBuilder
 from engine.text.grammars.cache import GrammarCache
 from engine.text.grammars.spec import GrammarSpec
 from engine.text.grammars.trial import GrammarError
+from engine.text.types import Tokenizer
 
 if TYPE_CHECKING:
     from engine.text.grammars.guidance import GuidanceGrammar

@@ -14,7 +14,7 @@ class GrammarKind(str, Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"  # a JSON list of strings
-    LARK = "grammar"  # in llguidance's dialect, or GBNF; the text shows which
+    LARK = "grammar"  # in llguidance's tool_format, or GBNF; the text shows which
     STRUCTURAL_TAG = "structural_tag"  # free text in which certain tags begin a constrained part
 
 

@@ -1,7 +1,8 @@
-"""Reads one JSON object character by character, telling at once where it ends or stops being JSON.
+"""Reads one JSON object character by character, and reports where it ends or stops being JSON.
 
-A parser that needs the whole text cannot stream the arguments of a call that is still being written. Pure; one object a
-call, on the event loop. Knows nothing of tools.
+A parser that needs the whole text cannot stream the arguments of a call that is still being written. jiter's partial mode
+parses the whole text again for each piece, does not report the end of a value, and refuses the line breaks that
+models write within strings. Pure; one reader for each call. Independent of tools.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ESCAPES = frozenset('"\\/bfnrtu')
 
 
 class _Want(Enum):
-    """What may come next."""
+    """The next part of the text."""
 
     OBJECT = auto()  # the very first character
     FIRST_KEY = auto()  # or the end of an object without members
@@ -38,21 +39,21 @@ _IN_STRING = (_Want.STRING, _Want.ESCAPE, _Want.HEX)
 
 
 class JsonReader:
-    """feed characters until `is_done`.
+    """`feed` characters until `is_done`.
 
-    A line break or another control character within a string, which JSON forbids and models write, is mended: `feed`
-    gives its escape.
+    JSON forbids line breaks and other control characters within strings, but models write them; `feed` returns their
+    escapes.
     """
 
     __slots__ = ("_is_key", "_num_hex", "_open", "_scalar", "_want", "key")
 
     def __init__(self) -> None:
         self._want = _Want.OBJECT
-        self._open: list[str] = []  # the closing brackets that are still to come
+        self._open: list[str] = []  # the closing brackets that are still missing
         self._is_key = False  # the string being read names a member
         self._num_hex = 0
         self._scalar = ""
-        self.key = ""  # of the outermost object's member, as written between its quotes
+        self.key = ""  # the member of the outermost object, as written between its quotes
 
     @property
     def is_done(self) -> bool:
@@ -72,7 +73,7 @@ class JsonReader:
         return len(self._open) == 1 and self._want is _Want.SCALAR
 
     def feed(self, char: str) -> str | None:
-        """Take one character; returns it as JSON wants it, or None, and then is spent, if it cannot come here."""
+        """Read one character; return it as valid JSON, or None if it does not fit, which ends the reader."""
         want = self._want
         if want is _Want.STRING:
             return self._in_string(char)
@@ -92,7 +93,7 @@ class JsonReader:
         return char if self._between(char) else None
 
     def _between(self, char: str) -> bool:
-        """A character outside strings and scalars."""
+        """Read a character outside strings and scalars; return whether it fits."""
         want = self._want
         if want is _Want.OBJECT:
             return char == "{" and self._begin_value(char)

@@ -1,4 +1,4 @@
-"""Finds calls written in XML, as Qwen3-Coder does, in a model's text while it is being written.
+"""Finds tool calls in XML, as Qwen3-Coder writes them, in a model's text while it is being written.
 
     <tool_call>
     <function=name>
@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Parameters become the members of a JSON object, strings piece by piece. As in parser.py the pieces of the text make no
-difference, what is no call is content exactly, and nothing raises. The tags around a function may be missing, and so may
-the end of a parameter or of the function, which models forget. One object a choice, on the event loop.
+Parameters become the members of a JSON object, strings piece by piece. As in json_parser.py the result does not depend
+on how the text was cut, text that is not a call is content, unchanged, and nothing raises. The tags around a function may
+be missing, and so may the end of a parameter or of the function, which models forget. One parser for each choice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from engine.text.tools.pieces import CallArguments, CallBegin, Content, Piece
-from engine.text.tools.splitter import Splitter, first_of, held_back
-from engine.text.tools.xml_values import STRING, json_of, kinds_of
+from engine.text.piece_parser import PieceParser, first_of, held_back
+from engine.text.types import CallArguments, CallBegin, Content, Piece
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# What ends a value, and how much of it is read with the value.
+# The texts that end a value, and how much of each is read with the value.
 _ENDS = {
     "\n" + END_PARAMETER: len(END_PARAMETER) + 1,
     END_PARAMETER: len(END_PARAMETER),
@@ -43,27 +42,27 @@ _PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}")
 Schema = Mapping[str, Any]
 
 
-class XmlToolParser(Splitter):
-    """push text as it comes, finish at its end. `tools` are the request's, with the schemas of their parameters."""
+class XmlToolParser(PieceParser):
+    """`push` text as it arrives, `finish` at its end. `tools` maps the request's tools to the schemas of their parameters."""
 
     def __init__(self, tools: Mapping[str, Schema]) -> None:
         super().__init__(self._text)
         self._tools = tools
-        self._held = ""  # read since the last call or content: markup, if a call comes of it, and content if not
-        self._is_tagged = False  # the function stands in tags
+        self._held = ""  # read since the last call or content: markup if a call follows, content if not
+        self._is_tagged = False  # the function is between tags
         self._parameters: Schema = {}  # the schema of the call at hand
         self._given: set[str] = set()  # the names of its parameters so far
-        self._kinds: frozenset[str] = frozenset()
+        self._types: frozenset[str] = frozenset()
         self._value = ""
         self._is_first = True  # nothing of the value has been read
         self._has_called = False
 
     def finish(self) -> list[Piece]:
-        """What was held back. Ends the text."""
+        """Return what was held back. Ends the text."""
         rest = self._held + self._buffer
         if self._step in (self._string, self._other):
             rest = self._without_break(rest)
-            self._arguments(_escaped(rest) if self._kinds == STRING else self._value + rest)
+            self._arguments(_escaped(rest) if self._types == STRING else self._value + rest)
         elif self._step == self._members:
             self._end_call()
             is_cut = END_FUNCTION.startswith(rest) or CLOSING.startswith(rest) or _begins_parameter(rest)
@@ -76,7 +75,7 @@ class XmlToolParser(Splitter):
         return self._take()
 
     def _is_markup(self, rest: str) -> bool:
-        """True if this end of a text with calls is only space, or an end mark that was cut short."""
+        """Return True if the end of a text with calls is only space, or an end mark that was cut short."""
         return not rest.strip() or (self._step == self._after and CLOSING.startswith(rest.strip()))
 
     def _content(self, text: str) -> None:
@@ -90,7 +89,7 @@ class XmlToolParser(Splitter):
             self._pieces.append(CallArguments(text))
 
     def _text(self) -> bool:
-        """Words for the user, up to a mark. Space before a mark belongs to it, so space waits for what follows."""
+        """Read content up to a mark. Space before a mark belongs to it, so space waits for the next text."""
         buffer = self._buffer
         found = first_of(buffer, (OPENING, FUNCTION))
         if found is None:
@@ -107,7 +106,7 @@ class XmlToolParser(Splitter):
         return True
 
     def _opened(self) -> bool:
-        """Behind the opening tag a function must begin."""
+        """Read the beginning of a function behind the opening tag."""
         self._skip_space()
         if self._buffer.startswith(FUNCTION):
             self._move(len(FUNCTION))
@@ -130,7 +129,7 @@ class XmlToolParser(Splitter):
         return True
 
     def _members(self) -> bool:
-        """Between parameters."""
+        """Read the next parameter, or the end of the function."""
         self._buffer = buffer = self._buffer.lstrip()
         if match := _PARAMETER.match(buffer):
             name = match[1]
@@ -140,9 +139,9 @@ class XmlToolParser(Splitter):
                 return True
             self._arguments(("{" if not self._given else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
             self._given.add(name)
-            self._kinds, self._value, self._is_first = kinds_of(self._parameters, name), "", True
-            self._step = self._string if self._kinds == STRING else self._other
-            if self._kinds == STRING:
+            self._types, self._value, self._is_first = types_of(self._parameters, name), "", True
+            self._step = self._string if self._types == STRING else self._other
+            if self._types == STRING:
                 self._arguments('"')
             return True
         if buffer.startswith(END_FUNCTION):
@@ -161,15 +160,15 @@ class XmlToolParser(Splitter):
         text, has_ended = self._read_value()
         self._value += text
         if has_ended:
-            self._arguments(json_of(self._value, self._kinds))
+            self._arguments(json_of(self._value, self._types))
         return has_ended
 
     def _repeated(self) -> bool:
-        """The value of a parameter that was given before is left out: the first may have been sent already."""
+        """Skip the value of a repeated parameter: the first value may have been sent already."""
         return self._read_value()[1]
 
     def _read_value(self) -> tuple[str, bool]:
-        """More of the value, and whether that was the last of it."""
+        """Return more of the value, and whether it has ended."""
         buffer = self._buffer
         found = first_of(buffer, _ENDS)
         if found is None:
@@ -182,7 +181,7 @@ class XmlToolParser(Splitter):
         return self._without_break(buffer[:at]), True
 
     def _without_break(self, text: str) -> str:
-        """The line break before a value is not part of it."""
+        """Return text of a value without the line break before the value."""
         if text and self._is_first:
             self._is_first = False
             return text.removeprefix("\n")
@@ -193,7 +192,7 @@ class XmlToolParser(Splitter):
         self._step = self._after
 
     def _after(self) -> bool:
-        """Behind a function: the closing tag, another function, or something else."""
+        """Read the text behind a function: the closing tag, another function, or content."""
         self._skip_space()
         if self._buffer.startswith(CLOSING):
             self._held, self._buffer = "", self._buffer[len(CLOSING) :]
@@ -202,7 +201,7 @@ class XmlToolParser(Splitter):
         return not CLOSING.startswith(self._buffer) and self._no_call()
 
     def _no_call(self) -> bool:
-        """What was held is content after all, unless it is space, which may belong to a mark that follows."""
+        """Make content of the held text, unless it is space, which may belong to the next mark."""
         held, self._held = self._held, ""
         self._step = self._text
         if held.strip():
@@ -219,10 +218,97 @@ class XmlToolParser(Splitter):
 
 
 def _begins_parameter(text: str) -> bool:
-    """True if more text may make it the tag of a parameter."""
+    """Return True if more text may complete the tag of a parameter."""
     return PARAMETER.startswith(text) or _PART_OF_PARAMETER.fullmatch(text) is not None
 
 
 def _escaped(text: str) -> str:
-    """As it stands within the quotes of a JSON string."""
+    """Return a text as it is written between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's words, which models write
+STRING = frozenset({"string"})
+
+
+def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
+    """Return the JSON types that a parameter may have; empty if the schema does not say."""
+    properties = parameters.get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return frozenset(_types(schema, parameters))
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return a text as JSON: the value that it spells, if the types allow that value, else a string."""
+    if types == STRING:
+        return json.dumps(text, ensure_ascii=False)
+    stripped = text.strip()
+    spelled = _WORDS.get(stripped, stripped)
+    found = _type_of_text(spelled)
+    fits = found in types or (found == "integer" and "number" in types)
+    if found is not None and (fits or "string" not in types):
+        return spelled
+    return json.dumps(text, ensure_ascii=False)
+
+
+def types_at(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema names at `type`."""
+    found = schema.get("type")
+    return {one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)}
+
+
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the types of all alternatives. Each reference is followed once: references may form circles."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    left = [schema]
+    while left:
+        schema = left.pop()
+        if not isinstance(schema, Mapping):
+            continue
+        types = types_at(schema)
+        if not types and isinstance(schema.get("enum"), list):
+            types = {type_name(value) for value in schema["enum"]}
+        if not types and "const" in schema:
+            types = {type_name(schema["const"])}
+        found |= types
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            left.append(resolved(reference, root))
+        for key in ("anyOf", "oneOf", "allOf"):
+            parts = schema.get(key)
+            left += parts if isinstance(parts, list) else ()
+    return found
+
+
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference names."""
+    place: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
+
+
+def type_name(value: Any) -> str:
+    """Return the JSON type of a value."""
+    if value is None:
+        return "null"
+    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array")):
+        if isinstance(value, kind):
+            return name
+    return "object"
+
+
+def _type_of_text(text: str) -> str | None:
+    """The type of the JSON that a text is; None if it is none."""
+    try:
+        return type_name(json.loads(text, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -11,9 +11,8 @@ from typing import Any
 
 from engine.core.types import FinishReason
 from engine.text.choice import Delta
-from engine.text.detokenizer import Tokenizer
-from engine.text.tools.pieces import CallBegin, Content, Piece, Reasoning
-from server.http.schema import ResponseBody
+from engine.text.types import CallBegin, Content, Piece, Reasoning, Tokenizer
+from server.http.bodies import ResponseBody
 from server.openai.logprobs import ChatLogprob, chat_logprobs
 from server.openai.translated import pieces_of
 from server.openai.usage import Usage

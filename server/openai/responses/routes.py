@@ -14,14 +14,13 @@ from starlette.responses import Response
 
 from engine.core.errors import UnsupportedError, shorten
 from engine.core.types import SamplingParams
-from engine.text.tools.pieces import new_call_id
+from engine.text.tools.formats import new_call_id
 from server.context import Context, InContext, InOwner, Result, aside, json_body
 from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
 from server.http.slow_thread import run_slowly
-from server.openai.chat_body import ChatBody
+from server.openai.chat_request import ChatBody, chunk_meta, prepare, prompt_ids
 from server.openai.formatter import ChunkMeta
-from server.openai.prepare import chunk_meta, prepare, prompt_ids
 from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item

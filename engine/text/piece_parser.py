@@ -1,29 +1,29 @@
-"""What all that read a model's text while it is being written have in common: a buffer, and a step that reads of it.
+"""Base of the parsers that read a model's text while it is being written: a buffer, and a step that reads from it.
 
-A splitter gives pieces as soon as they are certain, and what it gives does not depend on how the text was cut. One object
-a choice, on the event loop; never raises.
+A parser returns pieces as soon as they are certain; the pieces do not depend on how the text was cut. One parser for each
+choice, on the event loop; never raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.text.tools.pieces import Piece
+from engine.text.types import Piece
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """How long the end of `text` is that may still become one of the marks."""
+    """Return the length of the end of `text` that may still become one of the marks."""
     longest = min(max(map(len, marks), default=0) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if any(mark.startswith(text[-size:]) for mark in marks)), 0)
 
 
 def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
-    """Where the mark that comes first begins, and which it is."""
+    """Return the position of the first mark, and the mark."""
     return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
 
 
-class Splitter:
-    """push text as it comes.
+class PieceParser:
+    """`push` text as it arrives.
 
     A step reads some of the buffer, perhaps sets the next step, and returns True; or it returns False and waits for more.
     """
@@ -34,7 +34,7 @@ class Splitter:
         self._pieces: list[Piece] = []
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now."""
+        """Return the pieces that are certain now."""
         self._buffer += text
         while self._buffer and self._step():
             pass

@@ -1,0 +1,81 @@
+"""What the runner needs of a model, what a model can do, and the attention that a model sees. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.runtime.attention.base import AttentionSpec, Rotation
+from engine.runtime.lora.adapter import AdapterRows, Target
+from engine.runtime.native.decoder import PagedStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCapabilities:
+    """What a loaded model can do. Declared once by each kind of model, asked at build time."""
+
+    adapters: bool = False  # `forward` takes adapters, `adapter_targets` names the matrices
+    graphs: bool = False  # its forward pass may be captured in a CUDA graph
+    native: bool = False  # its products run in the native library, on the library's threads
+
+
+# Layer, qkv [T, all heads, head_dim] as projected, and its rotation -> [T, num_heads, head_dim].
+FromProjected = Callable[[int, Tensor, Rotation], Tensor]
+
+
+class LayerAttention(Protocol):
+    """Attention of one layer over the step's batch, as a model sees it. runtime/kv_cache.py binds it to the pool."""
+
+    @property
+    def from_projected(self) -> FromProjected | None:
+        """Return the same for a model that leaves a Rotation to the backend; None if the backend cannot."""
+        ...
+
+    @property
+    def paged_step(self) -> PagedStep | None:
+        """Return the pool and the step for a model that runs in the native library; None if the backend is another."""
+        ...
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim], rotated; returns [T, num_heads, head_dim]."""
+        ...
+
+
+class CausalLM(Protocol):
+    """A model, Quire's own or transformers'."""
+
+    attention_specs: Sequence[AttentionSpec]  # one a layer
+    vocab_size: int  # of the logits
+    max_model_len: int  # positions the weights were made for
+    dtype: torch.dtype
+
+    @property
+    def capabilities(self) -> ModelCapabilities:
+        """Return what the model can do, once it is loaded."""
+        ...
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: LayerAttention,
+        rows: Tensor | None = None,
+        adapters: Sequence[AdapterRows] = (),
+    ) -> Tensor:
+        """Return the final, normed hidden states [R, hidden] of `rows` [R] int64, or of all; ids, positions [T].
+
+        Each adapter adds to its rows of the T; the bits of all other rows are the same as without.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [R, vocab_size] of hidden states [R, hidden], in `out` if it is given."""
+        ...
+
+    def adapter_targets(self) -> Mapping[str, Target]:
+        """Return the matrices that adapters can change, by their names in checkpoints."""
+        ...

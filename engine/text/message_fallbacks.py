@@ -1,0 +1,116 @@
+"""Rewrites messages for chat templates that cannot show them: unknown roles, tools, tool calls and their results.
+
+Templates differ in their treatment of `developer` messages and of `system` messages after the first turn, both of which
+coding agents send: many refuse the latter, and some drop a role they do not know. Each is therefore tried once, at
+start-up. A template without a section for tools gets them in the system message, to be called in Hermes' format. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from engine.core.errors import InvalidRequestError
+from engine.text.types import Tokenizer
+
+_PROBE = "quire-probe"
+_INTRODUCTION = """You can call these functions, each described by a line of JSON:
+{tools}
+To call one, write its name and its arguments as JSON between two tags, like this:
+<tool_call>
+{{"name": "name_of_function", "arguments": {{"argument": "value"}}}}
+</tool_call>
+The result then comes between <tool_response> tags. Where no function helps, answer in words."""
+
+Message = Mapping[str, Any]
+
+
+class KnownRoles(NamedTuple):
+    """The roles that a template can show, besides those that every template can."""
+
+    developer: bool = True
+    late_system: bool = True  # after another message
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> KnownRoles:
+        """Return the roles that the tokenizer's template shows, found by trying them."""
+        if tokenizer.chat_template is None:
+            return cls()
+        return cls(
+            developer=_shows(tokenizer, {"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}),
+            late_system=_shows(tokenizer, {"role": "user", "content": "a"}, {"role": "system", "content": _PROBE}),
+        )
+
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages in roles that the template has.
+
+        `developer` becomes `system`. A `system` message that the template cannot show joins the system prompt if it
+        follows it directly, else the user's turn, marked.
+        """
+        if self.developer and self.late_system:
+            return messages
+        fitted: list[dict[str, Any]] = []
+        is_open = False  # the last user turn ends with a marked system message, and the user's text continues it
+        for message in messages:
+            role = "system" if message["role"] == "developer" and not self.developer else message["role"]
+            content, before = message["content"], fitted[-1]["role"] if fitted else None
+            if role == "system" and before not in (None, "system") and not self.late_system:
+                role, content = "user", f"<system-reminder>\n{content}\n</system-reminder>"
+                joins, is_open = before == "user", True
+            else:
+                joins = before == role and (is_open if role == "user" else role == "system" and not self.late_system)
+                is_open = False
+            if joins:
+                fitted[-1]["content"] += f"\n\n{content}"
+            else:
+                fitted.append({**message, "role": role, "content": content})
+        return fitted
+
+
+ALL_ROLES = KnownRoles()
+
+
+def spell_out_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation with tools, calls and results in plain text, for a template without a section for them."""
+    spelled: list[dict[str, Any]] = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+        if message.get("tool_calls"):
+            calls = [_spell_call(call["function"]) for call in message["tool_calls"]]
+            plain["content"] = "\n".join([text for text in (message["content"],) if text] + calls)
+        if message["role"] == "tool":
+            plain = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            if spelled and spelled[-1]["role"] == "user" and spelled[-1]["content"].startswith("<tool_response>"):
+                spelled[-1]["content"] += "\n" + plain["content"]  # templates want turns to alternate
+                continue
+        spelled.append(plain)
+    if tools:
+        _introduce(spelled, tools)
+    return spelled
+
+
+def _spell_call(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Describe the tools in the system message."""
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    introduction = _INTRODUCTION.format(tools="\n".join(lines))
+    if messages[0]["role"] in ("system", "developer"):
+        messages[0]["content"] += "\n\n" + introduction
+    else:
+        messages.insert(0, {"role": "system", "content": introduction})
+
+
+def _shows(tokenizer: Tokenizer, *messages: Mapping[str, str]) -> bool:
+    """Return True if the template shows a message of these."""
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, continue_final_message=False, template_kwargs={}
+        )
+    except InvalidRequestError:
+        return False
+    return _PROBE in text

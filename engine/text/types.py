@@ -1,0 +1,120 @@
+"""Types that the parts of engine/text share: the Tokenizer protocol, and the pieces of an answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from engine.text.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """The sampling values that the model's generation_config recommends, for fields that a request leaves out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Tokenizer(Protocol):
+    """A model's tokenizer. Any thread may call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that can be decoded, added tokens included."""
+        ...
+
+    @property
+    def max_token_chars(self) -> int:
+        """The most characters that one token represents."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a sequence, of the tokenizer and of the generation_config."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that skip_special_tokens leaves out of a text."""
+        ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template, if the model has one."""
+        ...
+
+    @property
+    def description(self) -> Mapping[str, str | None]:
+        """The special tokens' texts by role, and the chat template, as in a tokenizer_config.json."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The sampling values of a request that names none."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text, never truncated. Must not hold the GIL for long texts."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of some ids, with U+FFFD for broken UTF-8. Called for each token: must take microseconds."""
+        ...
+
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one id, perhaps part of a character; for a special token, its name.
+
+        Empty for an id that the model has and the tokenizer has not.
+        """
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """Return the prompt of a conversation with its special tokens: encode it with add_special_tokens=False.
+
+        Raises InvalidRequestError(param="messages") if there is no template, or it refuses the messages.
+        """
+        ...
+
+
+class Reasoning(NamedTuple):
+    """Thoughts, without their tags."""
+
+    text: str
+
+
+class Content(NamedTuple):
+    """Text for the user."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A call; its arguments follow."""
+
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of the arguments, in JSON, of the last call."""
+
+    text: str
+
+
+Piece: TypeAlias = Reasoning | Content | CallBegin | CallArguments
