@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.runtime.kv_layout import AttentionSpec
+
 
 @dataclass(slots=True)
 class Batch:

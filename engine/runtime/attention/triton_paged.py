@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch, Rotation
-from engine.runtime.attention.pool import PEAKS
+from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch, Rotation
 from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work

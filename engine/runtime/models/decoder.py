@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.lora.adapter import AdapterRows, Place, Target, addends
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.linear import Linear, Quantization
+from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Place, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.decoder import Decoder

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
