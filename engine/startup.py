@@ -1,4 +1,4 @@
-"""The start-up story: what is being loaded, how far it is, what came of it.
+"""Reports the progress of start-up: the stage that is loading, how far it is, and its result.
 
 Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted; everywhere, each stage
 that is done is one log line, so that a collector reads the same story.
@@ -24,7 +24,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 @final
 class StartupStory:
-    """A scope around loading; `report` is what build_engine calls."""
+    """A context manager around loading; build_engine calls its `report`."""
 
     def __init__(self, *, show_bars: bool | None = None) -> None:
         show = sys.stderr.isatty() if show_bars is None else show_bars
@@ -49,7 +49,7 @@ class StartupStory:
             self._bars.stop()
 
     def report(self, progress: Progress) -> None:
-        """Move the stage's bar; log the stage once it is complete, or at once where it cannot be counted."""
+        """Move the stage's bar, and log the stage once it is complete."""
         title = progress.stage.replace("_", " ")
         if progress.total and self._bars:
             task = self._tasks.get(progress.stage)
@@ -67,7 +67,7 @@ def _count(progress: Progress) -> str:
 
 
 def human_bytes(size: int) -> str:
-    """A size with three significant figures or so: 93.8 MiB."""
+    """Return a size with about three significant figures: 93.8 MiB."""
     for unit, scale in _UNITS:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

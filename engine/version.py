@@ -1,4 +1,4 @@
-"""The version that is running, as /version, the answers' fingerprint and the metrics tell it."""
+"""The running version, reported by /version, the answers' fingerprint and the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire bench`, `quire simulate`, `quire calibrate`, and the benchmarks of the house: `python -m loadtest COMMAND --help`."""
+"""`quire bench`, `simulate`, `calibrate` and `tune`, and other benchmarks: `python -m loadtest COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -199,19 +199,19 @@ def _levels(options: argparse.Namespace) -> list[Level]:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "bench": ("load an OpenAI-compatible server and measure it", add_bench_options, run_bench),
     "simulate": ("run the scheduler on a virtual clock", command.add_options, command.run),
-    "calibrate": ("measure what steps cost here, for the simulator", calibrate.add_options, calibrate.run),
+    "calibrate": ("measure the time of steps here, for the simulator", calibrate.add_options, calibrate.run),
     "validate-simulation": ("compare the simulator with the real daemon", validate.add_options, validate.run),
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
-    "levers": ("measure what each setting of the daemon does", levers.add_options, levers.run),
+    "levers": ("measure the effect of each setting", levers.add_options, levers.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "house": ("measure the code itself", house.add_options, house.run),
-    "beside": ("measure what a long prompt does to requests beside it", beside.add_options, beside.run),
+    "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
     "eviction": ("compare the orders in which cached blocks go", eviction.add_options, eviction.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
-    "tiers": ("measure what host memory and a disk behind the KV pool bring", tiers.add_options, tiers.run),
+    "tiers": ("measure host memory and a disk behind the KV pool", tiers.add_options, tiers.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 
@@ -219,7 +219,7 @@ _QUIRES = ("bench", "simulate", "calibrate", "tune")  # the `quire` command has 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Faults of the user's are one sentence on stderr."""
+    """Run one command; returns the exit status. A user's mistake is one sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (summary, add_options, run) in COMMANDS.items():

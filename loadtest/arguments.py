@@ -1,6 +1,6 @@
-"""What the command lines of the package have in common: types of argparse, and looking ahead to where figures will go.
+"""Shared by the command lines of the package: types of argparse, a check of output files, and a console.
 
-Main thread, before anything is measured: nobody shall wait for minutes to hear that a file cannot be written.
+Output files are checked before anything is measured, so that minutes of measuring are not lost.
 """
 
 from __future__ import annotations

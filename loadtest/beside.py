@@ -1,4 +1,4 @@
-"""Measures what a long prompt does to the requests beside it, on one running daemon or on several in turns.
+"""Measures requests beside a long prompt, on running daemons in turns.
 
     python -m loadtest beside http://127.0.0.1:8001 http://127.0.0.1:8002 --rounds 7
 
@@ -87,7 +87,7 @@ class Drive:
             await _cancel(tasks)
 
     async def _shorts(self, num_beside: int) -> list[float]:
-        """Return the times to first token of short requests beside streams and a prompt of `num_beside` tokens."""
+        """Return the TTFTs of short requests beside streams and another prompt."""
         ttfts = []
         async with self._streams():
             task = asyncio.ensure_future(self._ask(num_beside, 1))
@@ -99,7 +99,7 @@ class Drive:
         return ttfts
 
     async def _gaps(self) -> tuple[float, float, float, float]:
-        """Return the p99 of streams' gaps alone, p99 and longest beside the long prompt, and that prompt's wait."""
+        """Return gap p99 alone, gap p99 and longest beside the prompt, and its TTFT."""
         async with self._streams() as outcomes:
             begun = time.perf_counter()
             await asyncio.sleep(_ALONE_S)
@@ -115,7 +115,7 @@ class Drive:
 def split_gaps(
     arrivals: Sequence[Sequence[float]], begun: float, sent: float, first: float
 ) -> tuple[list[float], list[float]]:
-    """Return the gaps between arrivals outside of sent .. first, from `begun` on, and those inside."""
+    """Return the gaps between arrivals outside of sent .. first, and inside."""
     alone, beside = [], []
     for before, after in (pair for times in arrivals for pair in pairwise(times)):
         if before >= begun and (after <= sent or before >= first):

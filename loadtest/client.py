@@ -29,7 +29,7 @@ class ClientError(LoadtestError):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are seconds of the client's monotonic clock; `chunks` holds text arrivals."""
+    """The outcome of one request. Times are seconds of the client's monotonic clock; `chunks` holds text arrivals."""
 
     start_s: float
     end_s: float = 0.0
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
 
 
 class EventReader:
-    """Splits one answer's body into events and notes in an Outcome what they say."""
+    """Splits the body of an answer into events, and records them in an Outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome

@@ -3,7 +3,7 @@
 `python -m loadtest compare --vllm PYTHON --llama-server FILE ...` starts one server after another on loopback, drives
 each through the chosen workloads, stops it, and goes round again (A B A B, so that a machine that drifts drifts for
 all). A server that dies or hangs is reported with its last words and passed over. Writes after every server, so
-an interrupted comparison keeps what it has. It installs nothing; a person runs it, and it takes minutes to hours.
+an interrupted comparison keeps what it has. It installs nothing, and takes minutes to hours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from loadtest.roofline import measure
 from loadtest.workload import Job, Length, synthetic
 
 _MODELS = tuple(SHAPES)
-_MARGIN_TOKENS = 64  # of a context, above what a workload's words should take
+_MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
 
 
 class CompareError(LoadtestError):
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     console.print("measuring the machine", style="dim")
     host = describe_host()
     if host["load_average"] > IDLE_LOAD:
-        told = f"The load average is {host['load_average']:.1f}: the figures will be of this machine's other work too."
+        told = f"The load average is {host['load_average']:.1f}: other work on this machine will affect the figures."
         console.print(told, style="yellow")
     results = Results(host, plan.settings(), asdict(measure(options.num_threads)))
     for peer in PEERS:
@@ -167,7 +167,7 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What is compared, in which order. `skipped` grows: a point that took too long is not tried again, nor a larger."""
+    """The servers, workloads and their order. After a point took too long, neither it nor a larger one is tried again."""
 
     options: argparse.Namespace
     wanted: Sequence[str]
@@ -228,7 +228,7 @@ class Plan:
         return [word for peer, words in self.options.flags if peer == name for word in words]
 
     def without_paths(self, text: str) -> str:
-        """Results are read on other machines: where things lie on this one is nobody's business there."""
+        """Replace the paths of this machine by names: results are read on other machines."""
         folders = {str(self.options.models_dir.absolute()): "MODELS"}
         for peer in PEERS:
             if path := self.executables.get(peer.name):
@@ -295,7 +295,9 @@ def _measure(
         raise PeerError(f"{level.load}: it died.\n{server.log_tail()}")
     if sweep.is_interrupted:
         plan.skipped[turn.model, turn.peer.name, load.name] = int(level.value)
-        drive.failures.append(f"{level.load}: not done within {limit_s:g} s; what was answered by then is counted.")
+        drive.failures.append(
+            f"{level.load}: not done within {limit_s:g} s; the requests answered by then are counted."
+        )
 
 
 async def _sweep(port: int, asking: Asking, warm_up: Sequence[Job], level: Level, limit_s: float) -> Sweep:

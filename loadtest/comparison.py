@@ -1,4 +1,4 @@
-"""What a comparison found: the raw document, its medians, its tables in Markdown, and ratios to Quire.
+"""The results of a comparison: the raw document, its medians, its tables in Markdown, and ratios to Quire.
 
 Standard library, plus drawing. Knows figures and names; nothing of how a server is started or spoken to.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Figure(NamedTuple):
-    """A number of a point: one of its keys, or one in a distribution of seconds, told in milliseconds."""
+    """A number of a point: one of its keys, or a quantile of seconds, shown in milliseconds."""
 
     title: str
     key: str
@@ -61,7 +61,7 @@ _LONG_PROMPT = 1000  # tokens: shorter ones are bound by more than products
 
 @dataclass(slots=True)
 class Drive:
-    """One server, started once: how it started, what it took, what each point gave, what went wrong."""
+    """One server, started once: its start, its memory, its points and its failures."""
 
     peer: str
     model: str

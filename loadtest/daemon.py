@@ -47,7 +47,7 @@ def daemon(flags: Sequence[str], tree: Path | None = None) -> Iterator[int]:
 
 
 def get(port: int, path: str) -> str:
-    """What the daemon answers there."""
+    """Return the body of a GET."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
         return str(answer.read().decode())
 

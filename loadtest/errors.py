@@ -1,4 +1,4 @@
-"""The base of all errors of a benchmark that are the user's to mend: one sentence on stderr, exit status 2."""
+"""The base of errors that end a command with one sentence and status 2."""
 
 from __future__ import annotations
 

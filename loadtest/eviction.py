@@ -1,7 +1,7 @@
 """How much of its prompts each eviction policy finds cached, for traffic of several kinds, from pools of several sizes.
 
 The prefix cache that serves is driven by itself, one request after another: a thousand requests take milliseconds, and
-nothing else of the daemon has a say. A prompt is a list of blocks, each a token.
+no other part of the daemon runs. A prompt is a list of blocks, each a token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _zipf(chance: random.Random, count: int) -> int:
 
 
 def _fresh(chance: random.Random, count: int) -> list[int]:
-    """Blocks that nobody sent before."""
+    """Return blocks that are new."""
     return [chance.getrandbits(60) for _ in range(count)]
 
 
@@ -44,13 +44,13 @@ def system_prompts(chance: random.Random) -> Prompts:
 
 
 def scans(chance: random.Random) -> Prompts:
-    """The same, and every tenth request a document of 60 blocks that nobody asks about again."""
+    """As system_prompts, but every tenth request is a document of 60 blocks that never comes again."""
     for index, prompt in enumerate(system_prompts(chance)):
         yield _fresh(chance, 60) if index % 10 == 0 else prompt
 
 
 def chats(chance: random.Random) -> Prompts:
-    """30 conversations at once, taking turns; each turn sends all that was said, and one in twelve is the last."""
+    """30 conversations in turns; each turn sends the whole conversation, and one in twelve is the last."""
     talks = [_fresh(chance, 3) for _ in range(30)]
     for _ in range(_NUM_REQUESTS):
         which = chance.randrange(30)

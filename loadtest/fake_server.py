@@ -1,7 +1,7 @@
 """The real HTTP app, tokenizer and engine thread over a runner that only invents tokens, as a process of its own.
 
-`python -m loadtest.fake_server STEP_MS` prints its port once it accepts connections, and serves until SIGTERM. A
-composition root: it imports the server, and nothing in loadtest/ imports it.
+`python -m loadtest.fake_server STEP_MS [STEP_TOKENS]` prints its port once it accepts connections, and serves until
+SIGTERM. It wires the server together, and nothing in loadtest/ imports it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from server.serve import bind, hide_from_collector
 from server.settings.app_config import AppConfig
 
 
-def main(step_ms: float) -> int:
-    """Serve the default model's tokenizer over invented tokens, one step every `step_ms`."""
+def main(step_ms: float, step_tokens: int = 8192) -> int:
+    """Serve the default model's tokenizer over invented tokens, one step of at most `step_tokens` every `step_ms`."""
     logging.basicConfig(level=logging.ERROR)  # a benchmark sends fields without effect by the thousand
     source = find_model(None)
     tokenizer = load_tokenizer(source.path)
     config = SchedulerConfig(
-        num_blocks=32768, block_size=16, max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=8192
+        num_blocks=32768, block_size=16, max_model_len=8192, max_num_seqs=1024, max_num_batched_tokens=step_tokens
     )
     cost = CostModel(step_s=step_ms / 1e3, token_s=0.0)
     runner = FakeRunner(config, vocab_size=tokenizer.vocab_size, memory=False, cost=cost, sleep=time.sleep)
@@ -41,4 +41,4 @@ def main(step_ms: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))
+    sys.exit(main(float(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -70,7 +70,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def drive(port: int, pid: int, num_streams: int, num_tokens: int, endpoint: str) -> Figures:
-    """Open all streams at once and read them to their ends, after one round that warms both sides up."""
+    """Read concurrent streams to their ends, after one round that warms both sides up."""
     client = Client(Target.parse(f"http://127.0.0.1:{port}"))
     asking = Asking("fake", endpoint)
     outcomes: list[Outcome] = []

@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a case did. Milliseconds of /health, MiB that the daemon and its children grew by at their largest."""
+    """The effect of a case: milliseconds of /health, and MiB by which the daemon and its children grew at most."""
 
     name: str
     body_mib: float

@@ -1,4 +1,4 @@
-"""Measures the code itself: the lines that one token runs through, and the sizes of packages, for CONTRIBUTING.md.
+"""Measures the code itself, for the table in CONTRIBUTING.md.
 
 A warm streamed chat request to the real application over the real engine is traced on all threads: every function of
 `engine` and `server` that runs counts with all of its lines, and so does its file.
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def trace_token() -> dict[str, int]:
-    """Trace a warm streamed chat request of the embedded model; returns how many lines of each file ran."""
+    """Trace a warm streamed chat request; return how many lines of each file ran."""
     functions: dict[str, set[CodeType]] = {}
     roots = tuple(f"{ROOT / package}/" for package in ("engine", "server"))
 
@@ -136,9 +136,11 @@ class Circles(NamedTuple):
 
 
 def import_circles() -> Circles:
-    """Find the import circles of quire, engine and server, wherever in a file the imports are.
+    """Find the import circles of quire, engine and server.
 
-    A package and one that contains it are no circle: a package's own files may serve and wire what is inside.
+    Imports inside functions count, too.
+
+    A package and one that contains it are no circle: the files of a package may serve and wire its inner packages.
     """
     paths = {_module(path): path for package in ("quire", "engine", "server") for path in _sources(package)}
     files: Graph = {name: {each for each in _imports(path) if each in paths} - {name} for name, path in paths.items()}
@@ -207,7 +209,7 @@ def _lines(code: CodeType) -> range:
 
 
 def _count_constants(path: Path) -> int:
-    """Names in capitals at a module's top level that are given a number other than 0 and 1."""
+    """Return how many module constants are numbers other than 0 and 1."""
     found = 0
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
@@ -226,7 +228,7 @@ def _long_functions(package: str) -> Iterator[str]:
 
 
 def update(path: Path, rows: list[Row]) -> None:
-    """Replace the table between BEGIN and END in a document. Raises HouseError if it has no such place."""
+    """Replace the table between BEGIN and END. Raises HouseError without them."""
     text = path.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)

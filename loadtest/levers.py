@@ -1,8 +1,8 @@
-"""What each lever of the daemon does here: real daemons that differ in one setting, driven in turns by one workload.
+"""Measures the effect of settings: real daemons that differ in one setting, driven in turns by one workload.
 
 `python -m loadtest levers` starts all variants of a lever, sends each the same requests round by round (A B A B, so that
-a machine that drifts drifts for all), and prints the median of the rounds as a Markdown table. A person runs it; it
-takes minutes. Knows the daemon only as a command and an address.
+a machine that drifts drifts for all), and prints the median of the rounds as a Markdown table. It
+takes minutes. It knows the daemon only as a command and an address.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loadtest.workload import Job, Length, copying, synthetic
 
 
 class Lever(NamedTuple):
-    """One setting, its variants, and a workload that shows what it does."""
+    """One setting, its variants, and a workload that shows its effect."""
 
     flag: str
     variants: tuple[str, ...]
@@ -118,7 +118,7 @@ async def _drive(lever: Lever, port: int, seed: int) -> list[Point]:
 
 
 def _print(lever: Lever, points: list[list[Point]], preemptions: list[int]) -> None:
-    shape = f"{lever.concurrency} at once, {lever.prompt.low}-{lever.prompt.high} words in"
+    shape = f"{lever.concurrency} concurrent, {lever.prompt.low}-{lever.prompt.high} words in"
     if lever.prefix_len:
         shape += f" after {lever.prefix_len} shared ones"
     kind = "copied from the prompt" if lever.copies else f"temperature {lever.temperature:g}"

@@ -3,8 +3,7 @@
 `python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"` runs the same windows of the
 same text through the real engine for each group of settings, scheduler, pool and kernels included, and prints the
 perplexities and their ratio to the first. Every token but a window's first is predicted from those before it. The
-default text comes with Python: the language's reference as pydoc tells it. A person runs it; main thread, which waits
-for one window at a time. Knows the engine as build_engine makes it, no tensors.
+default text comes with Python: the language's reference in pydoc.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PerplexityError(LoadtestError):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one group of settings made of the text."""
+    """The result of one group of settings."""
 
     settings: str
     perplexity: float
@@ -57,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="for all groups; default: the embedded model")
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8; default: pydoc's topics, which Python brings")
     parser.add_argument("--tokens", type=int, default=50_000, metavar="N", help="of the text; default %(default)s")
-    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens at once; default %(default)s")
+    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a window; default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 

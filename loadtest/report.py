@@ -55,7 +55,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a sweep: what was driven, and what came back. Rates are a second of wall time."""
+    """The load and the results of one point of a sweep. Rates are per second of wall time."""
 
     load: str  # "concurrency 16" or "4 requests/s"
     level: float
@@ -89,7 +89,7 @@ def gaps(outcomes: Iterable[Outcome]) -> list[float]:
 
 
 def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: float) -> Point:
-    """Figures of one point. Failed requests count as failed and as nothing else."""
+    """Return the figures of one point. A failed request is counted as failed only."""
     good = [outcome for outcome in outcomes if not outcome.error]
     counted = [(outcome, outcome.completion_tokens) for outcome in good if outcome.completion_tokens is not None]
     output_tokens = sum(tokens for _, tokens in counted)
@@ -173,7 +173,7 @@ def show(points: Sequence[Point], console: Console) -> None:
 
 
 def write_json(path: Path, settings: dict[str, Any], points: Sequence[Point]) -> None:
-    """One document: what was asked, and every point. Absent figures are null."""
+    """Write the settings and every point as one JSON document. Absent figures are null."""
     document = {"settings": settings, "points": [without_nan(asdict(point)) for point in points]}
     path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
 

@@ -35,7 +35,7 @@ class Roofline:
 
 
 def measure(num_threads: int) -> Roofline:
-    """Some seconds. Never raises for what a machine lacks."""
+    """Measure for some seconds. Limits that cannot be measured are None."""
     if compiler := shutil.which("cc"):
         with tempfile.TemporaryDirectory() as folder:
             if library := _compile(compiler, Path(folder)):
@@ -76,14 +76,14 @@ def _measure_c(library: ctypes.CDLL, num_threads: int) -> Roofline:
 
 
 def _ones(num_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Written once: pages that nobody has touched would all be the same one."""
+    """Return written memory: untouched pages would all be one page of zeros."""
     buffer = (ctypes.c_char * num_bytes)()
     ctypes.memset(buffer, 1, num_bytes)
     return buffer
 
 
 def _rate(make: Callable[[], Callable[[], int]], num_threads: int) -> float | None:
-    """Work a second of all threads at once, the best of some repeats: neighbours only ever take away."""
+    """Return the rate of all threads together, the best of some repeats, since other work only lowers it."""
     barrier = Barrier(num_threads)
 
     def work() -> list[tuple[int, float]]:

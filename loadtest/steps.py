@@ -1,8 +1,8 @@
 """Where a step's time goes: the real engine on this thread, without HTTP, its parts timed one by one.
 
-`python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16` decodes with so many sequences at once, as a daemon of
+`python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16` decodes with so many sequences, as a daemon of
 these settings would, and prints the median microseconds of each part: plan, index tensors, model, LM head, sampler,
-reading the result, commit. `rest` is what the step took beyond them. The parts are found by name in the runner and
+reading the result, commit. `rest` is the remaining time of the step. The parts are found by name in the runner and
 timed by wrapping them, so this file knows the runner's insides and is the only one that may.
 """
 
@@ -78,8 +78,8 @@ def decode(
     params: SamplingParams,
     adapters: Sequence[Adapter | None] = (None,),
 ) -> dict[str, float]:
-    """Medians of the steps in which `num_seqs` sequences, with these adapters in turn, decode and nothing else happens."""
-    rng = random.Random(num_seqs)  # each level's prompts differ, lest the prefix cache answer
+    """Return medians of pure decode steps of `num_seqs` sequences, with these adapters in turn."""
+    rng = random.Random(num_seqs)  # prompts differ between levels, so that the prefix cache finds nothing
     for index in range(num_seqs):
         prompt = tuple(rng.randrange(engine.vocab_size) for _ in range(64))
         request_id = f"{num_seqs}-{index}"

@@ -1,4 +1,4 @@
-"""What keeps prefixes brings, on real daemons: a first token after a restart, from a pool that is too small, and of a pin.
+"""Measures the time to first token with cached prefixes: after a restart, with a small pool, and with a pin.
 
 The prefixes are of 2048 tokens, with 16 of each request's own behind them; times are until the first token, which is the
 only one. Knows the daemon only as a command and an address.
@@ -96,7 +96,7 @@ def _small_pool(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _pinned(flags: Sequence[str]) -> dict[str, Any]:
-    """First tokens of a prefix that others, twice what the pool holds, were asked about since: retained, and not."""
+    """First tokens of a prefix, pinned and not, after requests for others that fill the pool twice."""
     figures: dict[str, list[Asked]] = {"first": [], "not retained, after a scan": [], "retained, after a scan": []}
     small = [*flags, "--kv-cache-memory-bytes", _PINNING_POOL, "--pinned-prefix-share", _PINNED_SHARE]
     with daemon(small) as port:

@@ -1,4 +1,4 @@
-"""What to ask and when: prompts, lengths and arrival times, all drawn from one seed.
+"""Prompts, lengths and arrival times of requests, all drawn from one seed.
 
 Text is made of short common words, which nearly every tokenizer maps to one token each, so a prompt of n words is
 close to n tokens on any server without knowing its tokenizer; reports use the counts the server returns. The same
@@ -27,7 +27,7 @@ WORDS = COMMON.split()
 
 
 class WorkloadError(LoadtestError):
-    """A workload cannot be made from what was asked; the message says why, for the person at the terminal."""
+    """A workload cannot be made from these options; the message says why."""
 
 
 class Job(NamedTuple):

@@ -32,11 +32,11 @@ from server.client import EngineClient
 from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
+from server.http.openapi import openapi_router
 from server.middleware import RequestScope, log_answer
 from server.openai.responses.store import ResponseStore
 from server.operations import live, unserved
 from server.operations.handoff import Receiver, Sender
-from server.operations.openapi import openapi_router
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig

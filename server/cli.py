@@ -1,4 +1,4 @@
-"""The `quire` command: finds the subcommand and hands it the rest. Imports nothing heavy, so that help is instant."""
+"""Runs the `quire` command: finds the subcommand and passes it the arguments. Light imports keep help instant."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.version import VERSION
 
 
 class Command(NamedTuple):
-    """A subcommand: what it does, and the module whose `main(argv) -> int` does it."""
+    """A subcommand: its summary, and the module whose `main(argv) -> int` runs it."""
 
     summary: str
     module: str
-    passes_name: bool  # whether `main` serves several commands and wants to know which
+    passes_name: bool  # whether `main` serves several commands and needs the name
 
 
 COMMANDS = {
@@ -52,5 +52,5 @@ def _help() -> str:
     return (
         "usage: quire COMMAND [ARGUMENT ...]\n\nAn OpenAI-compatible LLM serving daemon.\n\ncommands:\n"
         + "".join(lines)
-        + "\n`quire COMMAND --help` explains a command; `quire --version` tells the version.\n"
+        + "\n`quire COMMAND --help` explains a command; `quire --version` prints the version.\n"
     )

@@ -1,9 +1,9 @@
-"""Runs the HTTP server until a signal or the engine's death, and sees to it that open answers get their end.
+"""Runs the HTTP server until a signal or the engine's death, and ends open answers properly.
 
-First signal: new requests are refused while open ones may finish for the shutdown timeout, then they are aborted.
-Second signal: they are aborted now. Third: the process leaves as it is. An engine that dies has already told its
-streams; the process follows with exit status 1. If the engine hangs, the event loop ends every open answer in its place,
-and the process ends with status 1 without waiting for it. Main thread, on the event loop.
+First signal: new requests are refused while open ones may finish within the shutdown timeout; then they are aborted.
+Second signal: they are aborted immediately. Third: the process exits. An engine that dies has already ended its streams; the
+process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
+with status 1 without waiting for it. Main thread, on the event loop.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")
 
-FLUSH_S = 5  # for answers that are complete to reach slow readers
-STOP_MARGIN_S = 10.0  # a step in flight may take this long past the timeout before the process leaves without it
+FLUSH_S = 5  # for complete answers to reach slow readers
+STOP_MARGIN_S = 10.0  # a running step may exceed the timeout by this much before the process exits without it
 LEAVE_S = 4 * FLUSH_S  # the process ends within this once the engine has stopped or was abandoned
-WATCH_S = 0.25  # how often the engine's pulse is felt
-IDLE_S = 1.0  # after the start, and between looks for a moment when nobody waits
+WATCH_S = 0.25  # between two looks at the engine's health
+IDLE_S = 1.0  # after the start, and between two looks for an idle moment
 
 
 def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]) -> int:
-    """Serve on a bound socket; `on_ready` is called once requests are taken. Returns the exit status, 0 or 1."""
+    """Serve on a bound socket; `on_ready` is called once requests are accepted. Returns the exit status, 0 or 1."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -58,7 +58,7 @@ def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_rea
 
 
 class Daemon(uvicorn.Server):
-    """uvicorn's server, whose signals drain the engine first and only then close connections."""
+    """uvicorn's server, with signals that drain the engine before connections are closed."""
 
     def __init__(
         self, config: uvicorn.Config, context: Context, shutdown_timeout_s: float, on_ready: Callable[[], None]
@@ -85,7 +85,7 @@ class Daemon(uvicorn.Server):
         try:
             await super().serve(sockets)
             if self._client.is_abandoned:
-                _leave()  # nothing that waits for threads may follow: some wait for the engine
+                _leave()  # some threads wait for the engine, so nothing may wait for threads
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -98,7 +98,7 @@ class Daemon(uvicorn.Server):
             self._tasks.append(asyncio.get_running_loop().create_task(self._warm_up()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of signal handlers
-        """A signal came in, between any two bytecodes of the main thread: wake the loop and do nothing else."""
+        """Wake the loop and do nothing else: a signal arrives between any two bytecodes of the main thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_signal, signal.Signals(sig).name)
 
@@ -112,7 +112,7 @@ class Daemon(uvicorn.Server):
             log.warning("%s again: aborting %d open requests", name, self._client.num_open)
             self._tasks.append(self._loop.create_task(self._drain(0.0)))
         else:
-            log.error("%s for the third time: leaving at once", name)
+            log.error("%s for the third time: exiting immediately", name)
             os._exit(1)
 
     def _reread(self, path: Path) -> None:
@@ -127,7 +127,7 @@ class Daemon(uvicorn.Server):
     async def _drain(self, timeout_s: float) -> None:
         stopping = [self._client.stop(timeout_s)]
         if self._batches is not None:
-            stopping.append(self._batches.stop())  # its running lines are not waited for: the next daemon runs them
+            stopping.append(self._batches.stop())  # does not wait for running lines: the next daemon runs them
         try:
             await asyncio.wait_for(asyncio.gather(*stopping), timeout_s + STOP_MARGIN_S)
         except asyncio.TimeoutError:
@@ -140,23 +140,23 @@ class Daemon(uvicorn.Server):
     def _abandon(self) -> None:
         """End every open answer without the engine."""
         log.error(
-            "a step of the engine has not come back; leaving without it, ending %d requests", self._client.num_open
+            "a step of the engine has not returned; exiting without it, ending %d requests", self._client.num_open
         )
-        message = "The server is shutting down and its engine did not come back from a step; send the request again."
+        message = "The server is shutting down and a step of its engine did not return; send the request again."
         self._client.abandon(ShuttingDownError(message))
 
     async def _warm_up(self) -> None:
-        """Make ready what the first structured request would wait for, and others with it, in a moment of idleness."""
+        """Prepare grammars in an idle moment, so that the first structured request does not wait for it."""
         await asyncio.sleep(IDLE_S)
-        while self._context.engine.health().busy:  # noqa: ASYNC110 - nobody tells when it is not
+        while self._context.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(IDLE_S)
         await self._context.grammars.warm_up()
 
     async def _watch(self) -> None:
-        """Leave when the engine has died. Connections close once their streams, which it has told, are through."""
+        """Exit when the engine has died. Connections close once their streams, which the engine ended, are sent."""
         while not self._client.is_draining:
             if self._client.engine.health().error is not None:
-                log.critical("the engine is dead: leaving")
+                log.critical("the engine is dead: exiting")
                 self.should_exit = True
                 return
             await asyncio.sleep(WATCH_S)

@@ -1,4 +1,4 @@
-"""The process behind `quire serve`: settings, small files, port, model, engine, HTTP, in this order, and an orderly end.
+"""Runs `quire serve`: checks settings and small files, binds the port, loads the model, and serves until the end.
 
 Settings and the files they name are checked first, then the port is bound, then torch is imported and weights are read.
 Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
@@ -48,7 +48,7 @@ class _PortError(QuireError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop; returns the exit status."""
+    """Serve until a signal; returns the exit status."""
     try:
         settings = load_settings(argv)
     except ConfigError as error:
@@ -68,13 +68,13 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         log.warning("Stopped while starting.")
         return 130
-    except Exception:  # a bug of ours or a library's: still one line, and the traceback at debug
+    except Exception:  # a bug: one line, and the traceback at debug
         log.exception("Quire failed; run it with --log-level debug to see where")
         return 1
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening: while a model loads, connections are refused."""
+    """Return a socket bound to the address, not yet listening: connections are refused while a model loads."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -103,7 +103,7 @@ def _explain(error: OSError, host: str, port: int) -> QuireError:
 
 
 class _Plan(NamedTuple):
-    """All that is known before the port is bound."""
+    """Everything that is known before the port is bound."""
 
     serve: ServeConfig
     engine: EngineConfig
@@ -114,7 +114,7 @@ class _Plan(NamedTuple):
 
 
 def _prepare(settings: Settings) -> _Plan:
-    """Check every setting and every small file it names; nothing slow is imported. Raises QuireError."""
+    """Check every setting and the small files that settings name, without slow imports. Raises QuireError."""
     started_s = time.monotonic()
     settings.check_together()
     serve_config = settings.serve_config()
@@ -161,7 +161,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 
     try:
         listener.listen(BACKLOG)
-    except OSError as error:  # another process listened on the same port meanwhile
+    except OSError as error:  # another process listens on the same port by now
         raise _explain(error, plan.serve.host, plan.serve.port) from error
     app = create_app(engine, tokenizer, app_config)
 
@@ -176,11 +176,11 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 
 
 def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
-    """The engine and the tokenizer.
+    """Return the engine and the tokenizer.
 
-    Two threads must not use the library transformers at the same time: it imports its modules as they are first used,
-    and the second thread finds them half made. So the front is loaded on a thread, 0.4 s of Python while the native
-    library reads and packs weights without the GIL, only where the engine does without transformers.
+    Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
+    thread finds them half imported. So the front is loaded on a thread (0.4 s of Python while the native library reads and
+    packs weights without the GIL) only if the engine needs no transformers.
     """
     from engine.build import build_engine
     from engine.startup import StartupStory
@@ -205,9 +205,9 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
 
 
 def _load_front(plan: _Plan) -> TextTokenizer:
-    """The tokenizer; and the modules of the HTTP side are imported."""
+    """Return the tokenizer, and import the modules of the HTTP side."""
     import server.app
-    import server.daemon  # noqa: F401 - for what it takes, here
+    import server.daemon  # noqa: F401 - imported for its duration
     from engine.text.fields.sampling import check_defaults
     from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
 
@@ -226,10 +226,10 @@ def _load_front(plan: _Plan) -> TextTokenizer:
 
 
 def hide_from_collector() -> None:
-    """Leave the garbage collector only what comes from now on to look through, and let it.
+    """Enable the garbage collector for new objects only.
 
-    What start-up made, some 200,000 objects of libraries, lives as long as the process. A full collection over it stops
-    every stream for 0.12 s, and 800 short requests bring two of them; without it one takes 4 ms.
+    The 200,000 objects of libraries made at start-up live as long as the process. A full collection over them stops every
+    stream for 0.12 s, and 800 short requests cause two of them; without these objects one takes 4 ms.
     """
     gc.collect()
     gc.freeze()
@@ -237,7 +237,7 @@ def hide_from_collector() -> None:
 
 
 def _curl(url: str, name: str, *, has_key: bool) -> str:
-    """A line to paste into a shell."""
+    """Return a command to paste into a shell."""
     body = {
         "model": name,
         "messages": [{"role": "user", "content": "What is the capital of Japan?"}],

@@ -1,9 +1,9 @@
-"""Requests that say by when they are of use, and leave the queue when they cannot be any more: `deadline_ms`, `max_queue_ms`.
+"""Drops waiting requests that can no longer meet their `deadline_ms` or `max_queue_ms`.
 
-A request is dropped from the moment at which it would be late even if it started immediately and had the engine to itself,
-by what steps are known to take. That is the least it needs, so nothing is dropped that might have been in time. A request
-that has started is never dropped. A deadline also moves a request forward in the queue, within a bound (policies.py). Only
-requests with such fields cost anything: a heap of the moments at which they are looked at. Owned by the scheduler, engine
+A request is dropped once it would be late even if it started immediately and had the engine to itself, by the estimate of
+what steps take. That is the least time it needs, so nothing is dropped that might have been in time. A request that has
+started is never dropped. A deadline also moves a request forward in the queue, within a bound (queues/keyed.py). Only
+requests with such fields cost anything: a heap of the times at which they are checked. Owned by the scheduler, engine
 thread.
 """
 
@@ -19,39 +19,37 @@ from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Target
 
-_MIN_PRUNED = 64  # entries: those of requests that have left the queue are cleared out when they may be half of all
-
 
 class Deadlines:
-    """watch a sequence when it comes; take_hopeless at every step."""
+    """Watches the sequences that have deadlines."""
 
-    __slots__ = ("_heap", "_kv", "_max_step_tokens", "_prune_at", "_times", "_tokens_a_step")
+    __slots__ = ("_heap", "_kv", "_max_step_tokens", "_num_kept", "_times", "_tokens_a_step")
 
     def __init__(self, kv: KVCacheManager, times: StepTime, config: SchedulerConfig) -> None:
         self._kv, self._times, self._max_step_tokens = kv, times, config.max_num_batched_tokens
-        self._tokens_a_step = 1 + config.num_speculative_tokens  # that one sequence may draw, at most
+        self._tokens_a_step = 1 + config.num_speculative_tokens  # most that a step can sample for one sequence
         self._heap: list[tuple[float, int, Sequence]] = []
-        self._prune_at = _MIN_PRUNED
+        self._num_kept = 0  # entries when those of requests that have left the queue were cleared last
 
     def watch(self, seq: Sequence) -> None:
-        """A sequence comes to wait for the first time."""
+        """Watch a new sequence, if its request has a deadline."""
         if seq.request.deadline_s is None and seq.request.max_queue_s is None:
             return
-        if len(self._heap) >= self._prune_at:
+        if len(self._heap) > 2 * self._num_kept:
             self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
             heapify(self._heap)
-            self._prune_at = 2 * len(self._heap) + _MIN_PRUNED
+            self._num_kept = len(self._heap)
         heappush(self._heap, (min(self._last_starts(seq, 0)), seq.seq_id, seq))
 
     def take_hopeless(self, now: float) -> list[tuple[Sequence, Target, DeadlineError]]:
-        """Those that wait and cannot be in time any more."""
+        """Return the waiting sequences that cannot be in time any more, with the target they miss and an error."""
         hopeless = []
         while self._heap and self._heap[0][0] < now:
             _, seq_id, seq = heappop(self._heap)
             if seq.status is not Status.WAITING:
                 continue
             by_deadline, by_queue = self._last_starts(seq, self._kv.lookup(seq))
-            if now <= min(by_deadline, by_queue):  # steps are known better by now, or its prompt is in the cache
+            if now <= min(by_deadline, by_queue):  # the estimate has changed, or its prompt is cached now
                 heappush(self._heap, (min(by_deadline, by_queue), seq_id, seq))
             elif by_queue < now:
                 hopeless.append((seq, Target.QUEUE, DeadlineError(_queue_sentence(seq, now))))
@@ -60,14 +58,14 @@ class Deadlines:
         return hopeless
 
     def _last_starts(self, seq: Sequence, num_cached: int) -> tuple[float, float]:
-        """When it has to be started at the latest, for its deadline and for its patience."""
+        """Return the latest start for its deadline, and that for its max_queue_ms."""
         request = seq.request
         by_deadline = inf if request.deadline_s is None else request.deadline_s - self._least_s(seq, num_cached)
         by_queue = inf if request.max_queue_s is None else request.max_queue_s
         return request.arrival_s + by_deadline, request.arrival_s + by_queue
 
     def _least_s(self, seq: Sequence, num_cached: int) -> float:
-        """What it takes alone: the prompt in steps as large as can be, then as many tokens as it must have at least."""
+        """Return the seconds it takes alone: the prompt in steps as large as possible, then at least min_tokens."""
         if not self._times.is_known:
             return 0.0
         costs, params = self._times.costs, seq.request.params

@@ -21,7 +21,6 @@ from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult
 from engine.core.types import TokenLogprob
 
 _MASK = (1 << 64) - 1
-_HIDDEN_SIZE = 4
 
 
 def mix(*values: int) -> int:
@@ -35,7 +34,7 @@ def mix(*values: int) -> int:
 
 def hidden_state(history: Sequence[int]) -> list[int]:
     """That of the last of some tokens, which depends on all of them; in units of POOLED_UNIT, from -1 to 1."""
-    return [mix(index, *history) % (1 << 25) - (1 << 24) for index in range(_HIDDEN_SIZE)]
+    return [mix(index, *history) % (1 << 25) - (1 << 24) for index in range(4)]
 
 
 def likeliest(first: int, history: Sequence[int], num: int, vocab_size: int) -> tuple[tuple[int, float], ...]:

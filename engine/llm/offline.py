@@ -37,8 +37,7 @@ from engine.setting import declared, expand, features
 from engine.startup import StartupStory
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
-from engine.text.fields.sampling import QueueFields
-from engine.text.fields.structured import Constraint
+from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
 from engine.text.reasoning import REASONING_TAGS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from engine.core.block_size import CANDIDATES, with_block_size
+from engine.block_size import CANDIDATES, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.page_table import blocks_for

@@ -1,6 +1,6 @@
-"""Renders a conversation into a prompt with the model's own Jinja template, in a sandbox.
+"""Renders a conversation into a prompt with the model's Jinja template, in a sandbox.
 
-The template comes with the model, the messages from a client: neither may reach Python, or work without end
+The template comes with the model, the messages come from a client: neither may reach Python, or work without end
 (template_budget.py). Pure; any thread.
 """
 
@@ -35,10 +35,10 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. `special_tokens` are names such as bos_token that templates refer to."""
+    """A compiled template. `special_tokens` maps names that templates use, such as bos_token, to texts."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        if not isinstance(source, str):  # a model's file may have anything in its place
+        if not isinstance(source, str):  # a model's file may hold any value
             raise ConfigError("The chat template cannot be read: it is no text; give another with --chat-template.")
         if len(source) > MAX_SOURCE:
             raise ConfigError(
@@ -52,8 +52,10 @@ class ChatTemplate:
         self._environment = environment
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # it may be told
-        except Exception as error:  # besides TemplateError, whatever Python finds when it compiles what jinja wrote
+            self.variables = frozenset(
+                meta.find_undeclared_variables(environment.parse(source))
+            )  # that a caller may set
+        except Exception as error:  # besides TemplateError, any error of compiling jinja's Python
             reason = "it is nested too deeply" if isinstance(error, RecursionError | MemoryError) else _in_short(error)
             raise ConfigError(
                 f"The chat template cannot be read: {reason}; give another with --chat-template."
@@ -68,44 +70,55 @@ class ChatTemplate:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """The prompt. With `continue_final_message` it ends where the last message's text does.
+        """Return the prompt. With `continue_final_message` it ends with the text of the last message.
 
-        Raises InvalidRequestError, with the template's own words where it refuses the conversation.
+        Raises InvalidRequestError, with the template's own message where it refuses the conversation.
         """
-        for name in _OURS:
-            if name in template_kwargs:
-                raise InvalidRequestError(f"chat_template_kwargs may not set {name!r}.", param="chat_template_kwargs")
-        shown: list[Mapping[str, Any]] = list(messages)
-        if continue_final_message:
-            final = shown[-1].get("content") if shown else None
-            if not isinstance(final, str):
-                raise InvalidRequestError(
-                    "continue_final_message needs a last message whose content is a string.", param="messages"
-                )
-            shown[-1] = {**shown[-1], "content": final + _CUT}
+        if template_kwargs:
+            _check_names(template_kwargs)
         # Templates ask whether tools and documents are none, which an undefined name is not.
         variables = {"documents": None, **template_kwargs}
-        variables.update(messages=shown, tools=tools or None, add_generation_prompt=add_generation_prompt)
+        variables.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
+        if not continue_final_message:
+            return self._render(variables)
+        variables["messages"] = [*messages[:-1], _marked(messages)]
+        prompt = self._render(variables)
+        if _CUT not in prompt:
+            raise InvalidRequestError(
+                "The chat template leaves out the last message, so it cannot be continued.", param="messages"
+            )
+        return prompt[: prompt.rindex(_CUT)]
+
+    def _render(self, variables: dict[str, Any]) -> str:
         try:
             with self._environment.spending(Budget(variables)):
-                prompt = self._template.render(variables)
+                return self._template.render(variables)
         except BudgetError as error:
             raise InvalidRequestError(
                 f"The model's chat template cannot write these messages: {error}; send less, or start the server with "
                 "another --chat-template.",
                 param="messages",
             ) from error
-        except Exception as error:  # foreign code over a client's data: whatever it trips on is this request's fault
+        except Exception as error:  # foreign code over a client's data: any error is this request's fault
             raise InvalidRequestError(
                 f"The chat template refuses these messages: {_in_short(error)}", param="messages"
             ) from error
-        if not continue_final_message:
-            return prompt
-        if _CUT not in prompt:
-            raise InvalidRequestError(
-                "The chat template leaves out the last message, so it cannot be continued.", param="messages"
-            )
-        return prompt[: prompt.rindex(_CUT)]
+
+
+def _check_names(template_kwargs: Mapping[str, Any]) -> None:
+    for name in _OURS:
+        if name in template_kwargs:
+            raise InvalidRequestError(f"chat_template_kwargs may not set {name!r}.", param="chat_template_kwargs")
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last message with a mark at its end."""
+    final = messages[-1].get("content") if messages else None
+    if not isinstance(final, str):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message whose content is a string.", param="messages"
+        )
+    return {**messages[-1], "content": final + _CUT}
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:

@@ -1,7 +1,7 @@
-"""One choice of an answer: takes the engine's events, gives text with all that belongs to it.
+"""One choice of an answer: turns the engine's events into text, thoughts, tool calls and log probabilities.
 
-One object a choice, on the event loop. Streaming takes a delta whenever there is something new, a plain answer takes
-one at the end: the same code for both. Knows tokens and text, no HTTP and no JSON.
+A stream takes a delta whenever there is something new, a plain answer takes one at the end: the same code serves both.
+One object for each choice, on one thread. Independent of HTTP and JSON.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from engine.text.chat_format import MessageParser
 from engine.text.detokenizer import Detokenizer, StopStrings
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Tokenizer
 
+_FAILURES = frozenset({FinishReason.ERROR, FinishReason.DROPPED, FinishReason.ABORT})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How a request wants its text."""
+    """How the text of an answer is made."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False  # keep the stop string or stop token in the text
     skip_special_tokens: bool = True
-    hidden_ids: frozenset[int] = frozenset()  # tokens that are left out of the text besides
-    min_tokens: int = 0  # stop strings count only in what comes after these
+    hidden_ids: frozenset[int] = frozenset()  # further tokens that are left out of the text
+    min_tokens: int = 0  # stop strings count only in the text after these
     ending_ids: frozenset[int] = frozenset()  # end-of-sequence and stop tokens
-    echo: bool = False  # begin with the prompt
-    make_parser: Callable[[], MessageParser] | None = None  # finds thoughts and calls in the text
-    max_calls: int | None = None  # the answer ends where one more begins
+    echo: bool = False  # the text begins with the prompt
+    make_parser: Callable[[], MessageParser] | None = None  # of parsers that find thoughts and calls in the text
+    max_calls: int | None = None  # the answer ends where a further call begins
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new of a call; its first delta has the name."""
+    """The new part of a call; its first delta has the name."""
 
     index: int
     name: str | None
@@ -42,85 +44,86 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in a choice. Tokens come as they are drawn; their text may follow later, when it is certain."""
+    """The new part of a choice. Tokens appear when they are drawn; their text may follow later, once it is certain."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None: the first token of an echoed prompt
-    logprob_ids: list[int] = field(default_factory=list)  # the tokens that `logprobs` speak of
-    offsets: list[int] = field(default_factory=list)  # where in the choice's text each of them begins
+    logprob_ids: list[int] = field(default_factory=list)  # the tokens of `logprobs`
+    offsets: list[int] = field(default_factory=list)  # where each of them begins in the choice's text
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
-    has_called: bool = False  # of the last delta: whether there was any call
+    has_called: bool = False  # of the last delta: True if there was any call
 
     @property
     def is_silent(self) -> bool:
-        """True if a streaming client need not hear of it yet: tokens whose text is still to come."""
+        """True if a stream has nothing to send yet: the text of the tokens is not certain."""
         return not (self.text or self.reasoning or self.calls or self.logprobs or self.finish_reason)
 
 
 class Choice:
-    """accept events until `is_done`; take what has come up so far."""
+    """`accept` events until `is_done`; `take` the delta since the last call."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer: Detokenizer | None = None  # made for the first token: what only reads prompts has none
+        self._detokenizer: Detokenizer | None = None  # made with the first token: requests that only read have none
         self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None
         self._prompt = prompt
         self._rules = rules
-        self._reader = rules.make_parser() if rules.make_parser else None
+        self._parser = rules.make_parser() if rules.make_parser else None
         self._num_calls = 0
-        self._num_chars = 0  # of all text so far, cut or not
+        self._num_chars = 0  # of all text so far, including text that a stop string cuts off
         self._delta = Delta()
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.is_done = False
 
     def accept(self, event: TokenEvent) -> bool:
-        """Take in an event; True if it was the last to be shown. Raises its error, if it has one, or ShuttingDownError if the daemon cut it short."""
-        if event.finish_reason in (FinishReason.ERROR, FinishReason.DROPPED):
-            raise event.error or ServerError("This request failed in the engine; the server's log says why.")
-        if event.finish_reason is FinishReason.ABORT:
-            raise ShuttingDownError("The server is shutting down and cut this answer short; send the request again.")
+        """Process an event; return True if it was the last to be shown.
+
+        Raises the event's error, if it has one, or ShuttingDownError if the daemon cut the answer short.
+        """
+        if event.finish_reason in _FAILURES:
+            raise _failure(event)
         if event.prompt is not None:
-            self._begin(event.prompt)
+            self._delta.prompt = event.prompt
+            if self._rules.echo:
+                self._echo(event.prompt)
         for position, token_id in enumerate(event.token_ids):
             self._add(token_id, event.logprobs[position] if event.logprobs else None)
             if self.is_done:
                 return True
         if event.finish_reason is not None:
             self._read(self._detokenizer.flush() if self._detokenizer else "")
-            if self._reader is not None:
-                self._show(self._reader.finish())
+            if self._parser is not None:
+                self._show(self._parser.finish())
             self._finish(event.finish_reason, event.stop_reason)
         return self.is_done
 
     @property
     def num_echoed(self) -> int:
-        """Tokens of the prompt that its first event has read."""
+        """The tokens of the prompt that its first event makes text of."""
         return len(self._prompt) if self._rules.echo else 0
 
     def drop(self) -> None:
-        """End without an answer, instead of by the error that says why."""
+        """End without an answer, instead of raising the error of a dropped request."""
         self._finish(FinishReason.DROPPED, None)
 
     @property
     def is_silent(self) -> bool:
-        """True if there is nothing yet that a streaming client has to hear."""
+        """True if a stream has nothing to send yet."""
         return self._delta.is_silent
 
     def take(self) -> Delta:
-        """What has come since the last call."""
+        """Return the delta since the last call."""
         delta, self._delta = self._delta, Delta()
         return delta
 
-    def _begin(self, prompt: PromptInfo) -> None:
-        self._delta.prompt = prompt
-        if not self._rules.echo:
-            return
+    def _echo(self, prompt: PromptInfo) -> None:
+        """Begin the text with the prompt."""
         for position, token_id in enumerate(self._prompt):
             if prompt.logprobs is not None:
                 self._note(token_id, prompt.logprobs[position])
@@ -138,6 +141,7 @@ class Choice:
             self._read(self._push(token_id))
 
     def _push(self, token_id: int) -> str:
+        """Return the text that a token completes."""
         if self._detokenizer is None:
             context = () if self._rules.echo else self._prompt
             skip = self._rules.skip_special_tokens
@@ -145,18 +149,22 @@ class Choice:
         return self._detokenizer.push(token_id)
 
     def _note(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Add the log probability of a token."""
         self._delta.logprob_ids.append(token_id)
         self._delta.logprobs.append(logprob)
         self._delta.offsets.append(self._num_chars)
 
     def _read(self, text: str) -> None:
-        """Take text apart, if somebody wants that."""
-        if self._reader is None:
-            self._settle(text)
-            return
-        was_reasoning = self._reader.is_reasoning
-        self._show(self._reader.push(text))
-        if was_reasoning or self._reader.is_reasoning:  # thoughts come first, so all tokens so far are theirs
+        """Show text, or the pieces that the parser finds in it."""
+        if self._parser is None:
+            self._show_text(text)
+        else:
+            self._parse(self._parser, text)
+
+    def _parse(self, parser: MessageParser, text: str) -> None:
+        was_reasoning = parser.is_reasoning
+        self._show(parser.push(text))
+        if was_reasoning or parser.is_reasoning:  # thoughts come first, so all tokens so far are theirs
             self.num_reasoning_tokens = self.num_tokens
 
     def _show(self, pieces: Sequence[Piece]) -> None:
@@ -166,7 +174,7 @@ class Choice:
             if self.is_done:
                 return
             if isinstance(piece, Content):
-                self._settle(piece.text)
+                self._show_text(piece.text)
             elif isinstance(piece, CallBegin):
                 if self._num_calls == self._rules.max_calls:
                     self._finish(FinishReason.STOP, None)
@@ -180,8 +188,8 @@ class Choice:
             else:
                 calls.append(CallDelta(self._num_calls - 1, None, piece.text))
 
-    def _settle(self, text: str) -> None:
-        """Show text, as far as no stop string may still come of it."""
+    def _show_text(self, text: str) -> None:
+        """Show text, except an end that may still become a stop string."""
         self._num_chars += len(text)
         if self._stops is None or self.num_tokens <= self._rules.min_tokens:
             self._delta.text += text
@@ -198,3 +206,10 @@ class Choice:
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
         self._delta.has_called = self._num_calls > 0
         self.is_done = True
+
+
+def _failure(event: TokenEvent) -> Exception:
+    """Return the error of an event that ends an answer without success."""
+    if event.finish_reason is FinishReason.ABORT:
+        return ShuttingDownError("The server is shutting down and cut this answer short; send the request again.")
+    return event.error or ServerError("This request failed in the engine; the server's log says why.")

@@ -1,8 +1,8 @@
-"""Builds a `tokenizers.Tokenizer` from what a GGUF file says of its own: vocabulary, merges, kinds and special tokens.
+"""Builds a `tokenizers.Tokenizer` from a GGUF file's metadata: vocabulary, merges, types and special tokens.
 
-Two families cover the supported models: byte-level BPE ("gpt2", told apart by how text is cut into words before the
+Two families cover the supported models: byte-level BPE ("gpt2", with several ways to split text into words before the
 merges) and SentencePiece BPE ("llama", scores instead of merges). An unknown kind is refused: a nearly right tokenizer
-makes a model subtly worse, which nobody would ever trace back to here.
+makes a model subtly worse, and such a fault is hard to trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.core.errors import ModelLoadError
 
 
 class TokenType(IntEnum):
-    """How a GGUF file marks its tokens."""
+    """The token types of a GGUF file."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -28,7 +28,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# How words are cut before merging; each family of models was trained with one of these patterns.
+# The split into words before merging; each family of models was trained with one of these patterns.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +44,7 @@ def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
 
 
 def _words(digits: int) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    """The pattern with runs of at most `digits` digits."""
+    """Return the pattern with runs of at most `digits` digits."""
 
     def make() -> pre_tokenizers.PreTokenizer:
         split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
@@ -64,8 +64,8 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "qwen2": _words(1),
     "deepseek-r1-qwen": _words(1),
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")  # a word that is a token is never merged another way
-_NFC = ("qwen2", "deepseek-r1-qwen")  # composed characters, as these models' own tokenizers make them
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")  # a word that is a token is that token, whatever the merges
+_NFC = ("qwen2", "deepseek-r1-qwen")  # composed characters, as these models' tokenizers do
 _BOS_BY_DEFAULT = ("llama", "llama-bpe", "llama3")
 
 
@@ -85,7 +85,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def check_types(metadata: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for a key of the tokenizer whose value is of another type than its name says."""
+    """Raise ModelLoadError for a key of the tokenizer whose value has the wrong type."""
     for key, (kind, *items) in _TYPES.items():
         value = metadata.get(f"tokenizer.{key}")
         is_right = value is None or type(value) is kind
@@ -99,7 +99,7 @@ def check_types(metadata: Mapping[str, Any]) -> None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file's metadata. Raises ModelLoadError for one that is missing or of an unknown kind."""
+    """Return the tokenizer of a GGUF file's metadata. Raises ModelLoadError for a missing or unknown one."""
     check_types(metadata)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -122,7 +122,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_token(metadata: Mapping[str, Any], role: str) -> int | None:
-    """The id of "bos", "eos", "eot", "eom", "unknown" or "padding", where the file names one of its vocabulary."""
+    """Return the id of "bos", "eos", "eot", "eom", "unknown" or "padding", or None without a valid one."""
     token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
     return token_id if token_id is not None and token_id < len(metadata["tokenizer.ggml.tokens"]) else None
 
@@ -166,12 +166,12 @@ def _sentence_piece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> T
 def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
     try:
         return BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # the library raises bare Exception for a merge of pieces it does not know
+    except Exception as error:  # the library raises bare Exception for a merge of unknown pieces
         raise ModelLoadError(f"The GGUF file's tokenizer is inconsistent: {error}.") from error
 
 
 def _merges_of_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Merge rules that act as SentencePiece does: of all neighbours that form a token, the best-scored token first."""
+    """Return merge rules equivalent to SentencePiece: of all neighbours that form a token, the best score first."""
     merges: list[tuple[float, int, int, str, str]] = []
     for token, token_id in vocabulary.items():
         for cut in range(1, len(token)):
@@ -194,7 +194,7 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], token
 def _add_beginning_and_end(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], bos_by_default: bool
 ) -> None:
-    """Set what `add_special_tokens` puts around a text."""
+    """Set the tokens that `add_special_tokens` puts around a text."""
     bos = special_token(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", bos_by_default) else None
     eos = special_token(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     around = {tokens[token_id]: token_id for token_id in (bos, eos) if token_id is not None}

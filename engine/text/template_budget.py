@@ -1,9 +1,9 @@
-"""Bounds what a chat template may do, so that one that loops without end or makes endless texts stops with a sentence.
+"""Bounds the work of a chat template: one that loops without end, or makes endless text, stops with an error message.
 
-A budget is drawn up for each rendering, from the size of what is rendered. Steps are charged for every turn of a loop,
-call, filter and operator; sizes for every text or list that is made, before it is made where it can be larger than what
-it is made of. Between two charges a template can only do what is bounded by the sizes, so the clock that the charges look
-at bounds the rest. Any thread; a rendering stays on one.
+Each rendering gets a budget that depends on the size of its input. Steps are charged for every turn of a loop, call,
+filter and operator. Sizes are charged for every text or list that is made, beforehand where it can be larger than its
+parts. The work between two charges is bounded by the sizes, so checking the clock at charges bounds the time. Any thread;
+a rendering stays on one.
 """
 
 from __future__ import annotations
@@ -24,48 +24,32 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-# For an empty conversation, and for each value and character of a longer one more. A long tool list takes 1,000 steps.
+# For an empty conversation, and more for each value and character of its input. A long tool list takes 1,000 steps.
 _STEPS, _STEPS_PER_VALUE = 20_000, 100
 _SIZE, _SIZE_PER_CHAR = 32 << 20, 32
 _SECONDS, _SECONDS_PER_VALUE, _SECONDS_PER_CHAR = 0.5, 20e-6, 0.2e-6
-_STEPS_PER_LOOK = 16  # at the clock
-_MAX_NUMBER = 100_000  # that a filter or method is given: a width, a count, an indent
+_STEPS_PER_LOOK = 16  # charges between two looks at the clock
+_MAX_NUMBER = 100_000  # as an argument of a filter or method: a width, a count, an indent
 _MAX_BITS = 100_000  # of a whole number
 _MAX_INDENT = 16
 _HUGE_FIELD = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})|\{[^{}]*(?:\{|\d{5})")  # of a format string
 _CONTAINERS = (list, tuple, dict, set, frozenset, Namespace)
-# Filters that hand a container on, or parts of it, and do nothing with what it contains.
+# Filters that pass on a container, or parts of it, without processing its contents.
 _LOOKS_ON = frozenset(
-    [
-        "attr",
-        "batch",
-        "count",
-        "d",
-        "default",
-        "first",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-        "random",
-        "reject",
-        "rejectattr",
-        "reverse",
-        "select",
-        "selectattr",
-        "slice",
-    ]
-)
-_LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")  # of no use for prompts, and costly
+    (
+        "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
+        "rejectattr", "reverse", "select", "selectattr", "slice",
+    )
+)  # fmt: skip
+_LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")  # costly, and useless for prompts
 
 
 class BudgetError(Exception):
-    """A template did more than it may."""
+    """A template exceeded its budget."""
 
 
 def count(value: Any, max_values: float, max_chars: float) -> tuple[int, int]:
-    """How many values something is made of, and how many characters these have. Raises BudgetError beyond the limits."""
+    """Return the number of values in a value, and of their characters. Raises BudgetError beyond the limits."""
     num_values = num_chars = 0
     rest = [value]
     while rest:
@@ -88,12 +72,12 @@ def count(value: Any, max_values: float, max_chars: float) -> tuple[int, int]:
 
 
 class Budget:
-    """What one rendering may still do."""
+    """The remaining budget of one rendering."""
 
     __slots__ = ("_end_s", "_until_look", "chars_left", "steps_left")
 
     def __init__(self, shown: Any) -> None:
-        """`shown` is everything that the template is given."""
+        """`shown` is the template's whole input."""
         num_values, num_chars = count(shown, inf, inf)
         self.steps_left = _STEPS + _STEPS_PER_VALUE * num_values
         self.chars_left = _SIZE + _SIZE_PER_CHAR * num_chars
@@ -101,7 +85,7 @@ class Budget:
         self._until_look = _STEPS_PER_LOOK
 
     def step(self, num_steps: int = 1) -> None:
-        """Charge some work."""
+        """Charge steps of work."""
         self.steps_left -= num_steps
         if self.steps_left < 0:
             raise BudgetError("it takes too many steps")
@@ -112,20 +96,20 @@ class Budget:
                 raise BudgetError("it takes too long")
 
     def take(self, size: int) -> None:
-        """Charge characters, or places of a list."""
+        """Charge characters, or items of a list."""
         self.chars_left -= size
         if self.chars_left < 0:
             raise BudgetError("it makes texts or lists that are too large")
 
     def take_whole(self, value: Any) -> None:
-        """Charge something with all that is in it, as it is written out."""
+        """Charge a value with everything in it, at its size when written out."""
         if type(value) is str:
             self.take(len(value))
         else:
             self.take(sum(count(value, self.steps_left, self.chars_left)))
 
     def check_whole(self, value: Any) -> None:
-        """Raise if something could not be written out any more; a few lists within lists can be endless then."""
+        """Raise BudgetError for a value too large to be written out; a few nested lists can be endless."""
         if isinstance(value, _CONTAINERS):
             self.step(1 + count(value, self.steps_left, self.chars_left)[0] // 16)
 
@@ -135,12 +119,12 @@ class _Current(threading.local):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates are charged. Render within `spending`."""
+    """A sandbox that charges its templates. Render within `spending`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
-        # Nothing is computed when a template is compiled: there is no budget then.
+        # Nothing is computed when a template is compiled, as there is no budget yet.
         super().__init__(**options, optimized=False, finalize=self._finalize())
         self._current = _Current()
         for name in _LEFT_OUT:
@@ -148,46 +132,46 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def bound_filters(self) -> None:
-        """Charge all filters, of which there are no more to come."""
+        """Make all filters charge. Call it once all filters are registered."""
         self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
 
     @contextmanager
     def spending(self, budget: Budget) -> Iterator[None]:
-        """Charge to this budget what this thread renders within."""
+        """Charge this thread's rendering within the block to a budget."""
         self._current.budget = budget
         try:
             yield
         finally:
             self._current.budget = None
 
-    # -- what compiled templates call ----------------------------------------------------------------------------------
+    # -- called by compiled templates -----------------------------------------------------------------------------------
 
     @property
     def budget(self) -> Budget:
-        """The budget of this thread's rendering."""
+        """The budget of this thread's rendering. Raises BudgetError outside one."""
         budget = self._current.budget
         if budget is None:
             raise BudgetError("it works before it is rendered")
         return budget
 
     def turn(self, num_chars: int) -> bool:
-        """Charge one turn of a loop, or call of a macro, with the template's own text in it. True, to stand in a condition."""
+        """Charge a turn of a loop or a call of a macro, with the template text in it. Returns True, for use in a condition."""
         self.budget.take(num_chars)
         return True
 
     def whole(self, value: Any) -> Any:
-        """A list, tuple or dict that the template spells."""
+        """Check and return a list, tuple or dict that the template writes."""
         self.budget.check_whole(value)
         return value
 
     def concatenated(self, *values: Any) -> str:
-        """`a ~ b`."""
+        """Return `a ~ b`."""
         for value in values:
             self.budget.take_whole(value)
         return "".join(map(str, values))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call something, unless it makes more than it may."""
+        """Call something, after checking that its result fits the budget."""
         budget = self.budget
         budget.step()
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
@@ -200,7 +184,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Do what makes larger things of smaller ones."""
+        """Apply an operator that can make large values of small ones."""
         budget = self.budget
         budget.step()
         if operator == "%" and isinstance(left, str):
@@ -223,7 +207,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return finalize
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context, before the value
+        num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context, passed before the value
 
         @functools.wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -245,10 +229,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Charging(NodeTransformer):
-    """Makes a template call the environment's methods above."""
+    """Inserts calls of the environment's methods above into a template."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - named by jinja2
-        """Also where a condition passes over most of it."""
+        """Charge turns, also those that a condition skips."""
         self.generic_visit(node)
         if node.test is not None:
             node.test = nodes.And(_call("turn", [nodes.Const(0)], node.lineno), node.test, lineno=node.lineno)
@@ -296,7 +280,7 @@ def _charged(node: Any) -> nodes.Node:
 
 
 def _metered(budget: Budget, items: Iterable[Any]) -> Iterator[Any]:
-    """What a filter yields."""
+    """Yield the items of a filter, charging each."""
     for item in items:
         budget.step()
         budget.check_whole(item)
@@ -335,7 +319,7 @@ def _check_numbers(values: Iterable[Any]) -> None:
 def _check_method(
     budget: Budget, name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Charge a method of a text or number; its arguments, perhaps made into lists to be counted."""
+    """Charge a method of a text or number; return its arguments, with iterators made into lists."""
     if name in ("format", "format_map"):
         _check_format(budget, owner, [args, dict(kwargs)])
         return args
@@ -354,7 +338,7 @@ def _check_method(
 
 
 def _check_filter(budget: Budget, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Charge a filter; its arguments, perhaps made into lists to be counted."""
+    """Charge a filter; return its arguments, with iterators made into lists."""
     _check_numbers([*args[1:], *kwargs.values()])
     value = args[0] if args else None
     options = [*args[1:], *kwargs.values()]
@@ -388,7 +372,7 @@ def _width(option: Any) -> int:
 
 
 def _join(budget: Budget, items: Any, separator: Any) -> Any:
-    """What is joined, counted."""
+    """Charge a join; return its items as a list."""
     items = items if isinstance(items, str) else list(items)
     budget.take(len(items) * _size(separator))
     budget.take_whole(items)

@@ -1,7 +1,6 @@
-"""Implements engine/text/detokenizer.py's Tokenizer over the `tokenizers` library, from a Hugging Face folder or id, or a GGUF file.
+"""Loads the tokenizer of a Hugging Face folder or id, or of a GGUF file, over the `tokenizers` library.
 
-Loaded on the main thread at start-up, then used by the event loop only. After loading nothing of transformers is kept:
-one class serves both sources. Knows no weights and no engine.
+Loaded on the main thread at start-up. Nothing of transformers is kept after loading: one class serves both sources.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from engine.text.types import SamplingDefaults, Tokenizer
 
-# Names under which models end a turn. A GGUF file names one or two of them; a model may sample any.
+# Tokens with which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 )
 
-# Text of several scripts, which other tokenizers than the model's encode to other ids.
+# Text in several scripts, which another model's tokenizer encodes to other ids.
 PROBE = (
     "The quick brown fox jumps over 1,234,567 lazy dogs; it's \u00fcber-schnell, \u00e9l\u00e9gant and 42% cheaper.\n"
     "def f(x):\n    return {'a': [x ** 2, None]}  # \u0434\u0430, \u4f60\u597d, \U0001f98a\n"
@@ -36,7 +35,7 @@ PROBE = (
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """The letters that byte-level BPE writes bytes as: printable ones stand for themselves, the rest from U+0100 on."""
+    """Return the byte of each letter of byte-level BPE: printable bytes are themselves, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -48,7 +47,7 @@ _LONG_DECODE = 1024  # tokens, about 0.3 ms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """What a source says of its tokenizer, besides the tokenizer itself."""
+    """The parts of a source's tokenizer configuration that the `tokenizers` library does not hold."""
 
     special_tokens: Mapping[str, str]  # "bos_token" and the like, as chat templates call them
     eos_token_ids: frozenset[int]
@@ -57,7 +56,7 @@ class TokenizerConfig:
 
 
 class TextTokenizer:
-    """A `tokenizers.Tokenizer` with the model's chat template and end tokens."""
+    """A `tokenizers.Tokenizer` with the model's chat template and end tokens. Implements Tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig) -> None:
         backend.no_truncation()
@@ -79,11 +78,11 @@ class TextTokenizer:
         self.sampling_defaults = vocabulary.sampling_defaults
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, never truncated. Raises InvalidRequestError for a text that is not Unicode."""
+        """Return the token ids of a text, never truncated. Raises InvalidRequestError for invalid Unicode."""
         try:
-            # Unlike `encode` this gives up the GIL: else a long text would stop the engine, wherever it is encoded.
+            # Unlike `encode` this releases the GIL; otherwise a long text would stop the engine on any thread.
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except TypeError as error:  # the library's word for half of a surrogate pair, which JSON can spell
+        except TypeError as error:  # the library's error for half of a surrogate pair, which JSON can spell
             raise InvalidRequestError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
         if self._num_ids is not None and (beyond := max(ids, default=0)) >= self._num_ids:
             raise InvalidRequestError(
@@ -93,15 +92,15 @@ class TextTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of some ids, with U+FFFD for broken UTF-8."""
-        if len(token_ids) > _LONG_DECODE:  # unlike `decode` this gives up the GIL
+        """Return the text of some ids, with U+FFFD for broken UTF-8."""
+        if len(token_ids) > _LONG_DECODE:  # unlike `decode` this releases the GIL
             return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def hold_to(self, vocab_size: int) -> None:
-        """Refuse text with tokens that a model of this size has not, from now on; such ids would be read past its end.
+        """Refuse from now on text with ids beyond the model's vocabulary, which would index past its embeddings.
 
-        Raises ConfigError if ordinary text has them, because it is another model's tokenizer.
+        Raises ConfigError if ordinary text has such ids, because the tokenizer is another model's.
         """
         self.eos_token_ids = frozenset(token_id for token_id in self.eos_token_ids if 0 <= token_id < vocab_size)
         if self.vocab_size <= vocab_size:
@@ -113,11 +112,11 @@ class TextTokenizer:
             raise ConfigError(f"{error} Name the model's own tokenizer with --tokenizer.") from error
 
     def to_json(self) -> str:
-        """All of it, as a tokenizer.json has it."""
+        """Return the content of a tokenizer.json."""
         return self._backend.to_str()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id, perhaps part of a character; empty for an id without a token."""
+        """Return the bytes of one id, perhaps part of a character; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id)
@@ -129,37 +128,14 @@ class TextTokenizer:
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
-        """The prompt of a conversation; the template spells the special tokens out. Raises InvalidRequestError."""
-        if self.chat_template is None:
-            raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
-                param="messages",
-            )
-        return self.chat_template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-
 
 def load_tokenizer(
     source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False
 ) -> TextTokenizer:
-    """The tokenizer of a .gguf file, or of a Hugging Face folder or id. Raises ModelLoadError.
+    """Return the tokenizer of a .gguf file, or of a Hugging Face folder or id. Raises ModelLoadError.
 
-    `chat_template` replaces the source's own. Sampling defaults stay OpenAI's unless `model_sampling` asks for those of
-    the source's generation_config: the same request should mean the same on every model.
+    `chat_template` replaces the source's. Sampling defaults are OpenAI's unless `model_sampling` asks for those of the
+    source's generation_config, so that a request means the same on every model.
     """
     from_file = Path(source).suffix == ".gguf"
     backend, vocabulary = _from_gguf(Path(source)) if from_file else _from_hugging_face(source, revision)
@@ -175,14 +151,14 @@ def load_tokenizer(
 
 
 def check_draft_tokenizer(tokenizer: Tokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for a draft model whose tokenizer cuts a text otherwise: hardly a draft of it would be right."""
+    """Raise ConfigError for a draft model whose tokenizer encodes text differently: few of its drafts would be right."""
     asked = None if speculative_config is None else SpeculativeConfig.read(speculative_config)
     if asked is None or asked.model is None:
         return
     try:
         other = load_tokenizer(asked.model, revision=asked.revision)
     except ModelLoadError:
-        return  # weights alone, of which the engine compares what can be compared
+        return  # a folder of weights alone; the engine compares the vocabulary sizes
     if other.encode(PROBE, add_special_tokens=False) != tokenizer.encode(PROBE, add_special_tokens=False):
         raise ConfigError(
             f"--speculative-config: the draft model {asked.model} has another tokenizer than the model; choose one of the "
@@ -214,10 +190,10 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
 
     try:
         loaded = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
-    except Exception as error:  # the library raises OSError, ValueError, KeyError and more for a folder it cannot use
+    except Exception as error:  # the library raises OSError, ValueError, KeyError and others
         reason = " ".join(str(error).split()).rstrip(".")
         if Path(source).is_dir() and not any(Path(source).glob("*token*")):
-            reason = "the folder has no tokenizer.json"  # of which the library says a great deal
+            reason = "the folder has no tokenizer.json"  # for which the library's message is very long
         raise ModelLoadError(
             f"The tokenizer of {source!r} cannot be loaded: {reason}; name another with --tokenizer."
         ) from error
@@ -240,7 +216,7 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
 
 
 def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
-    """A small file beside the tokenizer; empty where there is none."""
+    """Return the content of a small file beside the tokenizer; empty if there is none."""
     from transformers.utils import cached_file
 
     path = cached_file(source, name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
@@ -252,7 +228,7 @@ def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """What a generation_config recommends; one that does not sample is greedy."""
+    """Return the values that a generation_config recommends; one that does not sample is greedy."""
     names = [field.name for field in fields(SamplingDefaults)]
     named = {name: generation[name] for name in names if generation.get(name) is not None}
     for name, value in named.items():

@@ -1,6 +1,6 @@
-"""What all ways of `quire simulate` are asked for: workloads, costs, settings, targets, and where figures go.
+"""Options of all `quire simulate` commands: workloads, costs, settings, targets, and the output file.
 
-Reads command lines and traces and writes figures, and so does nothing else in the package but the ways themselves.
+Reads traces and writes figures for the commands.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from loadtest.arguments import positive_float, positive_int, probability
 from loadtest.report import without_nan
 from loadtest.simulation.costs import DEFAULT_COSTS
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=positive_float, metavar="R", help="requests a second of a workload")
     parser.add_argument("--speed", type=positive_float, default=1.0, metavar="X", help="have all arrive so much faster")
     parser.add_argument(
-        "--clip", action="store_true", help="cut what is too long for the model, instead of refusing it"
+        "--clip", action="store_true", help="cut requests that are too long for the model, instead of refusing them"
     )
     parser.add_argument("--seed", type=int, default=0, help="of workloads; default 0")
     parser.add_argument(
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def name(source: str) -> str:
-    """What figures call it."""
+    """Return the name of a workload in the figures."""
     return source if source in WORKLOADS else Path(source).name
 
 
@@ -91,7 +91,7 @@ def rows(
 
 
 def targets(options: argparse.Namespace) -> Targets:
-    """What a good answer is."""
+    """Return the targets of a good answer."""
     return Targets(options.target_ttft_ms / 1e3, options.target_tpot_ms / 1e3)
 
 
@@ -102,7 +102,7 @@ def new_replica(options: argparse.Namespace) -> Callable[..., Replica]:
 
 
 def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """The figures, behind what they were asked for with."""
+    """Write the options and the figures."""
     kept = (
         "source", "num", "rate", "speed", "clip", "seed", "depth", "max_num_queued_reqs", "max_num_queued_tokens",
         "acceptance", "target_ttft_ms", "target_tpot_ms",

@@ -1,8 +1,8 @@
-"""`quire calibrate`: what steps cost on this machine, for `quire simulate`, measured on the real engine and daemon.
+"""`quire calibrate`: measures the time of steps for `quire simulate`.
 
 Single steps of the engine in this process, without HTTP: a grid of shapes to fit, random shapes to say how well it fits.
-And a daemon of the same settings under a few loads: what it takes longer than the engine alone is the front's. The two take
-turns, for a shared machine's speed drifts by a fifth within minutes, and what is subtracted has to be of the same time.
+And a daemon of the same settings under a few loads: the time that it adds to the engine alone is the front's. The two are
+measured in turns, because the speed of a shared machine drifts by a fifth within minutes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from loadtest.simulation.variants import measured_config
 from loadtest.steps import build, runs_on_cpu
 
 _NUM_HELD_OUT = 32
-_WAVES = (1, 2, 4, 8, 16, 32, 48)  # requests at once, of 64 words and 64 tokens each
+_WAVES = (1, 2, 4, 8, 16, 32, 48)  # concurrent requests, of 64 words and 64 tokens each
 _NUM_TURNS = 5  # of the engine and the daemon
-# Single requests of so many words, one every so many seconds: what a prompt's length adds to its way in.
+# Single requests of so many words, one every so many seconds, for the cost of a prompt's length in the front.
 _PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 2, 0.6  # so many a turn
 
 
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=positive_int, default=10, metavar="N", help="times each step is measured; default 10"
     )
-    parser.add_argument("--no-http", action="store_true", help="leave out what the daemon adds: the engine alone")
+    parser.add_argument("--no-http", action="store_true", help="measure the engine alone, without the daemon")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, more of what `quire serve` takes")
 
 
@@ -136,7 +136,7 @@ class _Steps:
 
 
 def _plain(config: SchedulerConfig) -> dict[str, Any]:
-    """Its settings that are numbers and words; what the engine measures for itself is nothing to compare."""
+    """Return the settings that are numbers and words; others are measured by the engine."""
     return {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
 
 
@@ -145,7 +145,7 @@ def _advance(progress: Progress, task: Any) -> Callable[[], None]:
 
 
 class _Waves:
-    """Loads on the daemon, and what clients see: a wave's requests are sent at once."""
+    """Loads on the daemon as clients see them; the requests of a wave are sent concurrently."""
 
     def __init__(self, port: int, progress: Progress) -> None:
         self._port = port
@@ -166,7 +166,7 @@ class _Waves:
 
 
 def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
-    """Costs with a front that explains what clients see of requests that are sent at once.
+    """Fit the front to the times that clients see of concurrent requests.
 
     TPOT is explained by each step and each of its tokens, TTFT by each request and each of a prompt's tokens; twice
     over, since either has some part in the other.
@@ -176,7 +176,7 @@ def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
     config = measured_config(costs.settings)
 
     def explained(figure: str, front: Front, features: Callable[[list[Observed]], list[float]]) -> list[float]:
-        """What of each feature makes up for what the front leaves unexplained, relative to what was seen."""
+        """Return the weight of each feature that explains the rest of the measured time."""
         told = replace(costs, front=front)
         seen = [median(getattr(each, figure) for each in wave) for wave in waves]
         replays = [replay([each.row for each in wave], config, told).served for wave in waves]

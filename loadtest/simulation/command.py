@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--router", nargs="+", choices=tuple(ROUTERS), default=list(ROUTERS), help="default: all")
     fleet.add_argument("--share", type=share, default=0.99, help="of requests within the targets; default 0.99")
     fleet.set_defaults(simulate=_fleet)
-    story = ways.add_parser("paging", help="show what a paged pool buys, request by request")
+    story = ways.add_parser("paging", help="show the effect of a paged pool, request by request")
     paging.add_options(story)
     story.set_defaults(simulate=paging.run)
 
@@ -128,9 +128,9 @@ def _fleet(options: argparse.Namespace) -> int:
         for num in options.replicas:
             rows = asked.rows(options.source[0], options, config.max_model_len, console, num_replicas=num)
             if rows[-1].arrival_s <= 0:
-                raise SimulationError("a fleet cannot be sized for requests that all arrive at once.")
+                raise SimulationError("a fleet cannot be sized for requests that all arrive at the same time.")
             if len(rows) * (1 - options.share) < 1:
-                told = f"{len(rows)} requests are too few to tell what {options.share:.0%} of them get."
+                told = f"{len(rows)} requests are too few to measure {options.share:.0%} of them."
                 console.print(told, style="yellow", markup=False)
             for router in options.router:
                 found[router, num] = capacity(

@@ -1,4 +1,4 @@
-"""What a step of the real engine takes, by what is in it, and what the HTTP front adds. Plain numbers, kept as JSON.
+"""The time of a step by its content, and the time that the HTTP front adds. Plain numbers, kept as JSON.
 
 A step's seconds are a sum of four parts: a table over the rows that the matrices see, a table over the rows that are
 sampled, the context that decoding sequences read, and the pairs of a chunk's positions and their contexts. Tables are
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What the HTTP side takes from the engine, whose cores and interpreter it shares."""
+    """The time that the HTTP side takes from the engine, whose cores and interpreter it shares."""
 
     intake_s: float = 0.0  # which the step after a request's arrival takes longer
     step_s: float = 0.0  # which any step takes longer in the daemon than alone
@@ -59,7 +59,7 @@ class Copies:
     block_s: float = 0.0
 
     def of(self, plan: StepPlan) -> float:
-        """What a step's copies take, either way half of a trip."""
+        """Return the time of the copies of a step; each way is half of a trip."""
         num_ways = bool(plan.swap_out) + bool(plan.swap_in)
         return (num_ways * self.trip_s + (len(plan.swap_out) + len(plan.swap_in)) * self.block_s) / 2
 
@@ -113,7 +113,7 @@ class StepCosts:
         return self.step(drafted) + self.prefill_pair_s * seen
 
     def draft_costs(self, max_num_rows: int) -> DraftCosts:
-        """What the scheduler is told of a step with and without drafts, by its rows."""
+        """Return the costs of steps with and without drafts, by their rows, for the scheduler."""
         points = [(rows, self._fixed(rows, rows)) for rows in self.rows.at if 0 < rows <= max_num_rows]
         return DraftCosts(lower_hull(points), lower_hull(points))
 
@@ -123,7 +123,7 @@ class StepCosts:
 
     @classmethod
     def load(cls, path: Path) -> StepCosts:
-        """What was saved, or written by hand. Raises CostError."""
+        """Read a file of costs. Raises CostError."""
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             rows, samples = (_table(document.pop(name)) for name in ("rows", "samples"))

@@ -19,7 +19,7 @@ class Drafting:
         self._rng = random.Random(0)
 
     def check(self, plan: StepPlan) -> dict[int, Drafted]:
-        """What came of a step's drafts, by slice; each token is its own position, as a replica draws them."""
+        """Return the outcome of the drafts of a step, by slice; each token is its position, as a replica draws them."""
         draw, acceptance, found = self._rng.random, self._acceptance, {}
         for index, num_drafts in plan.num_drafts.items():
             num_right = next((place for place in range(num_drafts) if draw() >= acceptance), num_drafts)

@@ -19,7 +19,7 @@ _NEVER = Spread(math.nan, math.nan, math.nan, math.nan, 0)
 
 
 class Targets(NamedTuple):
-    """What a request's latencies must not exceed to count as good; seconds."""
+    """The highest latencies of a good answer, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class TenantFigures:
-    """The same of one tenant's requests."""
+    """The figures of one tenant's requests."""
 
     num_served: int
     ttft_s: Spread
@@ -199,7 +199,7 @@ def _service(served: Iterable[Served], num_windows: int) -> list[float]:
 
 
 def _spread_over(parts: Iterable[tuple[float, float, float]], num_windows: int) -> list[float]:
-    """What falls into each window of amounts that are spread evenly from a start to a stop."""
+    """Return the share in each window of amounts that are spread evenly from a start to a stop."""
     found = [0.0] * num_windows
     for start, stop, amount in parts:
         first, last = int(start / _WINDOW_S), min(int(stop / _WINDOW_S), num_windows - 1)

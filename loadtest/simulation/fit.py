@@ -23,7 +23,7 @@ Matrix = NDArray[np.float64]
 
 
 def fit(shapes: Sequence[Shape], seconds: Sequence[float]) -> StepCosts:
-    """Costs under which the steps take what they took, as nearly as may be."""
+    """Return the costs that predict the measured steps best."""
     rows_at = _points(_ROWS_AT, max(shape.num_tokens for shape in shapes))
     samples_at = _points(_SAMPLES_AT, max(_num_samples(shape) for shape in shapes))
     design = np.array([_features(shape, rows_at, samples_at) for shape in shapes])
@@ -91,7 +91,7 @@ def least_deviations(design: Sequence[Sequence[float]], wanted: Sequence[float])
 
 
 def predict(costs: StepCosts, shape: Shape) -> float:
-    """What the costs say of a shape."""
+    """Return the predicted time of a shape."""
     pairs = sum(count * (start + (count + 1) / 2) for start, count in shape.chunks)
     fixed = costs.rows(shape.num_tokens) + costs.samples(_num_samples(shape))
     return fixed + costs.decode_context_s * sum(shape.contexts) + costs.prefill_pair_s * pairs

@@ -95,7 +95,7 @@ def fill_pool(runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], 
 
 
 class Times:
-    """What each shape took, round by round."""
+    """The seconds of each shape, round by round."""
 
     def __init__(self, runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], vocab_size: int) -> None:
         self.shapes = shapes
@@ -105,7 +105,7 @@ class Times:
         self._rng = random.Random(0)
 
     def measure(self, rounds: int, on_step: OnStep) -> None:
-        """Each shape once a round. The rounds are shuffled, lest a machine that drifts bends the table."""
+        """Measure each shape once a round, in a new order, so that a drift of the machine affects all alike."""
         order = list(range(len(self._plans)))
         for _ in range(rounds):
             self._rng.shuffle(order)
@@ -118,7 +118,7 @@ class Times:
                 on_step()
 
     def forget(self) -> None:
-        """What was measured was a warm-up."""
+        """Discard the measurements: they were a warm-up."""
         self._found = [[] for _ in self.shapes]
 
     @property

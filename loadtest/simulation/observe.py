@@ -1,6 +1,6 @@
-"""Sends a trace to a real daemon and notes what its clients see, to calibrate a simulation and to check one.
+"""Sends a trace to a real daemon and records the times that clients see, to calibrate or to check a simulation.
 
-Prompts are made of common words, about a token each; what is kept of a request is the length that the server counted.
+Prompts are made of common words, about a token each; the length of a request is the one that the server counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OnAnswer = Callable[[], None]
 
 
 class Observed(NamedTuple):
-    """A request as it was answered: when it was sent and what it was, its time to the first token and for each other."""
+    """A request with its arrival and lengths as seen, its time to first token and per output token."""
 
     row: TraceRequest
     ttft_s: float
@@ -51,7 +51,7 @@ async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answ
 
 
 async def warm_up(port: int) -> None:
-    """Traffic before what is measured: a daemon is slower in its first seconds, its memory being touched first."""
+    """Send traffic before measuring: a daemon is slower in its first seconds, when it touches memory first."""
     rows = [TraceRequest(index * 0.2, 100, 64) for index in range(_NUM_WARM_UP)]
     await observe(port, rows, seed=-1, on_answer=lambda: None)
 

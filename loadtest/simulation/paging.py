@@ -1,6 +1,6 @@
-"""`quire simulate paging`: the effect of paging, by the scheduler that serves on a clock that advances by one a step.
+"""`quire simulate paging`: the effect of paging on a few requests.
 
-It shows the blocks in use rise and fall as sequences arrive, grow and end, against a static batch that reserves the
+The scheduler is the one that serves; its clock advances by one a step. It shows the blocks in use rise and fall as sequences arrive, grow and end, against a static batch that reserves the
 longest length for every request. Each figure says whether it is a formula or was measured in the pool.
 """
 
@@ -59,7 +59,7 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """Most blocks held at once."""
+        """Return the most blocks held at one time."""
         return max(sample.held for sample in self.samples)
 
     @property
@@ -125,7 +125,7 @@ def batch(lengths: Sequence[int], arrivals: Sequence[float], prompt_len: int) ->
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch:
-    """What a batch costs that reserves the longest length for everyone and ends with its longest member."""
+    """The cost of a batch that reserves the longest length for each request and ends with the longest."""
 
     blocks: int
     slots: int
@@ -139,13 +139,13 @@ class StaticBatch:
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, block_size: int) -> int:
-    """What one block costs: K and V of every layer."""
+    """Return the bytes of one block: K and V of every layer."""
     return 2 * num_layers * num_kv_heads * head_dim * dtype_bytes * block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The example of 16 chats with a 200-token system prompt: two formulas, then what the pool did. All in blocks."""
+    """The example of 16 chats with a 200-token system prompt, in blocks: two formulas, then measurements."""
 
     formula_shared: int
     formula_unshared: int

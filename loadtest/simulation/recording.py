@@ -1,6 +1,6 @@
-"""Replays a recording of `quire serve --record` on FakeRunner: the same calls of the scheduler, with the same clock readings.
+"""Replays a recording of `quire serve --record` on FakeRunner.
 
-Every plan is compared with the recorded one; the first that differs ends the replay. Results of steps are taken from the
+The scheduler gets the recorded calls with the recorded clock readings. Every plan is compared with the recorded one; the first that differs ends the replay. Results of steps are taken from the
 recording, so the replay needs no model. engine/recording.py says what a line holds.
 """
 
@@ -39,7 +39,7 @@ _EOS, _STOP = "end", "stop"
 
 @dataclass(slots=True)
 class Replayed:
-    """What a replay came to."""
+    """The outcome of a replay."""
 
     stats: Stats
     gaps: Gaps
@@ -161,7 +161,7 @@ class _ShownIds:
 
 
 class Replayer:
-    """take the header, then line after line; `done` is what they came to."""
+    """Made from the header, it takes line after line; `done` is the outcome so far."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         """Raises SimulationError if the header is that of another version."""

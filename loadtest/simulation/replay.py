@@ -1,7 +1,7 @@
-"""Replays a trace through one simulated daemon, or through several behind a router, and keeps what became of each request.
+"""Replays a trace through simulated daemons and records each outcome.
 
-Arrivals are given to the replicas in order, each of which has been advanced to that moment: a router sees the loads that
-it would see. Knows nothing of files, tables or pictures.
+Arrivals go to the replicas in order, after all of them were advanced to that moment: a router sees the loads of that
+time. Knows nothing of files, tables or pictures.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Served(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """What a replay leaves behind."""
+    """The outcome of a replay."""
 
     replicas: list[Replica] = field(default_factory=list)
     living: dict[str, tuple[TraceRequest, int]] = field(default_factory=dict)  # the row, and the replica that has it
     served: list[Served] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)  # why, and how often
-    num_rejected: int = 0  # with 429, the queue being full; nobody comes again
+    num_rejected: int = 0  # with 429, the queue being full; they are not sent again
     num_dropped: int = 0  # accepted, and ended without an answer: their deadline could not be met
     cpu_s: float = 0.0  # what simulating took
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.places import Door
-from engine.core.queue_limits import NO_LIMITS, QueueLimits
+from engine.core.overload import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.step import StepPlan, StepResult
@@ -81,7 +80,7 @@ class Replica:
         self.now = 0.0
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
-        self._door = Door(self._scheduler, limits)
+        self._overload = OverloadControl(self._scheduler, limits)
         self._drafting = Drafting(acceptance or 0.0)
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
@@ -96,8 +95,8 @@ class Replica:
         return stats.num_running + stats.num_waiting + stats.num_preempted
 
     def submit(self, request: Request, at_s: float) -> None:
-        """Take a request now, which must not be before what was simulated. Raises a ClientError, or OverloadedError."""
-        self._door.check(at_s, len(request.prompt))
+        """Take a request at a time not before the simulated one. Raises ClientError or OverloadedError."""
+        self._overload.check(at_s, len(request.prompt))
         if not self._scheduler.has_work:
             self.now = max(self.now, at_s)
         self._scheduler.add(request)
@@ -145,7 +144,7 @@ class Replica:
         seconds += self._owed_s
         self._owed_s = 0.0
         self.busy_s += seconds
-        self._door.stepped(seconds)
+        self._overload.stepped(seconds)
         self._device_free_s = max(self.now, self._device_free_s) + seconds
         self._launched.append((plan, result, self._device_free_s))
 

@@ -1,4 +1,4 @@
-"""Traces: who asked for how much, and when. Reads CSV files; what a simulation replays is a list of TraceRequest.
+"""Traces: the arrival and the lengths of requests, read from CSV files as a list of TraceRequest.
 
 Besides our own column names, those of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and of
 BurstGPT (Timestamp, Request tokens, Response tokens, Session ID, ...) are understood. Knows lengths only, never text.
@@ -29,7 +29,7 @@ class TraceRequest(NamedTuple):
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    max_tokens: int = 0  # what the client allowed; 0: as many as it got
+    max_tokens: int = 0  # allowed by the client; 0: as many as the answer has
     prefix_group: str = ""  # requests of one group share ...
     prefix_tokens: int = 0  # ... this much of the beginning of their prompts
     tenant: str = ""
@@ -171,7 +171,7 @@ def _timestamp(text: str) -> float:
 
 
 def _with_prefixes(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Where a group's shared length is not told, it is as long as the group's shortest prompt lets it be."""
+    """Set shared lengths that are missing to all but one token of the group's shortest prompt."""
     shortest: dict[str, int] = {}
     for request in requests:
         group = request.prefix_group
@@ -199,12 +199,12 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def at_speed(requests: Iterable[TraceRequest], speed: float) -> list[TraceRequest]:
-    """The same requests, arriving `speed` times as fast."""
+    """Return the requests, arriving `speed` times as fast."""
     return [request._replace(arrival_s=request.arrival_s / speed) for request in requests]
 
 
 def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceRequest]:
-    """The same requests, cut to what a model of this length can serve: outputs first, to half of it at least."""
+    """Return the requests, cut to the length of the model: outputs first, to half of it at least."""
     cut = []
     for request in requests:
         output = min(request.output_tokens, max(max_model_len - request.prompt_tokens, max_model_len // 2))
@@ -218,7 +218,7 @@ def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceR
 
 
 def to_request(row: TraceRequest, index: int) -> Request:
-    """What the scheduler is asked for. Equal beginnings of a group's prompts are equal tokens, all others differ.
+    """Return a row as a request. Shared beginnings of a group have equal tokens, all others differ.
 
     A simulated runner draws each token as its own position (replica.py), so an answer ends where its last position is an
     ending id, though max_tokens would allow more.

@@ -1,8 +1,8 @@
 """`python -m loadtest validate-simulation`: the real daemon and the simulator, given the same three traces.
 
-A daemon is started and driven over HTTP; what its clients saw is compared with what the simulator says of the requests as
-they were sent, and of the lengths that the server counted. Best on a machine that does nothing else; a few rounds of the
-same, for a shared machine's speed drifts: how far the daemon's figures of several rounds lie apart is told beside the error.
+A daemon is started and driven over HTTP; the times that clients saw are compared with those that the simulator predicts
+for the same arrivals and the lengths that the server counted. Best on an idle machine; the range of the daemon's figures
+over several rounds is shown beside the error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ FIGURES: tuple[tuple[str, Callable[[Spread, Spread], float]], ...] = (
 
 
 class Comparison(NamedTuple):
-    """A round of a case: what was seen and what was predicted, TTFT then TPOT of each request."""
+    """A round of a case: seen and predicted (TTFT, TPOT) of each request."""
 
     seen: list[tuple[float, float]]
     predicted: list[tuple[float, float]]
@@ -92,7 +92,7 @@ class Figure(NamedTuple):
 
     @property
     def off_by(self) -> float:
-        """The prediction, relative to what was seen, of the medians."""
+        """Return the relative error of the median prediction."""
         return median(self.predicted) / median(self.seen) - 1
 
 
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> int:
 def _drive(
     settings: Sequence[str], traces: Sequence[Sequence[TraceRequest]], options: argparse.Namespace
 ) -> list[list[list[Observed]]]:
-    """What clients of a real daemon see, for each case round by round."""
+    """Return what clients of a real daemon see, for each case and round."""
     seen: list[list[list[Observed]]] = [[] for _ in CASES]
     with progress_bar() as progress, daemon(settings) as port:
         asyncio.run(warm_up(port))
@@ -161,7 +161,7 @@ def _drive(
                 def on_answer(task: Any = task) -> None:
                     progress.advance(task)
 
-                # Other words, and other shared ones, lest a round finds what the one before has left in the cache.
+                # New words in each round, so that it finds nothing that the last round left in the cache.
                 own = [
                     row._replace(prefix_group=f"{row.prefix_group} {number}" * bool(row.prefix_group)) for row in rows
                 ]
@@ -171,7 +171,7 @@ def _drive(
 
 
 def compare(observed: Sequence[Observed], costs: StepCosts) -> Comparison:
-    """Replay what was sent, when it was sent."""
+    """Replay the requests at the times they were sent."""
     sent = sorted(observed, key=lambda each: each.row.arrival_s)
     served = replay([each.row for each in sent], measured_config(costs.settings), costs).served
     return Comparison([(each.ttft_s, each.tpot_s) for each in sent], [(each.ttft_s, each.tpot_s) for each in served])

@@ -1,4 +1,4 @@
-"""What a simulation compares: schedulers that differ in their policy and in other fields of SchedulerConfig.
+"""The schedulers that a simulation compares; they differ in fields of SchedulerConfig.
 
 Fields and policies are taken as the scheduler names them, so a new one needs no line here.
 """
@@ -61,7 +61,7 @@ def make_variants(
 
 
 def _config(settings: dict[str, Any]) -> SchedulerConfig:
-    """As engine/build.py resolves them. Raises SimulationError for what the engine would never be built with."""
+    """Return settings as a SchedulerConfig. Raises SimulationError for settings that no engine has."""
     try:
         return SchedulerConfig(**settings)
     except AssertionError as error:

@@ -17,7 +17,7 @@ _MIN_TOKENS = 4
 
 
 class Workload(NamedTuple):
-    """What it is, how to draw it, and a rate that the default costs can serve, but not with ease."""
+    """A summary, a function that draws the rows, and a rate that keeps the default costs busy."""
 
     summary: str
     draw: Callable[[int, float, random.Random], list[TraceRequest]]
@@ -26,7 +26,7 @@ class Workload(NamedTuple):
 
 
 def generate(name: str, *, num: int, rate: float | None, seed: int, max_model_len: int) -> list[TraceRequest]:
-    """The requests of a workload in order of arrival, cut to what the model can serve."""
+    """Return the requests of a workload in order of arrival, cut to the length of the model."""
     workload = WORKLOADS[name]
     rows = workload.draw(num, rate or workload.rate, random.Random(seed))
     return clipped(sorted(rows, key=lambda row: row.arrival_s), max_model_len)
@@ -96,7 +96,7 @@ def greedy_tenant(num: int, rate: float, rng: random.Random) -> list[TraceReques
 
 
 def batch_and_interactive(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Half arrives at once and has all day (priority 1); the other half are people, who wait for an answer (0)."""
+    """Half arrives at time 0 with priority 1; the other half are interactive users with priority 0."""
     batch = [
         _ask(rng, 0.0, _length(rng, 200, 0.5), _length(rng, 150, 0.4), tenant="batch", priority=1)
         for _ in range(num // 2)
@@ -139,7 +139,7 @@ def apps(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
 
 
 def unpredictable(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Bursts of requests that differ in nothing but the length of their answers, which nobody can know."""
+    """Bursts of requests that differ only in the length of their answers, which cannot be predicted."""
     return [
         TraceRequest(at, _length(rng, 120, 0.2), min(_length(rng, 80, 1.1), _ALLOWED), _ALLOWED)
         for at in _arrivals(rng, num, rate, shape=0.2)
@@ -160,7 +160,7 @@ def long_prompt(num: int, rate: float, rng: random.Random) -> list[TraceRequest]
 
 
 def bursts_in_turns(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Two equal tenants; each sends twenty requests at once, then leaves the next burst to the other."""
+    """Two equal tenants; each sends twenty requests together, then leaves the next burst to the other."""
     rows = []
     for index in range(num):
         burst = index // 20

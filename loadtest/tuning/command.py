@@ -17,7 +17,7 @@ from loadtest.plots import require_matplotlib
 from loadtest.tuning.probe import Load, Opener
 from loadtest.tuning.tuner import Goal, Tuned, tune
 
-_MAX_BLOCK_SIZE = 1024  # what the engine takes
+_MAX_BLOCK_SIZE = 1024  # the largest that the engine accepts
 _LARGEST_SPREAD = 0.15  # of steps that were measured while nothing else ran
 
 
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="to try; default 16 8 32 64",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("quire.yaml"), help="default %(default)s")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of all that was measured, .png or .svg")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of all measurements, .png or .svg")
     parser.add_argument(
         "settings", nargs="*", metavar="SETTING", help="after --, what else `quire serve` shall be given"
     )

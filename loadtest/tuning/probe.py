@@ -23,7 +23,7 @@ _LARGEST = {"cpu": (2048, 512), "cuda": (16384, 1024)}  # tokens and sequences o
 
 
 class Load(NamedTuple):
-    """What a step computes: sequences that decode at a context of so many tokens, and a part of a prompt."""
+    """The content of a step: sequences that decode at a context length, and a chunk of a prompt."""
 
     num_seqs: int
     context: int

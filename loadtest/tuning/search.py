@@ -1,4 +1,4 @@
-"""How settings are searched for. Pure: what is measured is handed in as a function, and asked for as seldom as may be."""
+"""Searches over measured values, which are passed in as functions and called as seldom as possible."""
 
 from __future__ import annotations
 

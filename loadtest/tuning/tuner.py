@@ -1,7 +1,7 @@
-"""What `quire tune` decides, and in which order. Every figure comes from a Probe; nothing here knows an engine's insides.
+"""The decisions of `quire tune`, in order. All measurements come from a Probe; no engine is known here.
 
 1. How much of a prompt a step should take: the fewest tokens that compute at nearly the machine's best rate. With a
-   target, no more than what fits into half of it, for whoever decodes beside a prompt waits for the whole step.
+   target, no more than fits into half of it, since a sequence that decodes beside a prompt waits for the whole step.
 2. How many sequences: with a target, the most that decode beside such a part of a prompt within it, by binary search;
    without one, the fewest that come to nearly the best rate of tokens.
 3. How large a step: all of these sequences and the part of a prompt; with a target, not more than would miss it if it
@@ -21,7 +21,7 @@ from loadtest.errors import LoadtestError
 from loadtest.tuning.probe import Load, Probe
 from loadtest.tuning.search import doublings, knee, largest
 
-NEARLY = 0.97  # of the best rate; what is measured twice differs by as much
+NEARLY = 0.97  # of the best rate; two measurements of one thing differ by as much
 _SMALLEST_CHUNK = 16
 _SEQS_GRAIN = 4  # beyond the first few sequences the search is no finer than this
 _CHUNK_GRAIN = 8
@@ -32,7 +32,7 @@ OpenProbe = Callable[[int], AbstractContextManager[Probe]]  # for a block size
 
 
 class Goal(NamedTuple):
-    """What to tune for: sequences of this length, and seconds that no gap between two tokens should exceed."""
+    """The length of the sequences to tune for, and the longest acceptable gap between two tokens in seconds."""
 
     context: int
     target_s: float | None = None
@@ -52,7 +52,7 @@ class TuneError(LoadtestError):
 
 @dataclass(slots=True)
 class Tuned:
-    """The settings, and what they were chosen from."""
+    """The chosen settings, and the measurements behind them."""
 
     max_num_seqs: int
     chunk: int

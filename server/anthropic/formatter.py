@@ -15,7 +15,8 @@ from server.errors import ApiError
 from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, frame
 from server.openai.translated import pieces_of
-from server.openai.usage import AnswerMetrics, Usage
+from server.openai.usage import Usage
+from server.telemetry.timeline import AnswerMetrics
 
 
 class MessageUsage(ResponseBody):

@@ -37,9 +37,9 @@ from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError
+from server.http.openapi import answers
 from server.openai.chat_request import ChatBody, chunk_meta, count_common, prepare, prompt_ids
 from server.openai.translated import TranslatedBody
-from server.operations.openapi import answers
 from server.respond import respond
 
 _BILLING = "x-anthropic-billing-header:"

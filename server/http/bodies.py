@@ -1,8 +1,8 @@
-"""Reads the JSON bodies of requests without holding up the event loop: small ones here, others in a child process.
+"""Reads JSON bodies without blocking the event loop: small ones here, large ones in a child process.
 
-json and pydantic hold the GIL, so a thread would be no help. The child (server/http/body_child.py) refuses what is wrong and
-returns the document in compact parts; what it let through is checked once more here, on a worker thread, which is cheap
-since it is known to be right and small in objects, and makes the very model that a small body becomes.
+json and pydantic hold the GIL, so a thread would not help. The child (server/http/body_child.py) refuses invalid bodies and
+returns the document in compact parts. A worker thread then validates the parts again, which is cheap for a valid document
+of few objects, and makes the same model that a small body becomes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES = 256 * 1024
 INLINE_VALUES = 32 * 1024  # by most_values: about 10 ms
 MAX_READ_S = 20.0
-MAX_HELD_BODIES = 8  # of the largest size; so many bytes of bodies may wait at once to be complete and read
+MAX_HELD_BODIES = 8  # of the largest size: the bytes of incomplete or unread bodies that are held at most
 
 # A value that takes the memory of several numbers counts as several.
 CONTAINER_WEIGHT = 32  # an object or a list, with its first item
@@ -50,12 +50,12 @@ class ResponseBody(BaseModel):
 
 
 def most_values(raw: bytes | bytearray) -> int:
-    """An upper bound of count_values, 3 ms for a million bytes: what stands within strings counts, too."""
+    """Return an upper bound of count_values, in 3 ms for a million bytes: text within strings counts, too."""
     return 1 + _marks(raw) + _strings(raw.count(b'"'))
 
 
 def count_values(raw: bytes | bytearray) -> int:
-    """The JSON values of a document, some of which count as several."""
+    """Return the number of JSON values of a document, some of which count as several."""
     total, num_quotes, carried = 1, 0, b""
     for start in range(0, len(raw), _PIECE_BYTES):
         piece = carried + raw[start : start + _PIECE_BYTES]
@@ -68,18 +68,18 @@ def count_values(raw: bytes | bytearray) -> int:
 
 
 def _marks(text: bytes | bytearray) -> int:
-    """What commas, colons and brackets tell: each value but the first stands behind a comma or is a container's first."""
+    """Return the count of values but the first: each follows a comma or a colon, or is a container's first."""
     num_containers = text.count(b"[") + text.count(b"{")
     return text.count(b",") + text.count(b":") + (CONTAINER_WEIGHT - 1) * num_containers
 
 
 def _strings(num_quotes: int) -> int:
-    """What strings count beyond the value, or the colon behind a name, that is counted already."""
+    """Return the extra count of strings: the value, or the colon after a name, is counted already."""
     return (STRING_WEIGHT - 1) * (num_quotes // 2)
 
 
 def too_many(count: int, most: int) -> ApiError:
-    """The answer to a document with too many values."""
+    """Return the error for a document with too many values."""
     message = (
         f"The body has {count} JSON values, where a string counts as {STRING_WEIGHT} and a list or object as "
         f"{CONTAINER_WEIGHT}; at most {most} are read (--max-json-values). Send fewer, or several requests."
@@ -88,13 +88,13 @@ def too_many(count: int, most: int) -> ApiError:
 
 
 def check_count(raw: bytes | bytearray, most: int) -> None:
-    """Raise a 400 for a document with more than so many values."""
+    """Raise a 400 for a document with more than `most` values."""
     if most_values(raw) > most and (count := count_values(raw)) > most:
         raise too_many(count, most)
 
 
 def parse(raw: bytes | bytearray) -> Any:
-    """The document. Raises a 400 for what is not JSON."""
+    """Return a parsed document. Raises a 400 if it is not JSON."""
     try:
         return from_json(raw)
     except ValueError as error:
@@ -102,12 +102,12 @@ def parse(raw: bytes | bytearray) -> Any:
 
 
 def read(model: type[Checked], raw: bytes | bytearray) -> Checked:
-    """The document as a model. Raises a 400, ValidationError, or what the model's own checks raise."""
+    """Return a document as a model. Raises a 400, ValidationError, or what the model's own checks raise."""
     return model.model_validate(parse(raw))
 
 
 def is_large(raw: bytes | bytearray) -> bool:
-    """True for what is not read on the event loop."""
+    """Return whether a body is too large to be read on the event loop."""
     return len(raw) > INLINE_BYTES or most_values(raw) > INLINE_VALUES
 
 
@@ -132,7 +132,7 @@ class BodyReader:
     """`receive` and `read` from the event loop, `read_here` and `read_member` from worker threads."""
 
     def __init__(self, max_values: int, max_body_bytes: int) -> None:
-        """`max_values` JSON values are the most that a body may have; see count_values for how they count."""
+        """`max_values` bounds the JSON values of a body, as count_values counts them."""
         self._max_values = max_values
         self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes - INLINE_BYTES, INLINE_BYTES)
         self._num_held_bytes = 0
@@ -141,10 +141,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def receive(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
-        """A body as it comes over the wire. Raises ApiError.
+        """Yield a body as it was sent. Raises ApiError.
 
-        What a large one has beyond INLINE_BYTES counts as held until the end of the block, so that clients which never
-        send the rest of a large body cannot keep out small ones.
+        The bytes of a large body beyond INLINE_BYTES count as held until the end of the block, so that clients which never
+        send the rest of a large body cannot block small ones.
         """
         raw, num_bytes = bytearray(), 0
         try:
@@ -166,19 +166,19 @@ class BodyReader:
             self._num_held_bytes -= num_bytes
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
-        """A large body as a model; `raw` is emptied. Raises ApiError, ValidationError or ClientError."""
+        """Return a large body as a model; empties `raw`. Raises ApiError, ValidationError or ClientError."""
         parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
         return await run_slowly(lambda: model.model_validate(unpack(parts)))
 
     def read_here(self, model: type[Checked], raw: bytes | bytearray) -> Checked:
-        """The same on the calling thread; a small body is read there, too."""
+        """Return a body as a model, read on the calling thread."""
         if is_large(raw):
             return model.model_validate(unpack(self._ask(model, bytearray(raw))))
         check_count(raw, self._max_values)
         return read(model, raw)
 
     def read_member(self, model: type[Checked], raw: bytes, member: str) -> bytes:
-        """One member of a body, as JSON."""
+        """Return one member of a body, as JSON."""
         if is_large(raw):
             return bytes(self._ask(model, bytearray(raw), member)[0])
         return to_json(getattr(read(model, raw), member), inf_nan_mode="constants")
@@ -203,7 +203,7 @@ class BodyReader:
 
 
 def _refusal(error: ChildError) -> ApiError:
-    """The answer for a body that the child did not come to an end with."""
+    """Return the error for a body that the child could not read."""
     logger.warning("a large request body could not be read: %s", error)
     if isinstance(error, ChildCrashError):
         message = "The body takes too much memory to be read, or is nested too deeply; send fewer JSON values."

@@ -1,7 +1,7 @@
-"""The process that reads large bodies: it counts, parses and checks them, where neither time nor memory is the daemon's.
+"""The child process that reads large bodies: it counts, parses and checks them without the daemon's time and memory.
 
 Run by server/http/bodies.py through engine/child_process.py. A question is a header, {"model": ..., "most": ..., "member": ...},
-and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}, the first of which the client will see.
+and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}; the client sees the error.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-# What bodies are made of is imported before the first question, which should not wait for it.
-import server.anthropic.messages
-import server.openai.responses.routes  # noqa: F401
 from engine.child_process import Parts, serve
 from server.errors import to_api_error
 from server.http.bodies import check_count, parse
 from server.http.packed_json import pack
 
+# Modules of bodies, which are imported before the first question, as it should not wait for them.
+_BODIES = ("server.anthropic.messages", "server.openai.responses.routes")
 _BASE_BYTES = 56 << 20
 _PER_BODY_BYTE = 2.5
 
 
 def memory(num_bytes: int) -> int:
-    """How much a question of this size may take: with what the daemon makes of the answer, 64 MiB and 4 times the body."""
+    """Return the memory for a question of this size; with the daemon's share, 64 MiB and 4 times the body."""
     return _BASE_BYTES + int(_PER_BODY_BYTE * num_bytes)
 
 
 def answer(parts: Parts) -> list[bytes]:
-    """Read one body. It is let go of as soon as it is parsed."""
+    """Read one body, which is freed as soon as it is parsed."""
     raw, header = parts.pop(), json.loads(parts.pop())
     try:
         return [b"{}", *_read(raw, **header)]
@@ -42,12 +41,12 @@ def answer(parts: Parts) -> list[bytes]:
     except Exception as error:
         told = to_api_error(error)
         fields = {name: getattr(told, name) for name in ("status", "code", "message", "param", "type", "headers")}
-        trace = traceback.format_exc() if told.status >= 500 else ""  # a bug; the daemon's log says where
+        trace = traceback.format_exc() if told.status >= 500 else ""  # a bug, which the daemon logs
         return [json.dumps({"error": fields, "traceback": trace}).encode()]
 
 
 def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
-    """The document in parts; of `member`, where it is named, just the JSON. Raises ApiError and others."""
+    """Return the document in parts, or only the JSON of `member`. Raises ApiError and others."""
     check_count(raw, most)
     tree = parse(raw)
     raw.clear()
@@ -65,4 +64,6 @@ def _model(name: str) -> type[BaseModel]:
 
 if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
+    for name in _BODIES:
+        import_module(name)
     serve(answer, memory=memory)

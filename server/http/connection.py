@@ -1,14 +1,14 @@
-"""One HTTP/1.1 connection: uvicorn's, with a bound on what comes before a body, and our envelope where none was readable.
+"""One HTTP/1.1 connection: uvicorn's, with a bound on headers, and errors in our envelope for unreadable requests.
 
-uvicorn's parser keeps a head of any length, so that one client could fill the memory before any limit of ours is asked.
-And it stops reading when a second request comes behind one that runs, so that it would not see a client leave, and tells
-of that only the last request: the first would be computed to its end for nobody. Event loop.
+uvicorn's parser accepts a head of any length, so one client could fill the memory before any of our limits applies. It also
+stops reading when a second request arrives behind a running one, so it would not notice that the client left, and then
+informs only the last request: the first would be computed to its end in vain. Event loop.
 
-Pipelined requests are answered in order, however many there are. MAX_PIPELINED of them are parsed ahead of the one that
-runs; the bytes of the others wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some are answered.
+Pipelined requests are answered in order. MAX_PIPELINED of them are parsed ahead of the running one; the bytes of the others
+wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some are answered.
 
-An answer may be complete while its request is still being sent: a refusal, or a disk that is full. Closing then would reset
-the connection, and the client would lose the answer. So the rest is read and thrown away, for at most LINGER_S.
+An answer may be complete while its request is still being sent: a refusal, or a full disk. Closing would then reset the
+connection, and the client would lose the answer. So the rest is read and discarded, for at most LINGER_S.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.errors import ApiError
 
-MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers
+MAX_HEAD_BYTES = 64 * 1024  # of the request line and headers
 MAX_PIPELINED = 16  # parsed requests behind one that runs
 MAX_UNPARSED_BYTES = 256 * 1024
 LINGER_S = 30.0  # for the rest of a request that has been answered already
@@ -41,7 +41,7 @@ class _Flow(FlowControl):
 
 
 class _AnswerTransport:
-    """What an answer is written to: the connection decides when it may be closed."""
+    """The transport that an answer is written to; the connection decides when to close it."""
 
     def __init__(self, connection: Connection) -> None:
         self.write = connection.transport.write
@@ -50,12 +50,12 @@ class _AnswerTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection, over which requests come one after another."""
+    """A connection that carries requests one after another."""
 
     flow: _Flow
     _is_in_head = False
-    _num_head_bytes = 0  # since the last head began, and what came before it in the same piece
-    _running: RequestResponseCycle | None = None  # the last that began; others may have come behind it
+    _num_head_bytes = 0  # since the last head began, with the bytes before it in the same piece
+    _running: RequestResponseCycle | None = None  # the last that began; others may wait behind it
     _refusal: ApiError | None = None  # ends the connection once the requests before it are answered
     _linger: asyncio.TimerHandle | None = None  # while the rest of an answered request is read
     _is_ending = False  # close the connection once that has been read
@@ -67,19 +67,19 @@ class Connection(HttpToolsProtocol):
         self._answer_transport = _AnswerTransport(self)
 
     def close_once_read(self) -> None:
-        """Close the connection; if the request that was answered is still being sent, once all of it has come."""
+        """Close the connection, once an answered request that is still being sent has arrived."""
         self._is_ending = self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
         if not self._is_ending:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Keep what came, and parse as much of it as may be parsed now."""
+        """Buffer the bytes, and parse as many as may be parsed now."""
         if self._refusal is None:
             self._unparsed += data
             self._parse()
 
     def _parse(self) -> None:
-        """Feed the parser; a head that goes on for too long ends the connection."""
+        """Feed the parser; a head that is too long ends the connection."""
         while self._unparsed and len(self.pipeline) < MAX_PIPELINED:
             piece = bytes(self._unparsed[:_PIECE_BYTES])
             del self._unparsed[:_PIECE_BYTES]
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_response_complete(self) -> None:
-        """The request that came next begins, and others are parsed in its place."""
+        """Begin the next request, and parse others behind it."""
         following = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         self._running = following
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever runs hears of it, too."""
+        """Tell the running request, too."""
         if self._linger is not None:
             self._linger.cancel()
         if self._is_answering_another:
@@ -157,12 +157,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answering_another(self) -> bool:
-        """True while the request that came last waits behind one that runs."""
+        """Return whether the last request waits behind a running one."""
         running = self._running
         return running is not None and running is not self.cycle and not running.response_complete
 
     def shutdown(self) -> None:
-        """The server leaves: answers are waited for, but not a request that is still being sent."""
+        """Close when the server stops: after the running answers, without waiting for a request still being sent."""
         if self._linger is not None:
             self._is_ending = True
             return
@@ -172,16 +172,16 @@ class Connection(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's sentence says no more
-        """What came is no HTTP."""
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's sentence adds nothing
+        """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, "invalid_http", "This is not a valid HTTP/1.1 request; check the client or proxy."))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A wish to change the protocol may be passed over; uvicorn's warning asks the operator to install something."""
+        """Ignore a request to change the protocol; uvicorn's warning asks the operator to install a package."""
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a request that cannot be read, after the ones before it, and hang up."""
-        if self.pipeline and self.cycle.more_body:  # it is the body of the last one that cannot be read
+        if self.pipeline and self.cycle.more_body:  # the body of the last one is unreadable
             self.pipeline.popleft()
         running = self._running
         if running is None or running.response_complete:
@@ -190,7 +190,7 @@ class Connection(HttpToolsProtocol):
             self._refusal = error
         elif not running.response_started:
             self._hang_up(error)
-        else:  # its answer began before its body could be read, and cannot be taken back
+        else:  # its answer has begun, and cannot be replaced by an error
             self.transport.close()
 
     def _hang_up(self, error: ApiError) -> None:

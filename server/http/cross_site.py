@@ -1,11 +1,11 @@
-"""The guard against web pages: which Host names are answered, and which origins may change anything. Event loop.
+"""Guards against web pages: which Host names are answered, and which origins may change anything. Event loop.
 
 A browser on this machine lets any web page send requests to the daemon. Two things keep such a page out:
 
 - Host. With DNS rebinding a page makes its own name resolve to this machine, and then reads the answers as its own. So
   without a key only IP addresses, which DNS cannot point elsewhere, loopback names and --allowed-hosts are answered.
-  With a key any name is: the page does not have the key. Probes are exempt: load balancers ask by name, and a status
-  is all they learn.
+  With a key any name is: the page does not have the key. Probes are exempt: load balancers call by name, and learn
+  only a status.
 - Origin. A page may send a form or an upload to any address, it only cannot read the answer. So a request that changes
   something, and a preflight, is refused if the browser says that another origin sent it, unless --allowed-origins
   names that origin. Programs send neither Origin nor Sec-Fetch-Site and are let through.
@@ -32,13 +32,13 @@ class CrossSiteGuard:
     """ASGI middleware: a 403 for hosts and origins that are not allowed."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None, allowed_origins: Collection[str]) -> None:
-        """With `allowed_hosts` None every host is."""
+        """If `allowed_hosts` is None, every host is allowed."""
         self._app = app
         self._hosts = allowed_hosts
         self._origins = frozenset(allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is allowed. A refusal has read nothing of the body."""
+        """Pass on an allowed request, or refuse it without reading its body."""
         error = self._fault(scope) if scope["type"] == "http" else None
         if error is None:
             await self._app(scope, receive, send)
@@ -58,7 +58,7 @@ class CrossSiteGuard:
         return self._origin_fault(headers, hosts)
 
     def _origin_fault(self, headers: Headers, hosts: list[str]) -> ApiError | None:
-        """The browser's own word comes first: it knows its page's address where a proxy has changed Host."""
+        """Return the error for a foreign origin. Sec-Fetch-Site counts first: a proxy may have changed Host."""
         sites, origins = headers.getlist("sec-fetch-site"), headers.getlist("origin")
         if sites == ["same-origin"]:
             return None
@@ -77,7 +77,7 @@ class CrossSiteGuard:
 
 
 def _host_fault(hosts: list[str], allowed: Collection[str]) -> ApiError | None:
-    """Browsers always send one Host; a request without any, of HTTP/1.0 say, is none of theirs."""
+    """Return the error for a Host that is not allowed. Browsers always send one; a request without is no browser's."""
     if len(hosts) > 1:
         return ApiError(400, "invalid_host", "The request has several Host headers; send one.")
     if not hosts or not hosts[0]:
@@ -96,8 +96,8 @@ def _host_fault(hosts: list[str], allowed: Collection[str]) -> ApiError | None:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with the patterns of --allowed-origins. Stands behind the guard, which refuses all other origins."""
+    """Starlette's CORS with the patterns of --allowed-origins, behind the guard, which refuses all other origins."""
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """Decides which origin an answer may be read by."""
+        """Return whether pages of an origin may read answers."""
         return names_origin(self.allow_origins, origin)

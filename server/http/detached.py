@@ -1,7 +1,7 @@
-"""Blocking calls that the event loop waits for and the end of the process does not.
+"""Runs blocking calls on threads that do not keep the process alive.
 
-asyncio.to_thread keeps the process alive until its call returns: reading a file of a network filesystem that has gone
-away would keep it for ever, whatever signal comes.
+asyncio.to_thread keeps the process alive until its call returns: reading a file of a dead network filesystem would keep it
+for ever, in spite of signals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 async def run_detached(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what a blocking call returns, or raise what it raises; cancelling leaves the call to itself."""
+    """Run a blocking call on a thread of its own and return its result; cancelling does not stop the call."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 

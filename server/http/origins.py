@@ -1,4 +1,4 @@
-"""Host names and origins: the entries of --allowed-hosts and --allowed-origins, and what headers are compared with.
+"""Parses host names and origins: the entries of --allowed-hosts and --allowed-origins, and headers.
 
 Start-up thread and event loop. Standard library and pydantic only.
 """
@@ -23,15 +23,15 @@ _PORTS = {"http": "80", "https": "443"}
 
 
 class Authority(NamedTuple):
-    """What a Host header names: host[:port], the host in lower case and without a final dot."""
+    """The host[:port] of a Host header, the host in lower case and without a final dot."""
 
     host: str
-    port: str  # empty where none is given
-    is_address: bool  # an IP address: no name that DNS could point elsewhere
+    port: str  # "" if absent
+    is_address: bool  # an IP address, which DNS cannot point elsewhere
 
     @staticmethod
     def parse(text: str) -> Authority | None:
-        """None for what is no host and port."""
+        """Return the parts of a host and port, or None."""
         match = _AUTHORITY.fullmatch(text)
         if match is None:
             return None
@@ -46,7 +46,7 @@ class Authority(NamedTuple):
 
 
 def _is_ipv4(name: str) -> bool:
-    """True for 127.0.0.1, and for 127.1 and 0x7f000001 too, which mean the same to browsers, curl and the resolver."""
+    """Return whether a host is an IPv4 address in any notation that browsers take, such as 127.1 and 0x7f000001."""
     try:
         socket.inet_aton(name)
     except OSError:
@@ -55,18 +55,18 @@ def _is_ipv4(name: str) -> bool:
 
 
 def is_loopback_name(name: str) -> bool:
-    """True for localhost and the names under it, which never leave the machine (RFC 6761)."""
+    """Return whether a name is localhost or under it, which never leaves the machine (RFC 6761)."""
     return name == "localhost" or name.endswith(".localhost")
 
 
 def names_host(allowed: Collection[str], name: str) -> bool:
-    """Whether an entry of --allowed-hosts is this name; `*.example.com` is every name under example.com."""
+    """Return whether --allowed-hosts has a name; `*.example.com` is every name under example.com."""
     parents = [f"*{name[index:]}" for index, letter in enumerate(name) if letter == "."]
     return not {ANY, name, *parents}.isdisjoint(allowed)
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Whether an Origin and a Host header name one server. The scheme may differ: a proxy in front may speak TLS."""
+    """Return whether an Origin and a Host header name one server; the scheme may differ behind a TLS proxy."""
     scheme, _, rest = origin.partition("://")
     ours, theirs = Authority.parse(host), Authority.parse(rest)
     default = _PORTS.get(scheme)
@@ -76,13 +76,13 @@ def is_same_origin(origin: str, host: str) -> bool:
 
 
 def names_origin(allowed: Collection[str], origin: str) -> bool:
-    """Whether an entry of --allowed-origins is this Origin; `chrome-extension://*` is every extension."""
+    """Return whether --allowed-origins has an Origin; `chrome-extension://*` is every extension."""
     scheme, separator, _ = origin.partition("://")
     return ANY in allowed or origin in allowed or bool(separator and f"{scheme}://{ANY}" in allowed)
 
 
 def read_hosts(value: object) -> tuple[str, ...]:
-    """The entries of --allowed-hosts. Raises PydanticCustomError."""
+    """Return the entries of --allowed-hosts. Raises PydanticCustomError."""
     names = [name.lower().removesuffix(".") for name in _items(value)]
     for name in names:
         if name != ANY and not _NAME.fullmatch(name):
@@ -92,7 +92,7 @@ def read_hosts(value: object) -> tuple[str, ...]:
 
 
 def read_origins(value: object) -> tuple[str, ...]:
-    """The entries of --allowed-origins, spelled as browsers send them. Raises PydanticCustomError."""
+    """Return the entries of --allowed-origins, spelled as browsers send them. Raises PydanticCustomError."""
     origins = [_origin(item) for item in _items(value)]
     if None in origins:
         sentence = (
@@ -104,7 +104,7 @@ def read_origins(value: object) -> tuple[str, ...]:
 
 
 def _items(value: object) -> list[str]:
-    """Texts of a list, of text with commas, or of a JSON list as vLLM has it; a list may hold such texts, too."""
+    """Return the items of a list, of comma-separated text, or of a JSON list like vLLM's; lists may hold such texts."""
     if isinstance(value, str):
         text = value.strip()
         try:

@@ -1,4 +1,4 @@
-"""How a large JSON document travels between processes: in parts that are cheap to read again.
+"""Packs a large JSON document for another process, in parts that are cheap to read again.
 
 Pure functions, run by server/http/body_child.py, which packs, and by the slow thread, which unpacks.
 """
@@ -20,7 +20,7 @@ Place = list[str | int]
 
 
 def pack(tree: Any) -> list[bytes]:
-    """A document as parts that are cheap to read again: long texts and lists of integers stand beside the JSON."""
+    """Return a document as parts that are cheap to read again: long texts and lists of integers beside the JSON."""
     places: list[tuple[Place, str]] = []
     parts: list[bytes] = []
     small = _without_long(tree, [], places, parts)
@@ -28,7 +28,7 @@ def pack(tree: Any) -> list[bytes]:
 
 
 def _without_long(value: Any, at: Place, places: list[tuple[Place, str]], parts: list[bytes]) -> Any:
-    """The value, None in the place of what is appended to `parts`."""
+    """Return the value with None in the place of everything that was appended to `parts`."""
     if isinstance(value, str) and len(value) > _LONG_TEXT:
         places.append((at, ""))
         parts.append(value.encode())
@@ -50,7 +50,7 @@ def _without_long(value: Any, at: Place, places: list[tuple[Place, str]], parts:
 
 
 def _sliced(value: dict[str, Any] | list[Any]) -> list[bytes] | None:
-    """A long list or object of scalars as JSON of parts of it; integers that fit an array are left to that."""
+    """Return a long list or object of scalars as JSON slices; None for integers, which travel as an array."""
     scalars = value.values() if isinstance(value, dict) else value
     if set(map(type, scalars)) & {dict, list} or (isinstance(value, list) and _numbers(value) is not None):
         return None
@@ -62,7 +62,7 @@ def _sliced(value: dict[str, Any] | list[Any]) -> list[bytes] | None:
 
 
 def _numbers(values: list[Any]) -> array[int] | None:
-    """A long list of nothing but integers, if they fit."""
+    """Return a long list of integers as an array, or None."""
     if len(values) <= _LONG_LIST or set(map(type, values)) != {int}:
         return None
     furthest = max(max(values), ~min(values))  # noqa: PLW3301 - unpacked, a million are arguments
@@ -71,7 +71,7 @@ def _numbers(values: list[Any]) -> array[int] | None:
 
 
 def unpack(parts: list[bytearray]) -> Any:
-    """The document that was packed. Empties the list as it goes."""
+    """Return the document that was packed. Empties the list."""
     parts.reverse()
     root: Any
     root, places = from_json(parts.pop())

@@ -1,8 +1,8 @@
-"""One thread for Python that takes long, so that the event loop is not held up by it.
+"""Runs slow Python code on one thread, so that it does not block the event loop.
 
-It is one, as each of several would take its turn of the GIL before the event loop's next. While it works, the GIL
-changes hands within SWITCH_S instead of Python's 5 ms: an answer passes the event loop several times. The garbage
-collector pauses, for it would go over all that is being made again and again, 50 ms each time, without giving up the GIL.
+There is one thread because each of several would take a turn of the GIL before the event loop's next. While it works, the
+GIL changes hands within SWITCH_S instead of Python's 5 ms, as an answer needs the event loop several times. The garbage
+collector is paused: it would scan the new objects repeatedly, for 50 ms each time, without releasing the GIL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THREAD = ThreadPoolExecutor(1, "quire-slow")
 
 
 async def run_slowly(function: Callable[[], Result]) -> Result:
-    """Run a function on that thread, after those that came before."""
+    """Run a function on the slow thread, after earlier ones, and return its result."""
     return await asyncio.get_running_loop().run_in_executor(_THREAD, _work, function)
 
 

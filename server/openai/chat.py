@@ -14,11 +14,11 @@ from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tools.formats import new_call_id
 from server.context import InContext, json_body
 from server.http.bodies import ResponseBody
+from server.http.openapi import answers
 from server.openai.chat_request import ChatBody, chunk_meta, prepare
 from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.openai.usage import Usage
-from server.operations.openapi import answers
 from server.respond import respond
 
 

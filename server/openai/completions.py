@@ -20,12 +20,12 @@ from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
+from server.http.openapi import answers
 from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.sampling import HINTS, SamplingBody
 from server.openai.usage import Usage
-from server.operations.openapi import answers
 from server.respond import answer_id, engine_requests, respond
 
 DEFAULT_MAX_TOKENS = 16

@@ -14,7 +14,8 @@ from engine.version import VERSION
 from server.errors import ApiError
 from server.http.bodies import ResponseBody
 from server.openai.sampling import StreamOptions
-from server.openai.usage import AnswerMetrics, Usage, with_metrics
+from server.openai.usage import Usage
+from server.telemetry.timeline import AnswerMetrics, with_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

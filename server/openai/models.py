@@ -13,7 +13,7 @@ from engine.adapters import LoadedAdapter
 from server.context import Context, InContext
 from server.errors import IS_ANTHROPIC
 from server.http.bodies import ResponseBody
-from server.operations.openapi import answers
+from server.http.openapi import answers
 
 
 class ModelCard(ResponseBody):

@@ -21,9 +21,9 @@ from engine.text.choice import TextRules
 from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
+from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.usage import Usage
-from server.operations.openapi import answers
 from server.respond import answer_id, engine_requests, submit, with_timings
 
 router = APIRouter()

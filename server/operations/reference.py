@@ -15,8 +15,8 @@ from typing import Any
 
 from engine.text.fields.base import RequestBody
 from server.app import routers
+from server.http.openapi import describe
 from server.openai.translated import PASSED_ON, TranslatedBody
-from server.operations.openapi import describe
 from server.settings.reference import settings_section
 
 HEAD = """# Reference

@@ -15,8 +15,8 @@ from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
+from server.http.openapi import answers
 from server.http.slow_thread import run_slowly
-from server.operations.openapi import answers
 
 
 class TokenizeBody(Conversation):

@@ -1,4 +1,4 @@
-"""Files and folders that settings name. Files are read whole: regular ones in UTF-8, of a bounded size. Start-up thread."""
+"""Reads files and checks folders that settings name. Files must be regular, UTF-8 and of bounded size. Start-up thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BYTES = 64 << 20
 
 
 def read_setting_file(flag: str, path: Path) -> str:
-    """The text of the file that `flag` names. Raises ConfigError."""
+    """Return the text of the file that `flag` names. Raises ConfigError."""
     try:
         return read_text(path, MAX_BYTES)
     except OSError as error:
@@ -22,7 +22,7 @@ def read_setting_file(flag: str, path: Path) -> str:
 
 
 def check_folder(flag: str, path: Path | None) -> None:
-    """Raise ConfigError if a folder can neither be made nor be written to at the path that `flag` names, if any."""
+    """Raise ConfigError if the folder that `flag` names can be neither created nor written to."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Files of settings in YAML, read so that nothing in them is silently overruled. Start-up thread, and event loop on SIGHUP."""
+"""Reads YAML files of settings and refuses duplicate keys. Start-up thread, and event loop on SIGHUP."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MAX_BYTES = 4 << 20
 
 
 class DuplicateKeyError(ConstructorError):
-    """A mapping names a key twice; `problem` says which."""
+    """A mapping has a key twice; `problem` names it."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that names a key twice, of which YAML's readers commonly take the last."""
+    """Refuses a mapping that has a key twice; YAML readers commonly take the last value."""
 
     def __init__(self, stream: bytes) -> None:
         super().__init__(stream)
         self._checked: set[Node] = set()
 
     def flatten_mapping(self, node: MappingNode) -> None:
-        """Checked before `<<` puts another mapping's keys beside those that go before them; a second time they are there."""
+        """Check a mapping before `<<` merges another one's keys into it, so once only."""
         if node not in self._checked:
             self._checked.add(node)
             seen: set[tuple[str, str]] = set()
@@ -39,14 +39,14 @@ class _Loader(yaml.SafeLoader):
         super().flatten_mapping(node)
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
-        """A date such as 2026-13-45 is a fault of the file like any other."""
+        """Construct a value; one such as the date 2026-13-45 is a fault of the file like any other."""
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError) as error:  # what PyYAML lets out, depending on the type
+        except (ValueError, LookupError, AttributeError) as error:  # raised by PyYAML, depending on the type
             problem = f"this is no value of type {node.tag.rpartition(':')[2]}"
             raise ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def read_yaml(path: Path) -> Any:
-    """What is in a file. Raises OSError and yaml.YAMLError."""
+    """Return the content of a file. Raises OSError and yaml.YAMLError."""
     return yaml.load(read_bytes(path, _MAX_BYTES), _Loader)  # noqa: S506 - a SafeLoader

@@ -1,8 +1,8 @@
-"""The engine as it stands: one look of the engine thread, shared by all who ask at that moment; as JSON for the page.
+"""Takes snapshots of the engine, shared by all callers of the moment, and renders them as JSON for the page.
 
-Event loop. However many pages are open and streams wait, the engine is asked at most once every MIN_AGE_S; when none is
-and none does, never. There is no text in it, and of a request's id the page is shown its first characters only:
-enough to find one's own, too few to use another's. A tenant is shown its own sequences alone; sums are of all.
+Event loop. However many pages are open and streams wait, the engine is asked at most once every MIN_AGE_S; without any,
+never. A snapshot contains no text, and of a request's id the page gets the first characters only: enough to recognise one's
+own, too few to use another's. A tenant sees its own sequences; sums cover all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from engine.loop import Engine
 from server.errors import ApiError
 
 MIN_AGE_S = 0.1
-PATIENCE_S = 5.0  # a look waits for the end of the step that runs
+PATIENCE_S = 5.0  # a snapshot waits for the end of the running step
 TAG_CHARS = 8
 
 
 class LiveView:
-    """`snapshot` is how things stand now, or stood MIN_AGE_S ago; `document` is what the page is sent of it."""
+    """`snapshot` is at most MIN_AGE_S old; `document` is its JSON for the page."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -31,19 +31,19 @@ class LiveView:
         self._taking: asyncio.Task[Snapshot] | None = None
 
     async def document(self, tenant: str | None = None) -> bytes:
-        """With the sequences of one tenant, or of all. Raises what `snapshot` raises."""
+        """Return a snapshot as JSON, with the sequences of one tenant, or of all. Raises what `snapshot` raises."""
         snapshot = await self.snapshot()
         views = [view for view in snapshot.sequences if tenant is None or view.tenant == tenant]
         return to_json(self._shape(snapshot, views))
 
     async def snapshot(self) -> Snapshot:
-        """Raises a 503 if the engine does not come round to it."""
+        """Return a snapshot. Raises a 503 if the engine does not answer in time."""
         now = self._engine.clock()
         if self._taking is None or (self._taking.done() and now - self._taken_s >= MIN_AGE_S):
             self._taken_s = now
             self._taking = asyncio.create_task(self._take())
-            self._taking.add_done_callback(_hear_out)
-        return await asyncio.shield(self._taking)  # who leaves must not take the look from the others
+            self._taking.add_done_callback(_drop_error)
+        return await asyncio.shield(self._taking)  # a caller that leaves must not cancel the snapshot for the others
 
     async def _take(self) -> Snapshot:
         loop = asyncio.get_running_loop()
@@ -96,8 +96,8 @@ class LiveView:
         }
 
 
-def _hear_out(taking: asyncio.Task[Snapshot]) -> None:
-    """A failure that nobody waited for any more is nobody's."""
+def _drop_error(taking: asyncio.Task[Snapshot]) -> None:
+    """Mark a failure as seen, for the case that no caller waits any more."""
     if not taking.cancelled():
         taking.exception()
 
@@ -118,7 +118,7 @@ def _sequence(view: SequenceView) -> dict[str, Any]:
 
 
 def runs(blocks: Iterable[int]) -> list[list[int]]:
-    """[first, length] of each run of adjacent blocks, in the order given: the pool hands out few and long ones."""
+    """Return [first, length] of each run of adjacent blocks, in order: the pool hands out few and long runs."""
     found: list[list[int]] = []
     for block in blocks:
         if found and block == found[-1][0] + found[-1][1]:

@@ -1,7 +1,7 @@
-"""How late the event loop is: a timer asks four times a second when it runs and when it should have.
+"""Measures how late the event loop is: a timer compares, four times a second, its time with when it should run.
 
-Whatever holds up the loop holds up every stream, probe and scrape. The worst of the last half minute to a minute is
-kept, so that a scrape finds a stall that is over. A stall shorter than PERIOD_S may be missed, or seen in part.
+Code that blocks the loop delays every stream, probe and scrape. The worst lag of the last half minute to a minute is kept,
+so that a scrape finds a stall that is over. A stall shorter than PERIOD_S may be missed, or seen in part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WINDOW_S = 30.0  # a scrape interval is shorter
 
 
 class LoopLag:
-    """`start` and `stop` on the event loop; `seconds` is the worst lag of late."""
+    """Samples the running loop; `seconds` is the worst recent lag."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -23,20 +23,20 @@ class LoopLag:
         self._window_ends_s = 0.0
 
     def start(self) -> None:
-        """Begin to sample the running loop."""
+        """Start sampling the running loop."""
         self._loop = asyncio.get_running_loop()
         self._window_ends_s = self._loop.time() + WINDOW_S
         self._wait(self._loop)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop sampling. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     @property
     def seconds(self) -> float:
-        """A timer that is overdue right now counts, too."""
+        """Return the worst recent lag; a timer that is overdue now counts, too."""
         overdue_s = 0.0
         if self._loop is not None and self._timer is not None:
             overdue_s = self._loop.time() - self._timer.when()

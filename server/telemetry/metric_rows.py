@@ -1,7 +1,7 @@
-"""The engine's numbers as rows of a table: a metric's name, what it means, and how to read it from the engine's Stats.
+"""The engine's metrics as rows of a table: a name, its meaning, and how to read it from the engine's Stats.
 
-Declared once, with the help text that Prometheus shows; server/telemetry/metrics.py turns rows into text when it is scraped, and
-VLLM_METRICS are the same rows under vLLM's names.
+A metric is added by one row. The help text is what Prometheus shows; server/telemetry/metrics.py renders rows at each
+scrape. VLLM_METRICS are the same rows under vLLM's names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row: a name, what it means, and how to read it. A row with a `label` reads one value for each label value."""
+    """One row: a name, its meaning, and how to read it. A row with a `label` reads one value per label value."""
 
     name: str
     kind: Kind
@@ -35,7 +35,7 @@ class Metric:
     label: str = ""
 
     def family(self, stats: Stats, common: Mapping[str, str]) -> Family:
-        """This metric now, every sample carrying the `common` labels."""
+        """Return the metric's current samples, each with the `common` labels."""
         labels = [*common, self.label] if self.label else list(common)
         family: Family = self.kind.value(self.name, self.help, labels=labels)
         value = self.read(stats)
@@ -53,7 +53,7 @@ class Metric:
 
 
 def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Prometheus' buckets, (upper bound, observations up to it), and the sum; counts are copied once, so they agree."""
+    """Return Prometheus' buckets, (upper bound, observations up to it), and the sum; counts are copied once, so they agree."""
     counts, total = list(histogram.counts), 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), counts, strict=True):
@@ -63,7 +63,7 @@ def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
 
 
 def _by_value(counts: Callable[[Stats], Mapping[Any, float]]) -> Callable[[Stats], Mapping[str, float]]:
-    """Counts by the members of an Enum, all of which are there from the start: a value for each label value."""
+    """Return a reader of counts by Enum members, all of which are exported from the start."""
     return lambda stats: {member.value: count for member, count in counts(stats).items()}
 
 
@@ -109,7 +109,9 @@ METRICS = (
     _gauge("quire_num_requests_preempted", "Preempted sequences waiting to resume.", lambda s: s.num_preempted),
     _gauge("quire_num_requests_background", "Sequences of batches by state: running, waiting.", _background, "state"),
     _gauge(
-        "quire_num_waiting_tokens", "Prompt tokens still to compute of all that wait.", lambda s: s.num_waiting_tokens
+        "quire_num_waiting_tokens",
+        "Prompt tokens of waiting requests that are not computed yet.",
+        lambda s: s.num_waiting_tokens,
     ),
     _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
     _gauge(
@@ -120,7 +122,7 @@ METRICS = (
     ),
     _gauge(
         "quire_pinned_blocks",
-        "Blocks of prefixes that requests, or the operator, want retained, by where they are; as of the last step.",
+        "Blocks of prefixes pinned by requests or the operator, by tier; as of the last step.",
         _pinned,
         "tier",
     ),
@@ -132,7 +134,11 @@ METRICS = (
     ),
     _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", lambda s: s.tokens_per_s),
     _counter("quire_engine_steps_total", "Forward passes.", lambda s: s.steps),
-    _counter("quire_background_steps_total", "Of these, those of batches.", lambda s: s.background_steps),
+    _counter(
+        "quire_background_steps_total",
+        "Forward passes of batch requests, out of quire_engine_steps_total.",
+        lambda s: s.background_steps,
+    ),
     _counter("quire_prompt_tokens_total", "Prompt tokens whose prefill completed.", lambda s: s.prompt_tokens),
     _counter("quire_generation_tokens_total", "Tokens generated.", lambda s: s.generation_tokens),
     _counter(
@@ -145,56 +151,58 @@ METRICS = (
     ),
     _counter(
         "quire_prefix_cache_tier_hit_tokens_total",
-        "The same, by where they were: the KV pool, host memory, the disk.",
+        "Prompt tokens found in the prefix cache, by tier: the KV pool, host memory, the disk.",
         lambda s: s.prefix_hits,
         "tier",
     ),
     _counter(
         "quire_pins_refused_total",
-        "Times that a block was not retained as asked, for --pinned-prefix-share was taken.",
+        "Blocks that were not pinned because --pinned-prefix-share was used up.",
         lambda s: s.pins_refused,
     ),
     _counter(
         "quire_kv_offload_blocks_total",
-        "Blocks fetched from the disk and stored there.",
+        "Blocks loaded from the disk and saved to it.",
         _by_value(lambda s: s.transferred),
         "direction",
     ),
     _counter(
         "quire_kv_offload_failures_total",
-        "Blocks that could not be, were torn or have rotted; what they held was computed.",
+        "Blocks that could not be moved, or were damaged; their content was recomputed.",
         _by_value(lambda s: s.failed_transfers),
         "direction",
     ),
     _counter(
         "quire_preemptions_total",
-        "Sequences preempted because the KV pool was exhausted, by how they come by their K/V again.",
+        "Sequences preempted because the KV pool was exhausted, by how their K/V is restored.",
         _by_value(lambda s: s.preempted),
         "kind",
     ),
     _counter(
         "quire_fairness_preemptions_total",
-        "Of these, those that made room for a tenant that held far less.",
+        "Preemptions that made room for a tenant that held far less.",
         lambda s: s.yielded,
     ),
     _counter(
-        "quire_spec_decode_num_drafts_total", "Times that tokens were drafted for a sequence.", lambda s: s.spec_drafts
+        "quire_spec_decode_num_drafts_total",
+        "Drafts: times that tokens were drafted for a sequence.",
+        lambda s: s.spec_drafts,
     ),
     _counter("quire_spec_decode_num_draft_tokens_total", "Tokens drafted.", lambda s: s.spec_draft_tokens),
     _counter(
         "quire_spec_decode_num_accepted_tokens_total",
-        "Drafted tokens that were drawn.",
+        "Drafted tokens that were accepted.",
         lambda s: s.spec_accepted_tokens,
     ),
     _counter(
         "quire_spec_decode_num_accepted_tokens_per_pos_total",
-        "Drafted tokens that were drawn, by their place in the draft, from 0.",
+        "Drafted tokens that were accepted, by position in the draft, from 0.",
         _accepted,
         "position",
     ),
     _counter(
         "quire_swap_failures_total",
-        "Steps taken back since blocks could not be copied to host memory or from there; after one none is any more.",
+        "Steps rolled back because blocks could not be copied to or from host memory; then copying stops.",
         lambda s: s.failed_copies,
     ),
     _counter(
@@ -205,24 +213,26 @@ METRICS = (
     ),
     _gauge(
         "quire_kv_block_waste_ratio",
-        "Share of the blocks of the sequences that ended last that stayed empty, 0-1; told while idle.",
+        "Share of block slots that stayed empty in the sequences that ended last, 0-1; updated while idle.",
         lambda s: s.blocks_waste,
     ),
     _counter(
-        "quire_integrity_failures_total", "Times the idle engine found a leaked block.", lambda s: s.integrity_failures
+        "quire_integrity_failures_total",
+        "Times that the idle engine found a leaked block.",
+        lambda s: s.integrity_failures,
     ),
     _counter(
         "quire_out_of_memory_steps_total",
-        "Steps planned anew because the device had no memory for them.",
+        "Steps planned again because the device lacked memory.",
         lambda s: s.out_of_memory_steps,
     ),
     _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", lambda s: s.rejected),
     _counter(
         "quire_requests_targeted_total",
-        "Answers completed or dropped that were held to a latency target or a deadline.",
+        "Answers completed or dropped that had a latency target or a deadline.",
         lambda s: s.targeted,
     ),
-    _counter("quire_requests_met_targets_total", "Of these, those that met all of theirs: goodput.", lambda s: s.met),
+    _counter("quire_requests_met_targets_total", "Answers that met all of their targets: goodput.", lambda s: s.met),
     _counter(
         "quire_requests_missed_targets_total",
         "Targets missed: ttft, itl, deadline, queue.",
@@ -231,7 +241,7 @@ METRICS = (
     ),
     _counter(
         "quire_requests_dropped_total",
-        "Requests dropped before anything of them was computed, for they could not be in time any more.",
+        "Requests dropped before prefill because they could not be in time.",
         _by_value(lambda s: s.dropped),
         "reason",
     ),
@@ -258,17 +268,17 @@ METRICS = (
     _histogram("quire_step_sequences", "Sequences in a step.", lambda s: s.step_sequences),
     _histogram(
         "quire_request_prompt_tokens",
-        "Prompt length of sequences that ended, whatever ended them.",
+        "Prompt length of ended sequences.",
         lambda s: s.request_prompt_tokens,
     ),
     _histogram(
         "quire_predicted_length_error_tokens",
-        "How far from an answer's length sjf's prediction was, either way.",
+        "Absolute error of sjf's prediction of an answer's length.",
         lambda s: s.length_error_tokens,
     ),
     _histogram(
         "quire_request_generation_tokens",
-        "Tokens generated by sequences that ended, whatever ended them.",
+        "Tokens generated by ended sequences.",
         lambda s: s.request_generation_tokens,
     ),
 )

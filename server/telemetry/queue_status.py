@@ -1,6 +1,6 @@
-"""Where a request stands in the engine: its place in the queue, how far its prompt is, what each choice holds.
+"""Reports a request's state in the engine: its place in the queue, its prompt's progress, its choices' blocks.
 
-Event loop. Read off the looks that LiveView shares among all who ask; knows no text.
+Event loop. Reads the snapshots that LiveView shares among all callers; knows no text.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Place(NamedTuple):
 
 
 class QueueStatus:
-    """Answers for any number of askers with one look at a time."""
+    """Answers any number of callers from one snapshot at a time."""
 
     def __init__(self, live: LiveView) -> None:
         self._live = live
-        self._read: Snapshot | None = None  # the look that `_positions` are of
+        self._read: Snapshot | None = None  # the snapshot that `_positions` were read from
         self._positions: dict[str, int] = {}
 
     async def sequences(self, request_ids: Sequence[str]) -> list[SequenceView]:
-        """The living sequences of some requests; of those that wait perhaps not all. Raises a 503 for an engine that hangs."""
+        """Return the live sequences of some requests; waiting ones may be missing. Raises a 503 if the engine hangs."""
         wanted = set(request_ids)
         return [view for view in (await self._live.snapshot()).sequences if view.request_id in wanted]
 
     async def place(self, request_ids: Sequence[str]) -> Place | None:
-        """The first place that some requests have in the queue; None if none of them waits."""
+        """Return the first place that some requests have in the queue; None if none of them waits."""
         snapshot = await self._live.snapshot()
         if snapshot is not self._read:
             self._positions = {name: i for i, name in reversed(list(enumerate(snapshot.queue, 1)))}
@@ -42,7 +42,7 @@ class QueueStatus:
         return Place(min(places), len(snapshot.queue)) if places else None
 
     async def sentence(self, request_ids: Sequence[str]) -> str:
-        """What a stream that has nothing to send yet is told; empty if there is nothing to tell."""
+        """Return the status of a stream that has nothing to send yet, or ""."""
         place = await self.place(request_ids)
         if place is not None:
             return f"queued, {place.position} of {place.num_waiting}"

@@ -1,7 +1,7 @@
 """The operator's pinned prefixes, which requests of every tenant may find in the prefix cache. Event loop.
 
-Tenants' blocks have names of their own, so that none can tell from a time or from `cached_tokens` what another has sent.
-What stands in --pinned-prefixes is no tenant's secret: it is kept once, for all of them.
+Tenants' blocks have separate names, so that no tenant can infer from times or from `cached_tokens` which prompts another
+has sent. The prompts of --pinned-prefixes are no secret: they are cached once, for all tenants.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _Key = tuple[str, bytes, tuple[int, ...]]  # salt, adapter, tokens
 
 
 class PublicPrefixes:
-    """Filled at the start, then asked for the longest that a prompt begins with."""
+    """Finds the longest public prefix of a prompt. Filled at the start."""
 
     def __init__(self) -> None:
         self._known: set[_Key] = set()
         self._lengths: list[int] = []  # the longest first
 
     def add(self, requests: Iterable[Request], block_size: int) -> None:
-        """What these compute is for all, as far as it is whole blocks."""
+        """Make the whole blocks of these requests' prompts public."""
         for request in requests:
             if length := len(request.prompt) // block_size * block_size:
                 self._known.add(_key(request, length))
         self._lengths = sorted({len(tokens) for _, _, tokens in self._known}, reverse=True)
 
     def mark(self, request: Request) -> Request:
-        """Return the request with the number of its first tokens that are for all."""
+        """Return the request with the number of its first tokens that are public."""
         for length in self._lengths:
             if _key(request, length) in self._known:
                 return replace(request, num_public=length)

@@ -1,15 +1,15 @@
-"""The account a request runs on: who owns what it stores, and the limits of --tenants, counted. Event loop.
+"""Tenants' accounts: who owns what a request stores, and the limits of --tenants. Event loop.
 
-With --tenants the key decides, and what a client says of itself does not matter: nobody gains a share by inventing users.
-Without, all callers are trusted alike, and the field `user` (or `safety_identifier`) tells them apart.
+With --tenants the key decides the tenant, so inventing users gains no share. Without, all callers are trusted alike, and the
+field `user` (or `safety_identifier`) distinguishes them.
 
 Everything that outlives a request (its record, stored responses, files, batches) belongs to an owner, the name of a
-tenant, and does not exist for any other. Keys of --api-key, and every client of a server without --tenants, are the one
-owner DEFAULT, which no tenant can be called.
+tenant, and is invisible to all others. Keys of --api-key, and every client of a server without --tenants, are the owner
+DEFAULT, a name that no tenant can have.
 
-A limit on tokens is a bucket that fills at its rate and holds a minute's worth. A prompt is taken out of it when its
-request comes, the answer when it ends; whoever owes waits until it has filled again. So nothing is refused for what it
-might have generated, and the rate holds in the mean.
+A limit on tokens is a bucket that fills at its rate and holds a minute's worth. A prompt is charged when its request
+arrives, the answer when it ends; a tenant in debt waits until the bucket has filled again. So no request is refused for
+tokens that it might generate, and the rate holds on average.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from math import ceil, inf
 from typing import Any
 
 from engine.core.errors import OverloadedError
-from engine.core.places import MAX_RETRY_S, MIN_RETRY_S, Appointments
+from engine.core.overload import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
 from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
@@ -38,7 +38,7 @@ def owner_of(state: Mapping[str, Any]) -> str:
 
 
 class Account:
-    """What a tenant has open, and what it may still spend."""
+    """A tenant's open requests, and the tokens it may still spend."""
 
     def __init__(
         self, tenant: Tenant, count_refusal: CountRefusal, clock: Callable[[], float], cache_owner: str = ""
@@ -48,13 +48,13 @@ class Account:
         self.num_open = 0
         self._count_refusal = count_refusal
         self._clock = clock
-        self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; less than none is a debt
+        self._tokens = float(tenant.tokens_per_minute or 0)  # in the bucket; a negative number is a debt
         self._filled_s = clock()
-        self._appointments = Appointments()
+        self._retry_times = RetryTimes()
         self._num_opened, self._num_spent = 0, 0  # requests, and their tokens
 
     def change(self, tenant: Tenant) -> None:
-        """Its terms are others from now on; what it owes stays."""
+        """Change the terms; a debt stays."""
         tokens, limit = self._fill(), float(tenant.tokens_per_minute or 0)
         self._tokens = limit if self.tenant.tokens_per_minute is None else min(tokens, limit)
         self.tenant = tenant
@@ -66,7 +66,7 @@ class Account:
         return self._tokens
 
     def check(self, request_s: float) -> None:
-        """Raise OverloadedError if no more requests may be opened now; they take `request_s` in the mean."""
+        """Raise OverloadedError if no more requests may be opened now; a request takes `request_s` on average."""
         tenant, limit = self.tenant, self.tenant.max_concurrent_requests
         if limit is not None and self.num_open >= limit:
             self._count_refusal(tenant.name, "concurrent_requests")
@@ -80,17 +80,17 @@ class Account:
             raise self._refusal(why, (1 - tokens) * 60 / rate, mean * 60 / rate, num_before=0)
 
     def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
-        """After `wait_s`, and `each_s` for every refused client that comes back before, and for `num_before` others."""
+        """Return the refusal; the wait grows by `each_s` for every refused client that returns earlier, and `num_before`."""
         now = self._clock()
-        wait_s += (num_before + self._appointments.count(now)) * each_s
+        wait_s += (num_before + self._retry_times.count(now)) * each_s
         wait_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
-        self._appointments.add(now + wait_s)
+        self._retry_times.add(now + wait_s)
         return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def room_for_lines(self, num_running: int) -> float:
         """Return how many more lines of batches may begin beside `num_running`; infinite without a limit.
 
-        They leave one place to the tenant's clients, where it has more than one.
+        One request of the limit is left to the tenant's clients, if the limit is above one.
         """
         if self.tenant.tokens_per_minute is not None and self._fill() <= 0:
             return 0
@@ -98,12 +98,12 @@ class Account:
         return inf if limit is None else max(max(limit - 1, 1) - max(self.num_open, num_running), 0)
 
     def sign(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests, on this account."""
+        """Return the requests with the account's name, weight and cache owner."""
         name, weight, cache_owner = self.tenant.name, self.tenant.weight, self._cache_owner
         return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
-        """They have been submitted, as one request of a client's."""
+        """Count requests that were submitted together as one open request, and charge their prompts."""
         self.num_open += 1
         self._num_opened += 1
         self._spend(sum([len(request.prompt) for request in requests]))
@@ -118,9 +118,9 @@ class Account:
         self._num_spent += num_tokens
 
     def headers(self, num_drawn_tokens: int = 0) -> dict[str, str]:
-        """The limits in OpenAI's headers, less the tokens that the answer has drawn and that `close` will charge.
+        """Return the limits in OpenAI's headers, less the tokens drawn so far, which `close` will charge.
 
-        The limit on requests is on those that are open together.
+        The limit on requests is on concurrent ones.
         """
         told: dict[str, str] = {}
         if (most := self.tenant.max_concurrent_requests) is not None:
@@ -146,14 +146,14 @@ class Tenancy:
         *,
         shares_prefixes: bool = False,
     ) -> None:
-        """With `shares_prefixes` all tenants find in the prefix cache what any of them has computed."""
+        """If `shares_prefixes`, all tenants share the prefix cache."""
         self._shares_prefixes = shares_prefixes
         self.has_file = tenants is not None
         self._api_keys = [sha256(key.encode()).digest() for key in api_keys]
         self._count_refusal = count_refusal
         self._clock = clock
         self._accounts: dict[str, Account] = {}
-        self._owners: list[tuple[bytes, Account]] = []  # of keys, by digest
+        self._owners: list[tuple[bytes, Account]] = []  # by the digests of their keys
         self.replace(tenants or ())
 
     @property
@@ -162,14 +162,14 @@ class Tenancy:
 
     @property
     def owners(self) -> Mapping[str, Account | None]:
-        """The account that each owner's batches run on; without a file there is one owner, and no account to charge.
+        """Return the account that each owner's batches run on; without a file there is one owner, without an account.
 
-        A tenant that left the file is not there: its things are kept, and its batches stand still until it is back.
+        A tenant that left the file is absent: its files are kept, and its batches pause until it returns.
         """
         return self._accounts if self.has_file else {DEFAULT: None}
 
     def replace(self, tenants: Iterable[Tenant]) -> None:
-        """Other tenants from now on. Who is still there keeps what it has open and what it owes."""
+        """Replace the tenants. Those that stay keep their open requests and their debts."""
         before, self._accounts = self._accounts, {}
         for tenant in (Tenant(name=DEFAULT), *tenants):
             account = before.get(tenant.name)
@@ -184,7 +184,7 @@ class Tenancy:
             self._owners += [(digest, account) for digest in account.tenant.digests]
 
     def find(self, keys: Iterable[str]) -> Account | None:
-        """Whose one of some keys is; in a time that tells nothing of how much of it was right."""
+        """Return the account that owns one of these keys, in constant time."""
         shown = [sha256(key.encode("latin-1")).digest() for key in keys if key]  # an empty key is no key
         found = [account for digest in shown for known, account in self._owners if hmac.compare_digest(digest, known)]
         return found[0] if found else None

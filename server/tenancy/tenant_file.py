@@ -1,4 +1,4 @@
-"""The file given by --tenants: who may call, under which name, with what weight and within which limits.
+"""Reads the file given by --tenants: the tenants' names, keys, weights and limits.
 
     tiers:
       gold: {weight: 4}
@@ -8,8 +8,8 @@
       - {name: hobby, tier: free, key_sha256: <what `printf %s "$KEY" | sha256sum` prints>}
       - {name: here, key: in-plain-sight, weight: 2}
 
-What a tenant sets itself goes before its tier's. Keys need not stand in the file: a variable or a digest will do. Read at
-start-up and on SIGHUP; every fault is a ConfigError that never repeats a key.
+A tenant's own terms override its tier's. A key can be given by a variable or a digest instead of plainly. Read at start-up
+and on SIGHUP; every fault is a ConfigError that never repeats a key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from engine.core.errors import ConfigError
 from server.settings.yaml_file import DuplicateKeyError, read_yaml
 
-DEFAULT = "default"  # what those are called together who are none of the file's: keys of --api-key
+DEFAULT = "default"  # the name of everything that is no tenant of the file: keys of --api-key
 
 _NOTHING = sha256(b"").digest()
 
@@ -49,7 +49,7 @@ class Tenant:
 
 
 class _Terms(BaseModel):
-    """What tiers and tenants have in common; None is not said, and may not be: a limit without a value limits nothing."""
+    """Terms that tiers and tenants share. None is absent; null is refused, as a limit without a value limits nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -82,14 +82,14 @@ class _File(BaseModel):
 
 
 def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]:
-    """The tenants of a file, none of whom may have one of `api_keys`. Raises ConfigError."""
+    """Return the tenants of a file, none of which may have one of `api_keys`. Raises ConfigError."""
     try:
         file = _File.model_validate(_load(path))
         tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])
         _refuse_twins(tenants, api_keys)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a name misspelt is why another is missing
+        faults.sort(key=lambda fault: fault["type"] != "extra_forbidden")  # a misspelt name explains a missing one
         raise ConfigError(f"--tenants is {str(path)!r}, {_fault(faults[0])}.") from None
     except ValueError as error:
         raise ConfigError(f"--tenants is {str(path)!r}, {error}.") from None
@@ -97,7 +97,7 @@ def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]
 
 
 def _fault(error: ErrorDetails) -> str:
-    """What is wrong, without what stands there: it may be a key."""
+    """Return a description of a fault without the value, which may be a key."""
     *parents, last = [str(part) for part in error["loc"][:3]] or [""]
     at = ".".join([*parents, last])
     if not last:
@@ -174,7 +174,7 @@ def _listed(value: Any) -> list[Any]:
 def _refuse_twins(tenants: tuple[Tenant, ...], api_keys: Iterable[str]) -> None:
     for name, count in Counter([tenant.name for tenant in tenants]).items():
         if count > 1 or name == DEFAULT:
-            why = "is there twice" if count > 1 else "is what all those are called who are none of the file's"
+            why = "is there twice" if count > 1 else "is reserved for callers that are no tenant of the file"
             raise ValueError(f"in which the name {name} {why}; choose another")
     owners = {sha256(key.encode()).digest(): "--api-key" for key in api_keys}
     for tenant in tenants:

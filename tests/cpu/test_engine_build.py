@@ -15,7 +15,7 @@ from engine.build import _pool_budget, build_engine
 from engine.config import EngineConfig, LoraModule
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention
@@ -105,7 +105,7 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
         enable_prefix_caching=False,
         policy="priority",
     )
-    assert (engine._depth, engine._door._limits) == (1, QueueLimits(5, 77))
+    assert (engine._depth, engine._overload._limits) == (1, QueueLimits(5, 77))
     assert isinstance(engine._runner, ModelRunner)
     assert isinstance(engine._runner._backend, ReferenceAttention)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.block_size import with_block_size
+from engine.block_size import with_block_size
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason
 from engine.runtime.block_speeds import measure_speeds

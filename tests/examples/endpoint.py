@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.text.fields.base import RequestBody
 from server.context import InContext, json_body
 from server.http.bodies import ResponseBody
-from server.operations.openapi import answers
+from server.http.openapi import answers
 
 
 class CountWordsBody(RequestBody):

@@ -21,7 +21,7 @@ from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.kv.page_table import Layout
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceSlice
 from engine.loop import Engine

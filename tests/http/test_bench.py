@@ -245,3 +245,22 @@ def test_the_command_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert all((point["num_requests"], point["num_failed"], point["output_tokens"]) == (8, 0, 40) for point in points)
     assert plot.stat().st_size > 10_000
     assert "TTFT" in capsys.readouterr().out
+
+
+def test_requests_beside_a_long_prompt_are_measured_on_each_daemon_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("_BEGIN_S", 0.2), ("_ALONE_S", 0.2), ("_PAUSE_S", 0.01), ("_NUM_SHORTS", 2)):
+        monkeypatch.setattr(f"loadtest.beside.{name}", value)
+    monkeypatch.setattr("loadtest.beside._STREAM_ANSWER", 4000)
+    report = tmp_path / "beside.json"
+    step = ["5", "1024"]  # the long prompt takes several
+    with child("loadtest.fake_server", None, step) as (_, one), child("loadtest.fake_server", None, step) as (_, two):
+        urls = [f"http://127.0.0.1:{port}" for port in (one, two)]
+        assert main(["beside", *urls, "--rounds", "2", "--json", str(report)]) == 0
+    told, rounds = capsys.readouterr().out, json.loads(report.read_text())
+    assert list(rounds) == urls
+    for url, measured in rounds.items():
+        assert f"| {url} | " in told
+        assert len(measured) == 2
+        assert all(each["gap_p99"] > 0 and each["long_ttft"] > each["gap_p99"] for each in measured)

@@ -18,7 +18,7 @@ from harness import CONFIG, Live, eventually
 
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.fake_runner import FakeStep
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.stats import FailureCause
 from engine.core.step import SequenceSlice, StepPlan
 from engine.core.types import AbortCause

@@ -21,7 +21,7 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import PendingStep, SequenceSlice, StepPlan
 from engine.loop import Engine

@@ -241,4 +241,4 @@ def test_what_does_not_run_here_is_refused_with_what_does(monkeypatch: pytest.Mo
     assert told.endswith("; flashinfer needs the package flashinfer, which is not installed")
     monkeypatch.setattr(torch, "__version__", "2.15.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_600)
-    assert "torch_varlen is here as well" in table.describe_choice("triton", cuda)
+    assert "torch_varlen is available, too" in table.describe_choice("triton", cuda)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine

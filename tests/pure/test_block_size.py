@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.block_size import CANDIDATES, choose, waste
+from engine.block_size import CANDIDATES, choose, waste
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.lengths import LengthsFile

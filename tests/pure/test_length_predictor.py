@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.queues.lengths import NUM_PREFIXES, PREFIX_TOKENS, TRUST, WINDOW, LengthPredictor
+from engine.core.queues.lengths import NUM_PLACES, PREFIX_TOKENS, TRUST, WINDOW, LengthPredictor
 from tests.pure.driver import EOS, Driver, config, request
 
 SYSTEM = tuple(range(PREFIX_TOKENS))
@@ -78,9 +78,9 @@ def test_it_is_never_more_than_max_tokens_nor_out_of_what_was_seen(
 
 def test_it_stays_as_large_as_it_is() -> None:
     predictor = LengthPredictor()
-    for i in range(3 * NUM_PREFIXES):
+    for i in range(3 * NUM_PLACES):
         predictor.learn(request(prompt=(i, i), tenant=f"t{i}"), 10, is_cut=False)
-    assert sum(len(level._means) for level in predictor._levels) < 3 * NUM_PREFIXES
+    assert sum(len(level._means) for level in predictor._levels) == 4 * NUM_PLACES
     assert TRUST > 0
 
 

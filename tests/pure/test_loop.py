@@ -19,7 +19,7 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult

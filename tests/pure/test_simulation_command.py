@@ -244,7 +244,7 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["replay", "steady", "--set", "num_blocks=none"], "--set num_blocks is 'none'; it must be int."),
         (["fleet", "steady", "bursty-chat"], "a fleet is sized for one trace"),
         (["fleet", "steady", "--set", "max_num_seqs=4,8"], "a fleet is sized for one setting"),
-        (["fleet", "steady", "--num", "1"], "all arrive at once"),
+        (["fleet", "steady", "--num", "1"], "all arrive at the same time"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_sentence(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.config import SchedulerConfig
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import QueueLimits
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.core.stats import SwapDirection

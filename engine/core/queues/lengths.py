@@ -1,13 +1,13 @@
-"""How long an answer will be, from those that were: of everybody, of the tenant, of those that the tenant allowed about as
-much, of those among them whose prompts begin alike.
+"""Predicts the length of an answer from the answers so far, for the policy sjf.
 
-Means at four levels, the finer trusted the more the more it has seen; before anything was seen, max_tokens. What clients
-allow often tells what they expect: without it, sjf loses to max_tokens alone where nothing else tells. An answer is
-never expected to be longer than its max_tokens. One that max_tokens cut off tells only that it would have been no shorter, so it
-counts where it was longer than expected and is ignored where not. Old answers are forgotten: a level's mean is of about
-its last WINDOW. Levels are tables of fixed size; what falls into one place of a table by chance shares a mean.
+There are means at four levels: all answers, the tenant's, those of them with about the same max_tokens, and those of them
+whose prompts begin alike. A finer level counts the more, the more answers it has seen; before any, max_tokens counts.
+Clients often set max_tokens to what they expect: without that level, sjf loses to max_tokens alone where nothing else
+helps. No answer is expected to be longer than its max_tokens. An answer that max_tokens cut off would have been longer, so
+it counts only where it was longer than expected. A level's mean is of about its last WINDOW answers. Levels are tables of
+fixed size; keys that fall into the same place share a mean.
 
-Owned by the scheduler, engine thread. Knows token ids as numbers, no clock.
+Owned by the scheduler, engine thread. It knows token ids as numbers, and no clock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from zlib import crc32
 from engine.core.types import Request
 
 PREFIX_TOKENS = 32  # long enough to tell one system prompt or template from another
-NUM_TENANTS = 1024  # places of the tables
-NUM_ALLOWANCES = 4096
-NUM_PREFIXES = 8192
+NUM_PLACES = 8192  # of a level's table: 128 KiB, and few keys share a place with thousands of tenants or templates
 TRUST = 2.0  # answers after which a level counts as much as all coarser ones together
-WINDOW = 64
+WINDOW = 64  # answers: enough for a steady mean, few enough to follow a change within minutes
 
 
 class _Means:
@@ -30,19 +28,19 @@ class _Means:
 
     __slots__ = ("_counts", "_means")
 
-    def __init__(self, num_places: int) -> None:
-        self._counts = array("d", bytes(8 * num_places))
-        self._means = array("d", bytes(8 * num_places))
+    def __init__(self) -> None:
+        self._counts = array("d", bytes(8 * NUM_PLACES))
+        self._means = array("d", bytes(8 * NUM_PLACES))
 
     def refine(self, digest: int, expected: float) -> float:
-        """What is expected, with what this level knows."""
-        place = digest % len(self._counts)
+        """Return the expected length, given what coarser levels expect."""
+        place = digest % NUM_PLACES
         count = self._counts[place]
         return (count * self._means[place] + TRUST * expected) / (count + TRUST)
 
     def learn(self, digest: int, num_tokens: int, *, is_cut: bool) -> None:
-        """One more answer."""
-        place = digest % len(self._counts)
+        """Count one more answer."""
+        place = digest % NUM_PLACES
         count, mean = self._counts[place], self._means[place]
         if is_cut and count and num_tokens < mean:
             return
@@ -51,28 +49,28 @@ class _Means:
 
 
 class LengthPredictor:
-    """predict when a request comes, learn when one of its answers ends."""
+    """Predicts when a request arrives, learns when one of its answers ends."""
 
     __slots__ = ("_levels",)
 
     def __init__(self) -> None:
-        self._levels = tuple(map(_Means, (1, NUM_TENANTS, NUM_ALLOWANCES, NUM_PREFIXES)))
+        self._levels = tuple(_Means() for _ in range(4))
 
     def predict(self, request: Request) -> float:
-        """Tokens of one answer."""
+        """Return the expected number of tokens of one answer."""
         expected = float(request.params.max_tokens)
         for level, digest in zip(self._levels, _digests(request), strict=True):
             expected = level.refine(digest, expected)
         return min(expected, request.params.max_tokens)
 
     def learn(self, request: Request, num_tokens: int, *, is_cut: bool) -> None:
-        """An answer has ended, of itself or because max_tokens `is_cut` it."""
+        """Learn from an answer that has ended, by itself or because max_tokens `is_cut` it."""
         for level, digest in zip(self._levels, _digests(request), strict=True):
             level.learn(digest, num_tokens, is_cut=is_cut)
 
 
 def _digests(request: Request) -> tuple[int, int, int, int]:
-    """Of the four levels; the same in every process. max_tokens counts to the power of two."""
+    """Return the keys of the four levels, the same in every process. max_tokens is rounded to a power of two."""
     tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
     allowance = crc32(b"%d" % request.params.max_tokens.bit_length(), tenant)
     return 0, tenant, allowance, crc32(array("q", request.prompt[:PREFIX_TOKENS]).tobytes(), allowance)

@@ -19,7 +19,7 @@ from engine.runtime.kv_layout import AttentionSpec
 
 @dataclass(slots=True)
 class Batch:
-    """One step's flat token batch: T tokens of S slices, no padding. Made by runtime/batch.py, nowhere else.
+    """One step's flat token batch: T tokens of S slices, no padding; made by batch.py.
 
     Tensors live on the model's device; the lists are the same facts on the host, for code that must branch on them.
     """
@@ -27,7 +27,7 @@ class Batch:
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     kv_slots: Tensor  # [T] int64, block * block_size + offset: where each token's K and V go
-    block_tables: Tensor  # [S, widest] int32; what stands behind the blocks that a context needs has no meaning
+    block_tables: Tensor  # [S, widest] int32; entries after a context's blocks are undefined
     query_starts: Tensor  # [S + 1] int32, slice s owns tokens query_starts[s] .. query_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32, positions visible to the slice's last token, itself included
     sample_rows: Tensor  # [R] int64, the tokens whose hidden state goes through the LM head

@@ -1,7 +1,7 @@
 """The CPU backend in C: paged attention in place, for decode steps and prompt chunks alike.
 
-The pool has the head-major shape, but inside a block of one head the numbers lie as native/quire_cpu.h says, so only the
-library reads or writes them. Engine thread.
+The pool has the head-major shape, but the layout inside a block of one head is that of native/quire_cpu.h, so only the
+library reads or writes it. Engine thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CpuNativeAttention(AttentionBackend):
     capabilities = BackendCapabilities(native=True, interleaves=True)
 
     def __init__(self) -> None:
-        """Raises ConfigError where the library is not to be had."""
+        """Raises ConfigError without the native library."""
         library = native()
         if library is None:
             raise ConfigError(
@@ -44,12 +44,12 @@ class CpuNativeAttention(AttentionBackend):
         return head_major_shape(spec, num_blocks, block_size)
 
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
-        """All layers at once, for a forward pass that is one call."""
+        """Return all layers, for a forward pass that is one call."""
         return PagedStep(list(map(_pool, keys, values)), self._store, self._attend)
 
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
-        self._batch = batch  # which also keeps the memory below alive
+        self._batch = batch  # this also keeps the memory below alive
         assert all(
             x.is_contiguous() for x in (batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         )
@@ -91,15 +91,15 @@ class CpuNativeAttention(AttentionBackend):
 
 
 def _pool(k: Tensor, v: Tensor) -> Pool:
-    """One layer's, described, but for the type of its queries."""
+    """Describe one layer's pool, without the type of its queries."""
     heads, _, block_size, width = k.shape
     assert k.stride() == v.stride()
-    assert k.stride()[2:] == (width, 1)  # blocks and heads may lie wherever they do
+    assert k.stride()[2:] == (width, 1)  # blocks and heads may be anywhere
     is_int8 = k.dtype == torch.int8
     dim = width - SCALE_BYTES * is_int8
     return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, is_int8=is_int8)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [T, heads, dim] with each token's heads together; tokens may lie apart, as in a merged projection."""
+    """Return x [T, heads, dim] with each token's heads contiguous; tokens need not be adjacent."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

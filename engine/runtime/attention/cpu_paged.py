@@ -1,8 +1,8 @@
-"""The CPU backend in torch operations: decode steps as tiles of many sequences, everything else slice by slice.
+"""The CPU backend in torch: decode steps as tiles of sequences, the rest slice by slice.
 
-No context is ever padded to the longest. Few sequences, and long ones whose blocks are adjacent, are read through views
-of the head-major pool; many go through tiles.py. The invariant that makes masks enough: what lies behind a sequence's
-end in its last block is finite, because a block is zeroed when its first slot is written. Engine thread.
+No context is padded to the longest. Few sequences, and long ones whose blocks are adjacent, are read through views of the
+head-major pool; many go through tiles.py. Masks suffice because the values after a sequence's end in its last block are
+finite: a block is zeroed when its first slot is written. Engine thread.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
 from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
-MIN_TILED = 6  # sequences from which one batch of tiles costs less than a fused call for each
-MAX_TILED_RUN = 1024  # tokens; beyond, reading a run of adjacent blocks in place beats gathering it
+MIN_TILED = 6  # number of sequences from which one batch of tiles is faster than a fused call for each
+MAX_TILED_RUN = 1024  # tokens from which reading adjacent blocks in place is faster than gathering them
 MAX_GATHERED = 16_384  # tokens gathered at once, which bounds the workspace
 
 
@@ -70,7 +70,7 @@ class CpuPagedAttention(AttentionBackend):
 
 
 def _fresh_blocks(batch: Batch, block_size: int) -> Tensor | None:
-    """Last blocks that are begun, but not filled, in this step."""
+    """Return the last blocks that this step begins but does not fill."""
     fresh = [
         table[(context - 1) // block_size]
         for num_queries, context, table in zip(
@@ -106,13 +106,13 @@ _CPU = torch.device("cpu")
 
 
 def _is_long_run(table: Sequence[int], context: int, num_visible: int, block_size: int) -> bool:
-    """Whether much is visible and, by its two ends, lies in adjacent blocks."""
+    """Return whether many keys are visible and, judged by both ends, in adjacent blocks."""
     first, last = (context - num_visible) // block_size, (context - 1) // block_size
     return num_visible > MAX_TILED_RUN and table[last] - table[first] == last - first
 
 
 def _portions(chosen: Sequence[int], visible: Sequence[int]) -> list[list[int]]:
-    """Split slices so that no portion gathers more than MAX_GATHERED tokens, unless a single one does."""
+    """Split slices into portions that gather at most MAX_GATHERED tokens, or one slice."""
     portions: list[list[int]] = []
     room = 0
     for s in chosen:

@@ -1,9 +1,9 @@
-"""Prompts by FlashInfer, whose HND pages are our pool as it lies.
+"""Prompt attention by FlashInfer, whose HND pages have the layout of our pool.
 
 It plans on the host, once a step for each kind of layer, and keeps the plan in pinned memory that the device reads later.
-With overlap the next step is planned while this one runs, so two wrappers take turns. It compiles its kernels when they
-are first called, with nvcc, unless they came with it: that happens in the check at start. Its decodes need a plan before
-every replay of a graph, so decodes stay with our kernels. Engine thread.
+With overlap the next step is planned while this one runs, so two wrappers alternate. It compiles its kernels with nvcc on
+the first call, unless they are packaged; the check at the start does that. Its decodes need a plan before every replay of a
+graph, so decodes use our kernels. Engine thread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engine.runtime.attention.prompt_library import HALVES
 from engine.runtime.kv_layout import AttentionSpec
 
 _HEAD_DIMS = (64, 128, 256)
-_WORKSPACE_BYTES = 128 << 20  # what its documentation advises
+_WORKSPACE_BYTES = 128 << 20  # as its documentation advises
 
 
 def absence(device: torch.device) -> str | None:
-    """Why it cannot run here, as the end of a sentence; None if it can."""
+    """Return why it cannot run here, as the end of a sentence; None if it can."""
     if find_spec("flashinfer") is None:
         return "needs the package flashinfer, which is not installed"
     return None if device.type == "cuda" else "needs a CUDA device"
@@ -48,7 +48,7 @@ class FlashInferPrompts:
         self._batch: Batch | None = None
 
     def refusal(self, spec: AttentionSpec, dtype: torch.dtype) -> str | None:
-        """Sinks are a kernel of another kind there, and narrow pools have a scale a head, not a row."""
+        """Return what it lacks: sinks need another kernel, narrow pools have a scale a head."""
         if dtype not in HALVES:
             return f"K/V of {str(dtype).removeprefix('torch.')}, with scales as ours"
         if spec.head_dim not in _HEAD_DIMS:
@@ -56,12 +56,12 @@ class FlashInferPrompts:
         return "attention sinks" if spec.sinks is not None else None
 
     def prepare(self, batch: Batch) -> None:
-        """The other wrappers' turn."""
+        """Switch to the other wrappers."""
         self._batch, self._planned = batch, {}
         self._wrappers.reverse()
 
     def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Plan when the first layer of a kind asks, then run."""
+        """Plan for the first layer of a kind, then run."""
         kind = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.window, spec.softcap)
         if kind not in self._planned:
             self._planned[kind] = self._plan(kind, spec, q.dtype, k_pool.shape[2])

@@ -1,9 +1,9 @@
-"""Attention of another library for steps that have prompts in them, over the pool of the Triton backend.
+"""Uses another library's attention for steps with prompts, over the Triton backend's pool.
 
-Published figures have our decode kernel's kind level with the best, and prompts at 60 to 77 % of FlashAttention-3. So such
-a library gets whole steps with prompts, their decodes included, and steps of decodes alone stay with our kernels, which
-may be captured in a graph. What it cannot do, and whether it reads this very pool right, is found out at start. Engine
-thread, but for the checks.
+Published figures put decode kernels like ours level with the best, and prompt kernels at 60 to 77 % of FlashAttention-3. So
+a library gets whole steps with prompts, including their decodes. Steps of decodes alone use our kernels, which can be
+captured in a graph. The start checks what the library lacks, and that it reads this pool correctly. Engine thread, except
+for the checks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class PromptLibrary(Protocol):
-    """What an adapter offers. Made once an engine; its constructor raises ConfigError where the library is not here."""
+    """An adapter of a library, one for each engine; raises ConfigError without the library."""
 
     name: str
 
     def refusal(self, spec: AttentionSpec, dtype: torch.dtype) -> str | None:
-        """What it lacks for such layers over a pool of `dtype`, after "it has no ..."; None if nothing is known."""
+        """Return what it lacks for such layers, after "it has no ..."; None if nothing."""
         ...
 
     def prepare(self, batch: Batch) -> None:
-        """A step with prompts begins."""
+        """Prepare a step with prompts."""
         ...
 
     def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class PromptLibrary(Protocol):
 def check_library(
     library: PromptLibrary, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device
 ) -> None:
-    """Raise ConfigError unless a small step of such a layer comes out right."""
+    """Raise ConfigError unless a small step of such a layer is correct."""
     lacking = library.refusal(spec, dtype)
     if lacking is None:
         lacking = _try(library, spec, dtype, block_size, device)
@@ -55,7 +55,7 @@ def check_library(
 def _try(
     library: PromptLibrary, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device
 ) -> str | None:
-    """A prompt and a decode behind a full block each, in blocks that do not lie in order."""
+    """Run a prompt and a decode, each after a full block, in blocks out of order."""
     steps, tables = [(block_size, 3), (block_size, 1)], [[3, 1], [0, 2]]
     generator = torch.Generator().manual_seed(0)
 
@@ -83,7 +83,7 @@ def _try(
     try:
         library.prepare(batch)
         out = library.attend(spec, q, *pools)
-    except Exception as error:  # whatever a library throws at a call that it does not like
+    except Exception as error:  # any error of the library
         return f"way to do it here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     row = 0
     for (start, num), table in zip(steps, tables, strict=True):

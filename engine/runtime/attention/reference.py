@@ -1,6 +1,6 @@
-"""The oracle: paged attention written as its definition, one slice at a time, in float64.
+"""The reference: paged attention by its definition, one slice at a time, in float64.
 
-Every other backend is tested against it. It reads exactly the positions a query may see, through the block table, so
+Every other backend is tested against it. It reads exactly the positions that a query may see, through the block table, so
 nothing stale in the pool can reach a result. Any device, engine thread; slow on purpose.
 """
 
@@ -14,7 +14,7 @@ from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Attention of one sequence: q [T, H, D] at positions start .. start + T - 1 over k, v [start + T, Hkv, D].
+    """Return attention of q [T, H, D] at positions from `start` over k, v [start + T, Hkv, D].
 
     Computed in float64; the result has q's shape and dtype.
     """
@@ -50,7 +50,7 @@ class ReferenceAttention(AttentionBackend):
         return (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
     def prepare(self, batch: Batch) -> None:
-        """Nothing is shared between layers but the batch itself."""
+        """Keep the batch; nothing else is shared between layers."""
         self._batch = batch
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:

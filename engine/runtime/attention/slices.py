@@ -1,8 +1,8 @@
-"""Attention of one slice at a time over a head-major pool [num_kv_heads, num_blocks, block_size, head_dim].
+"""Attention of one slice at a time over a head-major pool.
 
-A slice whose blocks are adjacent in the pool is read through a view, without a copy; any other has its blocks gathered.
-Both then go through torch's fused attention, or through plain math where softcap or sinks are asked for. Serves
-prompts on the CPU and everything on devices without a kernel of their own. Engine thread.
+A slice whose blocks are adjacent in the pool is read through a view, without a copy; otherwise its blocks are gathered. Both
+then use torch's fused attention, or plain operations for softcap and sinks. Used for prompts on the CPU, and for everything
+on devices without a kernel. Engine thread.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.runtime.transfer import to_device
 
 
 class SliceView(NamedTuple):
-    """Where one slice's queries and visible keys are. Key positions are relative to the first visible one."""
+    """One slice's queries and visible keys; key positions are relative to the first one."""
 
     row: int  # of its first query in the batch
     num_queries: int
     num_keys: int
     first_slot: int  # of the first visible key: in the pool if `blocks` is None, else in the gathered blocks
-    blocks: Tensor | None  # [B] int64, to gather; None where the slots are adjacent
-    mask: Tensor | None  # [num_queries, num_keys] bool, True is visible; None where all or the plain causal part is
+    blocks: Tensor | None  # [B] int64, to gather; None if the slots are adjacent
+    mask: Tensor | None  # [num_queries, num_keys] bool, True is visible; None for all, or the plain causal part
 
 
 def view_slice(
@@ -39,7 +39,7 @@ def view_slice(
     window: int | None,
     device: torch.device,
 ) -> SliceView:
-    """Plan one slice: `context` positions are visible to its last query, of which a window may hide the earliest."""
+    """Plan one slice whose last query sees `context` positions, less what a window hides."""
     start = context - num_queries
     first = 0 if window is None else max(0, start - window + 1)
     first_block = first // block_size
@@ -68,19 +68,19 @@ def _mask(num_queries: int, num_keys: int, start: int, window: int | None, devic
 
 
 def attend_slice(spec: AttentionSpec, view: SliceView, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-    """q [T, H, D], the whole batch's -> [num_queries, H, D], this slice's."""
+    """Return this slice's attention [num_queries, H, D], from the batch's q [T, H, D]."""
     queries = q[view.row : view.row + view.num_queries]
     keys, values = (from_pool(_read(pool, view), q.dtype) for pool in (k_pool, v_pool))
     if spec.softcap is not None or spec.sinks is not None:
         return _plain(spec, view, queries, keys, values)
     group = spec.num_heads // spec.num_kv_heads
     if view.num_queries == 1:
-        # The heads of a group stand in for queries: no head is repeated, and all keys are visible to each.
+        # The heads of a group are treated as queries: no head is repeated, and all keys are visible to each.
         grouped = queries.view(1, spec.num_kv_heads, group, spec.head_dim)
         out = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=spec.scale)
         return out.reshape(1, spec.num_heads, spec.head_dim)
     is_gqa = group > 1
-    if is_gqa and q.is_cuda:  # there, only the kernels without masks know grouped heads
+    if is_gqa and q.is_cuda:  # on CUDA, only kernels without masks support grouped heads
         keys, values, is_gqa = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), False
     out = F.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
@@ -95,13 +95,13 @@ def attend_slice(spec: AttentionSpec, view: SliceView, q: Tensor, k_pool: Tensor
 
 
 def _read(pool: Tensor, view: SliceView) -> Tensor:
-    """The slice's visible keys or values, [num_kv_heads, num_keys, head_dim]."""
+    """Return the slice's visible keys or values, [num_kv_heads, num_keys, head_dim]."""
     source = pool if view.blocks is None else pool.index_select(1, view.blocks)
     return source.flatten(1, 2)[:, view.first_slot : view.first_slot + view.num_keys]
 
 
 def _plain(spec: AttentionSpec, view: SliceView, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Scores in float32, for what the fused kernels do not offer."""
+    """Compute attention in float32, for features that the fused kernels lack."""
     num_queries, group = view.num_queries, spec.num_heads // spec.num_kv_heads
     grouped = queries.view(num_queries, spec.num_kv_heads, group, spec.head_dim).permute(1, 2, 0, 3)
     scores = torch.matmul(grouped.float(), keys.float()[:, None].mT) * spec.scale

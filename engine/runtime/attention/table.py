@@ -1,4 +1,4 @@
-"""Which attention backends there are, by name, and which one a device gets when none is named."""
+"""The attention backends by name, and the default of each device."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ BACKENDS = {
 GPU_BACKENDS = {
     "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
 }
-# Libraries that some machines have, for prompts over the Triton backend's pool: never chosen unasked.
+# Optional libraries for prompts over the Triton backend's pool; only used when named.
 LIBRARIES = {
     "torch_varlen": "engine.runtime.attention.torch_varlen:TorchVarlen",
     "flashinfer": "engine.runtime.attention.flashinfer_prompts:FlashInferPrompts",
 }
 
-_NO_KERNELS = (
-    "needs native kernels, and there are none for this machine and no C compiler (cc, gcc, clang) to make them"
-)
+_NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
 
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the device's best. Raises ConfigError for one that does not run here."""
+    """Return the backend called `name`; "auto" is the device's best. Raises ConfigError if it does not run here."""
     chosen = _best(device) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
@@ -52,16 +50,16 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def describe_choice(name: str, device: torch.device) -> str:
-    """What `name` comes to here, and which libraries could take its place: for the log."""
+    """Return the backend that `name` stands for here, and the libraries that could replace it, for the log."""
     chosen = _best(device) if name == "auto" else name
     if device.type == "cpu":
         return chosen
     others = {other: _absence(other, device) for other in LIBRARIES if other != chosen}
-    return "; ".join([chosen, *(f"{other} {reason or 'is here as well'}" for other, reason in others.items())])
+    return "; ".join([chosen, *(f"{other} {reason or 'is available, too'}" for other, reason in others.items())])
 
 
 def _absence(name: str, device: torch.device) -> str | None:
-    """Why a backend does not run here, as the end of a sentence; None if it does."""
+    """Return why a backend does not run here, as the end of a sentence; None if it does."""
     if name in ("cpu", "cpu_native"):
         if device.type != "cpu":
             return f"is for CPUs, and the device is {device.type!r}"

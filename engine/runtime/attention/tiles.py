@@ -1,8 +1,8 @@
-"""Decode attention of many sequences at once: fixed tiles of a few blocks, batched matmuls, a log-sum-exp merge.
+"""Decode attention of many sequences: fixed tiles, batched matmuls, a log-sum-exp merge.
 
-Every sequence's visible blocks are cut into tiles of TILE_TOKENS; all tiles of all sequences form one batch, so a layer
-costs the same few torch calls for 2 sequences as for 60, and a sequence is padded by less than a tile. Softmax and sums
-are float32. Head-major pools; engine thread.
+Every sequence's visible blocks are cut into tiles of TILE_TOKENS. All tiles form one batch, so a layer makes the same few
+torch calls for 2 sequences as for 60, and a sequence is padded by less than a tile. Softmax and sums are float32. Head-major
+pools; engine thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cut_tiles(
     block_size: int,
     window: int | None,
 ) -> TileBatch:
-    """Cut the context of each query at `rows` into tiles; a window drops the blocks that are wholly hidden."""
+    """Cut the context of each query at `rows` into tiles, without blocks that a window hides."""
     per_tile = max(1, TILE_TOKENS // block_size)
     width = per_tile * block_size
     flat: list[int] = []
@@ -48,7 +48,7 @@ def cut_tiles(
         first_block = 0 if window is None else max(0, context - window) // block_size
         blocks = table[first_block : -(-context // block_size)]
         flat += blocks
-        # A tile is filled up with a block of its own sequence: no other sequence's numbers can come near it.
+        # A tile is padded with a block of its own sequence, so other sequences' values cannot affect it.
         flat += [blocks[-1]] * (-len(blocks) % per_tile)
         counts.append(-(-len(blocks) // per_tile))
         starts.append(first_block * block_size)
@@ -71,7 +71,7 @@ def cut_tiles(
 
 
 def attend_tiles(spec: AttentionSpec, tiles: TileBatch, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-    """q [T, H, D], the whole batch's -> [S, H, D]."""
+    """Return attention [S, H, D], from the batch's q [T, H, D]."""
     num_seqs, num_tiles, width = tiles.rows.shape[0], tiles.owner.shape[0], tiles.mask.shape[-1]
     heads, dim, group = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
     queries = q.index_select(0, tiles.tile_rows).view(num_tiles, heads, group, dim).transpose(0, 1)

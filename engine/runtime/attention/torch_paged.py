@@ -1,6 +1,6 @@
-"""Paged attention on any device, in torch operations alone: one slice at a time.
+"""Paged attention on any device, in torch operations: one slice at a time.
 
-The fallback where no kernel fits. Its cost grows with the number of slices, since each is a few launches a layer.
+The fallback without a kernel. Its cost grows with the number of slices, because each takes a few launches a layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
 
 class TorchPagedAttention(AttentionBackend):
-    """Head-major pool; a view where a sequence's blocks are adjacent, a gather where they are not."""
+    """Head-major pool; adjacent blocks are read through a view, others are gathered."""
 
     capabilities = BackendCapabilities()
 
@@ -27,7 +27,7 @@ class TorchPagedAttention(AttentionBackend):
         return head_major_shape(spec, num_blocks, block_size)
 
     def prepare(self, batch: Batch) -> None:
-        """Forget the last step; views are made when the first layer with a given window asks."""
+        """Forget the last step; views are made for the first layer with each window."""
         self._batch, self._views = batch, {}
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:

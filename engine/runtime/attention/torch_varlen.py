@@ -1,8 +1,8 @@
-"""Prompts by torch.nn.attention.varlen: FlashAttention-3 where somebody has installed it, or cuDNN with torch 2.15.
+"""Prompt attention by torch.nn.attention.varlen: FlashAttention-3, or cuDNN (torch 2.15).
 
-Its pages are [page, position, kv head, head_dim]; ours, seen with two axes exchanged, are that without a copy. torch has
-had the argument for a block table since 2.12, but its own FlashAttention-2 refuses one. First chunks, which need no
-pages, could go there with torch 2.11; published rates are no better than our kernel's, so they do not. Engine thread.
+Its pages are [page, position, kv head, head_dim], which our pool is with two axes exchanged, without a copy. torch has had
+the argument for a block table since 2.12, but its own FlashAttention-2 refuses one. First chunks, which need no pages, could
+use it with torch 2.11; published rates are no better than our kernel's, so they do not. Engine thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_CUDNN_HEAD_DIM = 128
 
 
 def absence(device: torch.device) -> str | None:
-    """Why torch cannot do it here, as the end of a sentence; None if it can."""
+    """Return why torch cannot do it here, as the end of a sentence; None if it can."""
     if device.type != "cuda":
         return "needs a CUDA device"
     if "block_table" not in signature(_varlen_attn()).parameters:
@@ -53,7 +53,7 @@ class TorchVarlen:
         self._batch: Batch | None = None
 
     def refusal(self, spec: AttentionSpec, dtype: torch.dtype) -> str | None:
-        """Neither has soft caps and sinks; cuDNN has no windows either."""
+        """Return what it lacks: soft caps and sinks, and with cuDNN windows too."""
         if dtype not in HALVES:
             return f"K/V of {str(dtype).removeprefix('torch.')}"
         if spec.softcap is not None or spec.sinks is not None:
@@ -67,11 +67,11 @@ class TorchVarlen:
         return None
 
     def prepare(self, batch: Batch) -> None:
-        """All that is needed is in the batch."""
+        """Keep the batch, which has everything that is needed."""
         self._batch = batch
 
     def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """One call. A window of w is w - 1 keys to the left of a query."""
+        """Attend in one call; a window of w is w - 1 keys to the left of a query."""
         batch = self._batch
         assert batch is not None, "prepare comes before attend"
         out: Tensor = self._attend(
@@ -92,7 +92,7 @@ class TorchVarlen:
 
 
 def _varlen_attn():  # type: ignore[no-untyped-def]  # its type is torch's, and differs from version to version
-    from torch.nn.attention.varlen import varlen_attn  # not there before torch 2.10
+    from torch.nn.attention.varlen import varlen_attn  # missing before torch 2.10
 
     return varlen_attn
 

@@ -1,9 +1,9 @@
-"""The CUDA backend: Triton kernels that attend in the paged pool, one launch for all decodes and one for all prompts.
+"""The CUDA backend: Triton kernels over the paged pool, one launch for decodes, one for prompts.
 
-`prepare` lists once a step which slices are which. A step of single queries alone takes nothing but kernels, which read
-the batch's own tensors: it may be captured in a CUDA graph, and replayed on whatever these say then. The host's context
-lengths decide only how fine contexts are cut. Prompt tiles depend on a layer's heads and window, so they are listed when the
-first layer of a kind asks; they travel from pinned memory. Nothing waits for the device. Engine thread.
+`prepare` sorts the slices once a step. A step of single queries consists of kernels alone, which read the batch's tensors, so
+it can be captured in a CUDA graph and replayed with other contents. The host's context lengths decide only how contexts are
+split. Prompt tiles depend on a layer's heads and window, so they are listed for the first layer of a kind and copied from
+pinned memory. Nothing waits for the device. Engine thread.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class _Tensors(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What all layers of a step share."""
+    """The state that all layers of a step share."""
 
     batch: Batch
     tensors: _Tensors
     num_decodes: int
     longest_decode: int  # context
-    decodes: Tensor  # int32, the slices with one query, and then whatever
+    decodes: Tensor  # int32, the slices with one query, then undefined entries
     prefills: list[int]  # all others
     longest_prefill: int  # queries
-    work: dict[tuple[object, ...], WorkTensors]  # of the prefills, by all that it depends on
+    work: dict[tuple[object, ...], WorkTensors]  # of the prefills, by everything it depends on
 
 
 class _Device(NamedTuple):
-    """What the kernels' sizes go by."""
+    """The properties of the device that determine the kernels' sizes."""
 
     num_sms: int
     capability: tuple[int, int]
@@ -71,7 +71,7 @@ class TritonPagedAttention(AttentionBackend):
         self._device: _Device | None = None  # until the first step
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
-        """Head dimensions and types that the kernels are made for; and the library, once a kind of layer and size."""
+        """Raise ConfigError for unsupported head dimensions and types; also check the library."""
         if spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"--attention-backend 'triton' serves a head_dim of at most {MAX_HEAD_DIM}, and the model's is "
@@ -100,14 +100,14 @@ class TritonPagedAttention(AttentionBackend):
         return block_major_shape(spec, num_blocks, block_size)
 
     def prepare(self, batch: Batch) -> None:
-        """Tell decodes from prompts; what prompts need besides is made when the first layer asks."""
+        """Separate decodes from prompts; tiles of prompts are made for the first layer."""
         device = batch.kv_slots.device
         self._device = self._device or _describe(device)
         lens = batch.query_lens_host
         tensors = _Tensors(batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         decodes = [s for s, length in enumerate(lens) if length == 1]
         prefills = [s for s, length in enumerate(lens) if length > 1]
-        # Where all have one query, the starts 0, 1, 2 ... are also the slices' own numbers.
+        # If all slices have one query, the starts 0, 1, 2 ... are also the slices' numbers.
         listed = to_device(decodes, torch.int32, device) if prefills else batch.query_starts
         longest = max((batch.context_lens_host[s] for s in decodes), default=0)
         if prefills and self._library is not None:
@@ -171,7 +171,7 @@ def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, tuning: Tuning, nu
 
 
 def _describe(device: torch.device) -> _Device:
-    """The interpreter is one multiprocessor, of no generation."""
+    """Describe the device; the interpreter is one multiprocessor, of no generation."""
     if device.type != "cuda":
         return _Device(1, (0, 0))
     properties = torch.cuda.get_device_properties(device)

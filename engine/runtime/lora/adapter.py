@@ -1,6 +1,6 @@
-"""An adapter in memory: two thin matrices for each matrix of the model that it changes, and the rows of a step it is for.
+"""An adapter in memory: two thin matrices for each matrix that it changes, and its rows.
 
-Made by loader.py on the thread that loads; read by the engine thread. Nothing here changes once it is made.
+Made by loader.py on the loading thread, read by the engine thread. Immutable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.runtime.transfer import to_device
 
 
 class Place(IntEnum):
-    """The matrices of a layer, as lora.h has them."""
+    """The matrices of a layer, as in lora.h."""
 
     QKV = 0
     O = 1  # noqa: E741 - its name in every checkpoint
@@ -30,43 +30,43 @@ class Place(IntEnum):
 
 
 class Target(NamedTuple):
-    """Where one of a checkpoint's matrices lies in the model: rows of a matrix that may be merged of several."""
+    """The rows of one of a checkpoint's matrices in the model's, possibly merged, matrix."""
 
     layer: int
     place: Place
     first_row: int
     num_rows: int
-    shape: tuple[int, int]  # of the whole: outputs, inputs
+    shape: tuple[int, int]  # of the merged matrix: outputs, inputs
     activation: Activation | None  # of its product
 
 
 class LowRank(NamedTuple):
-    """What joins a product x W^T: (x down^T) up^T, the adapter's scale inside `up`. Of merged parts, all in one."""
+    """A term of a product x W^T: (x down^T) up^T; `up` includes the adapter's scale."""
 
     down: Linear  # [rank, inputs]
     up: Linear  # [outputs, rank], an Addend's
 
 
 class LoraAdapter:
-    """The engine's handle, and what is in it."""
+    """The engine's handle of an adapter, and its matrices."""
 
     __slots__ = ("__weakref__", "digest", "layers", "name", "native")
 
     def __init__(self, name: str, digest: bytes, layers: Sequence[Sequence[LowRank | None]]) -> None:
-        """`layers` has an entry a layer, and in that one a Place."""
+        """`layers` has an entry for each layer, with an entry for each Place."""
         self.name, self.digest, self.layers = name, digest, layers
         self.native = _describe(layers)
 
 
 class AdapterRows(NamedTuple):
-    """The rows of a step that have one adapter."""
+    """The rows of a step that use one adapter."""
 
     adapter: LoraAdapter
     rows: Tensor  # [R] int64, on the model's device
 
 
 def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[AdapterRows]:
-    """The step's tokens, adapter by adapter; those without one are in no group."""
+    """Group the step's tokens by adapter; tokens without one are in no group."""
     found: dict[LoraAdapter, list[int]] = {}
     end = 0
     for piece in slices:
@@ -79,7 +79,7 @@ def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[Ad
 
 
 def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) -> list[Addend]:
-    """What the adapters add to the product of x [T, inputs] with one of the model's matrices."""
+    """Return the adapters' terms of the product of x [T, inputs] with one matrix."""
     return [
         Addend(group.rows, _low(low_rank, x.index_select(0, group.rows)), low_rank.up)
         for group in groups
@@ -88,12 +88,12 @@ def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) 
 
 
 def _low(low_rank: LowRank, x: Tensor) -> Tensor:
-    """Not rounded, where the native library goes on from it."""
+    """Return x down^T, unrounded if the native library continues with it."""
     return low_rank.down.in_float32(x) if low_rank.down.is_native else low_rank.down(x)
 
 
 class NativeAdapters:
-    """A step's groups as the native library reads them; `args` is good as long as this lives."""
+    """A step's groups for the native library; `args` is valid while this object lives."""
 
     __slots__ = ("_layers", "_of_rows", "args")
 
@@ -108,7 +108,7 @@ class NativeAdapters:
 
 
 def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[AdapterLayerArgs] | None:
-    """For the native library, or None if it does not hold every matrix."""
+    """Describe the adapter to the native library, or return None if it lacks a matrix."""
     described = (AdapterLayerArgs * len(layers))()
     for layer, places in zip(described, layers, strict=True):
         for (name, _), low_rank in zip(AdapterLayerArgs._fields_, places, strict=True):

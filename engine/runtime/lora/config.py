@@ -1,6 +1,6 @@
-"""An adapter_config.json, as PEFT writes it: which ranks and scales its matrices have. The thread that loads.
+"""Reads PEFT's adapter_config.json: the ranks and scales of its matrices.
 
-What would change the answer and is not understood is refused by its key; what only matters in training is not looked at.
+Unsupported settings that would change the answer are refused by name; training settings are ignored. Loading thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.regular_file import check_regular, read_json, reason
 WEIGHTS = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 
-# Kinds of LoRA that compute something else. Off is what is false, empty or absent.
+# Variants of LoRA with another computation. False, empty or absent means off.
 _MUST_BE_OFF = (
     "use_dora",
     "lora_bias",
@@ -37,7 +37,7 @@ _MUST_BE_OFF = (
     "monteclora_config",
     "velora_config",
 )
-# Beginnings of init_lora_weights with which training has changed the base model's own weights.
+# Prefixes of init_lora_weights whose training changes the base model's weights.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -55,7 +55,7 @@ class LoraConfig:
         return _matching(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """Return the factor of the product of the two matrices."""
         rank = self.rank_of(module)
         return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilised else rank)
 
@@ -116,19 +116,19 @@ def _pattern(path: Path, values: Mapping[str, Any], key: str) -> dict[str, float
     if not isinstance(pattern, dict):
         raise AdapterLoadError(f"{path}: {key} is {pattern!r}; it must be an object of names and numbers.")
     for name in pattern:
-        # PEFT takes regular expressions, and some of those take for ever.
+        # PEFT accepts regular expressions, and some of those never terminate.
         if not name.replace(".", "").replace("_", "").isalnum():
             raise AdapterLoadError(f"{path}: {key} has {name!r}; only names of modules, or their ends, are supported.")
     return {name: _positive(path, {key: value}, key, 0) for name, value in pattern.items()}
 
 
 def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The first entry that is the module's name or its end, from a dot on."""
+    """Return the first entry that is the module's name, or its end after a dot."""
     return next((value for name, value in pattern.items() if f".{module}".endswith(f".{name}")), default)
 
 
 def check_folder(folder: Path) -> LoraConfig:
-    """What can be told before there is a model. Raises AdapterNotFoundError or AdapterLoadError."""
+    """Check what needs no model. Raises AdapterNotFoundError or AdapterLoadError."""
     try:
         is_folder = folder.is_dir()
     except OSError as error:
@@ -142,7 +142,7 @@ def check_folder(folder: Path) -> LoraConfig:
         check_regular(folder / WEIGHTS)
         return config
     except FileNotFoundError:
-        pass  # told below
+        pass  # reported below
     except OSError as error:
         raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
     if (folder / "adapter_model.bin").exists():
@@ -155,7 +155,7 @@ def check_folder(folder: Path) -> LoraConfig:
 
 @contextmanager
 def naming(module: LoraModule) -> Iterator[None]:
-    """At start-up, a fault of an adapter is one of the setting that names it."""
+    """At start-up, turn an adapter's fault into one of the setting that names it."""
     try:
         yield
     except ClientError as error:

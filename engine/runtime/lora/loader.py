@@ -1,7 +1,7 @@
-"""From a folder that PEFT has saved to an adapter in memory, on any thread while the engine's thread goes on.
+"""Loads an adapter from a PEFT folder, on any thread, while the engine continues.
 
-Weights are read from adapter_model.safetensors alone: a pickled file runs code that came with it. All is checked against
-the model before anything is read in full.
+Weights are read from adapter_model.safetensors only, because a pickled file can run code. Everything is checked against the
+model before any tensor is read in full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class _Part(NamedTuple):
-    """The two matrices of one module, still in their file."""
+    """The two matrices of one module, in their file."""
 
     target: Target
     rank: int
@@ -47,7 +47,7 @@ class LoraLoader:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`targets` are the model's matrices by the names that checkpoints have for them."""
+        """`targets` are the model's matrices by their checkpoint names."""
         self._targets, self._num_layers, self._max_rank = targets, num_layers, max_rank
         self._dtype, self._device = dtype, device
 
@@ -58,7 +58,7 @@ class LoraLoader:
             return self._load(name, path)
         except (SafetensorError, OSError) as error:
             raise AdapterLoadError(f"{path} cannot be read ({error}); save it again.") from error
-        except (MemoryError, RuntimeError) as error:  # the latter is what torch says where it finds no room
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter when memory is short
             raise AdapterLoadError(
                 f"{path} cannot be loaded ({type(error).__name__}: {error}); if memory is short, unload another adapter first."
             ) from error
@@ -83,11 +83,11 @@ class LoraLoader:
         return LoraAdapter(name, digest.digest(), layers)
 
     def step_bytes(self, num_tokens: int) -> int:
-        """What a step takes in addition if all of its tokens have adapters: what is added, and a copy of what it is made of."""
+        """Return the additional bytes of a step whose tokens all have adapters."""
         return num_tokens * max(sum(target.shape) for target in self._targets.values()) * self._dtype.itemsize
 
     def adapter_bytes(self) -> int:
-        """What an adapter of the highest rank takes that changes every matrix."""
+        """Return the bytes of an adapter of the highest rank that changes every matrix."""
         wholes = {(target.layer, target.place): target.shape for target in self._targets.values()}
         ranks = dict.fromkeys(wholes, 0)
         for target in self._targets.values():
@@ -95,7 +95,7 @@ class LoraLoader:
         return sum(sum(shape) * ranks[key] for key, shape in wholes.items()) * self._dtype.itemsize
 
     def _check(self, folder: Path, config: LoraConfig, file: Any) -> list[_Part]:
-        """What the file holds, module by module."""
+        """Return the parts of the file, by module."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for name in file.keys():  # noqa: SIM118 - not a mapping
             found = _NAME.fullmatch(name)
@@ -134,7 +134,7 @@ class LoraLoader:
         )
 
     def _merge(self, parts: list[tuple[_Part, Tensor, Tensor]], arena: Arena) -> LowRank:
-        """One pair of matrices for those of a merged one, each part in rows and columns of its own."""
+        """Merge the parts' pairs into one pair, each part in separate rows and columns."""
         num_outputs, num_inputs = parts[0][0].target.shape
         rank = sum(part.rank for part, _, _ in parts)
         rank += rank % 2  # the native library multiplies pairs

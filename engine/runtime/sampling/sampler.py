@@ -232,7 +232,7 @@ def _is_too_short(piece: SequenceSlice) -> bool:
 
 
 def _one_by_one(slices: Sequence[SequenceSlice]) -> Iterator[SequenceSlice]:
-    """Yield a slice with drafts as one slice a draw, each with the tokens before it; other slices as they are."""
+    """Split slices with drafts into one slice for each draw; others are unchanged."""
     for piece in slices:
         if not piece.drafts:
             yield piece

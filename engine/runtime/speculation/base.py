@@ -1,10 +1,10 @@
-"""Speculation in a runner: tokens that are supposed to come are computed together with the one that is certain.
+"""Speculation in a runner: drafted tokens are computed together with the known one.
 
-    plan.num_drafts -> drafter -> rows of one step -> a draw behind each -> those that stand (plan.Drafted)
+    plan.num_drafts -> drafter -> rows of one step -> a draw after each -> the accepted ones (step.Drafted)
 
-A draw is a function of logits, parameters, seed and position. So a draw behind a right draft is the very token that a
-later step would have drawn, and what is drawn is the same with and without speculation, sampled or greedy: a draft can
-only cost time. Engine thread.
+A draw is a function of logits, parameters, seed and position. So a draw after a correct draft is the token that a later step
+would have drawn. The answer is the same with and without speculation, sampled or greedy; a draft can only cost time. Engine
+thread.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult
 
 
 class Drafter(Protocol):
-    """Guesses what comes next."""
+    """Predicts the next tokens."""
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Tokens that may follow a slice, by slice index, at most as many as `plan.num_drafts` has room for.
+        """Return drafts by slice index, at most as many as `plan.num_drafts` allows.
 
-        Called with every plan, in order, once its blocks have moved: one that keeps K/V of its own has to follow.
+        Called with every plan, in order, after its blocks have moved, so that a drafter with K/V can follow.
         """
         ...
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """These hold other tokens from now on, whose K/V came from elsewhere."""
+        """Forget these blocks: they hold other tokens now, whose K/V came from elsewhere."""
         ...
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
 
 def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
-    """The plan of what is really computed: slices with their drafts."""
+    """Return the plan that is computed: slices with their drafts."""
     slices = list(plan.slices)
     for index, tokens in drafts.items():
         piece = slices[index]
@@ -49,7 +49,7 @@ def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan
 
 
 class Shape(NamedTuple):
-    """How many draws a slice has, and its drafts: what is to be known of it when the draws are there."""
+    """The number of draws of a slice, and its drafts."""
 
     num_samples: int
     drafts: Sequence[int]
@@ -64,8 +64,10 @@ class Shape(NamedTuple):
 
 
 def fold(rows: StepResult, faults: Mapping[int, Fault], shapes: Sequence[Shape]) -> StepResult:
-    """The result of a plan with drafts from what was found row by row: a row of a slice with drafts is a draw behind
-    what is certain or behind a draft, every other row is a sample's. `faults` are by row."""
+    """Return a plan's result from the results of its rows.
+
+    A row of a slice with drafts is a draw after the known token or after a draft; every other row is a sample. `faults` are
+    by row."""
     result = StepResult(token_ids=[], prompt_logprobs=rows.prompt_logprobs, pooled=rows.pooled)
     logprobs, ended, errors, drafted = {}, [], dict(rows.errors), {}
     first = 0
@@ -74,8 +76,8 @@ def fold(rows: StepResult, faults: Mapping[int, Fault], shapes: Sequence[Shape])
         first = own.stop
         fault = next((row for row in own if row in faults), None)
         if shape.drafts:
-            # Whoever fails behind a draft does so when it comes first in a step; and alone, since what is not a finite
-            # number among keys and values may reach the rows before it.
+            # A failure after a draft is reported when the token is the first of a step, and alone: values that are not
+            # finite may reach the rows before it.
             stop = min([own.stop, *(row + 1 for row in own if row in rows.ended), *([] if fault is None else [fault])])
             drafted[index] = _stand(rows, range(own.start, stop), shape.drafts)
         elif fault is not None:

@@ -1,4 +1,4 @@
-"""What drafts cost on this machine, timed at start over the pool that will serve. Whoever builds the engine."""
+"""Measures the cost of drafts on this machine, at the start over the pool that will serve."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from engine.runtime.runner import ModelRunner
 from engine.runtime.speculation.base import Drafter, with_drafts
 
 _MIN_TIMES, _MAX_TIMES, _LONG_S = 3, 10, 0.05
-_ENOUGH = 4.0  # times the first: from there on it goes up in a straight line
+_ENOUGH = 4.0  # times the first; beyond, the cost is linear
 _MAX_ROWS = 256
 
 
 def measure_draft_costs(
     runner: ModelRunner, drafter: Drafter, config: SchedulerConfig, num_drafts: int, *, captures: bool
 ) -> DraftCosts:
-    """Time steps with and without drafts, of more and more rows, and the drafter. The runner must not speculate yet.
+    """Time the drafter, and steps of growing size; the runner must not speculate yet.
 
-    A row costs the same in both, unless a step without drafts `captures` becomes one graph.
+    A row costs the same with and without drafts, unless a step without drafts becomes a graph (`captures`).
     """
 
     def run(plan: StepPlan) -> None:
@@ -55,7 +55,7 @@ def _drafting(drafter: Drafter, config: SchedulerConfig, num_drafts: int) -> Ite
 
 
 def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
-    """Of sequences: 1, 2, 4 and so on, as far as a step and the pool have room for them."""
+    """Yield numbers of sequences 1, 2, 4, ..., as far as a step and the pool have room."""
     num_seqs, rows = 1, 1 + num_drafts
     blocks = blocks_for(rows, config.block_size)
     most_rows = min(_MAX_ROWS, config.max_num_batched_tokens)
@@ -65,7 +65,7 @@ def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
 
 
 def _plan(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
-    """Sequences of one token, with room for drafts."""
+    """Return a plan of sequences of one token, with room for drafts."""
     params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
     blocks = blocks_for(1 + num_drafts, config.block_size)
     slices = [
@@ -92,7 +92,7 @@ def _drafted(plan: StepPlan) -> StepPlan:
 
 
 def _time(compute: Callable[[], object]) -> float:
-    """The least of a few, after one that does not count; of more, where that takes no time."""
+    """Return the minimum of a few timings after a warm-up; of more if they are short."""
     compute()
     times: list[float] = []
     while len(times) < _MIN_TIMES or (sum(times) < _LONG_S and len(times) < _MAX_TIMES):

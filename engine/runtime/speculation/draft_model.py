@@ -1,11 +1,11 @@
-"""Drafts by a smaller model, over K/V of its own in the very blocks that the scheduler has given to the target's.
+"""Drafts by a smaller model, with separate K/V in the same block numbers as the target's.
 
-It computes what it lacks when it is asked to draft, and nothing else: first the positions up to the last known token,
-then a token a draft. Which positions it has is remembered block by block, so that what sequences share, by the prefix
-cache or by forks, it computes once as well. Wherever it errs about that, a draft is worse and an answer the same.
+It computes missing positions only when it is asked to draft: first those up to the last known token, then one token for each
+draft. Known positions are tracked by block, so K/V that sequences share, by the prefix cache or by forks, is computed once.
+An error there makes a draft worse and does not change an answer.
 
-It draws with the noise that the target will draw with, so that where the two agree about the probabilities they agree
-about the token, at any temperature. Penalties, biases and grammars are the target's alone. Engine thread.
+It draws with the noise that the target will use, so where the two models agree about the probabilities they agree about the
+token, at any temperature. Penalties, biases and grammars are applied by the target alone. Engine thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DraftModel:
         self._batches, self._known = BatchBuilder(config, device), KnownPositions(config)
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        """See Drafter. Nothing yet for sequences of which it has a lot to read."""
+        """See Drafter; sequences with many missing positions get no drafts yet."""
         if plan.copies:
             self._kv_cache.copy_blocks(plan.copies)
         self._known.follow(plan)
@@ -70,7 +70,7 @@ class DraftModel:
         self._known.forget(blocks)
 
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
-        """The other drafts, one step each; `drawn` are the first ones of all that are `asked` for."""
+        """Draw the further drafts, one step each; `drawn` are the first ones."""
         steps, going = [drawn], list(asked)
         columns = [going]
         for ahead in range(1, max(asked.values())):
@@ -86,13 +86,13 @@ class DraftModel:
                 drafts[index].append(token)
         for index, num_drafts in asked.items():
             piece = slices[index]
-            last = piece.start + piece.num_tokens + num_drafts - 1  # where the last draft will stand, which nobody read
+            last = piece.start + piece.num_tokens + num_drafts - 1  # position of the last draft, which was not read
             self._known.note(piece.block_table, piece.start, last, last + 1)
         return drafts
 
     @torch.inference_mode()
     def _draw(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
-        """Compute positions, and draw behind those slices that have samples; the ids [R] int64 on the device."""
+        """Compute positions and draw after slices with samples; return ids [R] on the device."""
         num_samples = sum(len(piece.samples) for piece in slices)
         plan = StepPlan(0, list(slices), [], sum(piece.num_tokens for piece in slices), num_samples)
         batch = self._batches.build(plan, self._last_ids)
@@ -106,20 +106,22 @@ class DraftModel:
         return ids
 
     def close(self) -> None:
-        """Let go of weights and pool."""
+        """Release weights and pool."""
         del self._model, self._backend, self._kv_cache
 
 
 class KnownPositions:
-    """Which positions have K/V: of each block so many, counted from its first."""
+    """The positions that have K/V: a number for each block, counted from its first."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._counts = [0] * config.num_blocks
-        self._full: dict[int, tuple[Sequence[int], int]] = {}  # by slot: a table, and how many of its first blocks are
+        self._full: dict[
+            int, tuple[Sequence[int], int]
+        ] = {}  # by slot: a table, and the number of its known first blocks
 
     def follow(self, plan: StepPlan) -> None:
-        """Other blocks, and other tokens at the positions that a step computes: what was there is void."""
+        """Note that a step writes other blocks and tokens, which voids what was there."""
         counts = self._counts
         for source, destination in plan.copies:
             counts[destination] = counts[source]
@@ -132,12 +134,12 @@ class KnownPositions:
                 counts[block] = min(counts[block], max(begin - at * self._block_size, 0))
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Nothing is there any more."""
+        """Forget these blocks."""
         for block in blocks:
             self._counts[block] = 0
 
     def up_to(self, piece: SequenceSlice) -> int:
-        """The first position of a slice's sequence, none behind the slice's first, that is still to be computed."""
+        """Return the first missing position of a slice's sequence, up to the slice's first."""
         table, num_full = self._full.get(piece.slot, ((), 0))
         if table is not piece.block_table:
             num_full = 0
@@ -149,7 +151,7 @@ class KnownPositions:
         return min(num_full * self._block_size + self._counts[piece.block_table[num_full]], piece.start)
 
     def note(self, table: Sequence[int], begin: int, end: int, void: int = 0) -> None:
-        """Positions from `begin`, before which all are there, to `end` are computed; from there to `void` none is."""
+        """Note that positions `begin` to `end` are computed, and `end` to `void` are not."""
         size = self._block_size
         for at in range(begin // size, (max(end, void) - 1) // size + 1):
             self._counts[table[at]] = min(max(end - at * size, 0), size)

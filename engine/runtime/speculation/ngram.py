@@ -1,7 +1,7 @@
-"""Drafts from the sequence itself: what followed when its last tokens stood somewhere before (prompt lookup).
+"""Drafts from the sequence itself: what followed an earlier occurrence of its last tokens.
 
-Good where an answer repeats its prompt or itself, as in summaries, edits of code and conversations with documents.
-Nothing is learnt and nothing is kept but the tokens, four bytes each, in an array that numpy searches. Engine thread.
+This prompt lookup helps where an answer repeats its prompt or itself, as in summaries, edits of code and conversations with
+documents. It keeps the tokens only, four bytes each, in an array that numpy searches. Engine thread.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Text:
 
 
 class NgramDrafter:
-    """Looks for the last `longest` tokens, then for fewer, down to `shortest`; the latest place wins."""
+    """Searches for the last `longest` tokens, then fewer, down to `shortest`; latest match first."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
         self._texts: dict[int, _Text] = {}  # by slot
 
     def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        """See Drafter. Nothing for a sequence whose end stands nowhere else."""
+        """See Drafter; a sequence whose end occurs nowhere else gets no drafts."""
         drafts = {}
         for index, num_drafts in plan.num_drafts.items():
             piece = plan.slices[index]
@@ -60,12 +60,12 @@ class NgramDrafter:
 
 
 def continuation(text: NDArray[np.int32], shortest: int, longest: int, num_tokens: int) -> list[int]:
-    """What followed the latest earlier place of the longest end of `text` that has one; [] if there is none.
+    """Return what followed the latest earlier occurrence of the end of `text`; [] if none.
 
-    A place so near the end that less than `num_tokens` follow is taken as a period, which goes on.
+    If fewer than `num_tokens` tokens follow it, the text is continued as a period.
     """
     length = len(text)
-    places = np.flatnonzero(text[:-1] == text[-1])  # where an earlier one of the last token stands
+    places = np.flatnonzero(text[:-1] == text[-1])  # earlier occurrences of the last token
     matched = places[:0]
     for size in range(1, min(longest, length - 1) + 1):
         if size > 1:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
 from engine.text.fields.base import Integer, RequestBody
-from engine.text.fields.structured import ConstraintFields
+from engine.text.fields.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
+from engine.text.grammars.spec import GrammarSpec
 from engine.text.limits import ModelLimits
 from engine.text.types import SamplingDefaults
 
@@ -41,6 +42,10 @@ _NEUTRAL_IN_SEARCH: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
 }
 
+_CONSTRAINING = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+)
+
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -61,6 +66,44 @@ class QueueFields(RequestBody):
         """Return also the priority, where the scheduling policy ignores it."""
         idle = ["priority"] if self.priority and not limits.has_priorities else []
         return super().dropped_hints(limits) + idle
+
+
+class Constraint(NamedTuple):
+    """A grammar that an answer must follow, and the field that asks for it."""
+
+    spec: GrammarSpec
+    param: str
+
+
+class ConstraintFields(RequestBody):
+    """The fields of a request that constrain the answer; `guided_*` is from older versions of vLLM."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
+    guided_whitespace_pattern: WhitespacePattern | None = None
+
+    def constraints(self) -> list[Constraint]:
+        """Return every constraint on the answer; a valid request has one, perhaps in several fields."""
+        return [] if _CONSTRAINING.isdisjoint(self.model_fields_set) else self._constraints()
+
+    def _constraints(self) -> list[Constraint]:
+        found: list[tuple[str, ResponseFormat | StructuredOutputs | None]] = []
+        guided = zip(
+            ("json", "regex", "choice", "grammar"),
+            (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
+            strict=True,
+        )
+        for kind, value in guided:
+            if value is not None and value is not False:
+                asked = StructuredOutputs.of_guided(kind, value, self.guided_whitespace_pattern)
+                found.append((f"guided_{kind}", asked))
+        found += [("structured_outputs", self.structured_outputs), ("response_format", self.response_format)]
+        specs = [(None if asked is None else asked.spec(), param) for param, asked in found]
+        return [Constraint(spec, param) for spec, param in specs if spec is not None]
 
 
 class SamplingFields(QueueFields, ConstraintFields):

@@ -7,7 +7,7 @@ the format, but better if it does.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
@@ -34,13 +34,6 @@ def _is_schema(value: Any) -> Any:
     if not isinstance(value, dict | bool):
         raise ValueError("must be a JSON schema: an object, or true")
     return value
-
-
-class Constraint(NamedTuple):
-    """A grammar that an answer must follow, and the field that asks for it."""
-
-    spec: GrammarSpec
-    param: str
 
 
 Schema = Annotated[Any, AfterValidator(_is_schema), WithJsonSchema({"type": ["object", "boolean", "string"]})]
@@ -182,31 +175,3 @@ class StructuredOutputs(RequestBody):
         if self.grammar is not None:
             return GrammarSpec(GrammarKind.LARK, self.grammar)
         return None if self.structural_tag is None else self.structural_tag.spec()
-
-
-class ConstraintFields(RequestBody):
-    """The fields of a request that constrain the answer; `guided_*` is from older versions of vLLM."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = Field(None, min_length=1)
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = Field(None, min_length=1)
-    guided_whitespace_pattern: WhitespacePattern | None = None
-
-    def constraints(self) -> list[Constraint]:
-        """Return every constraint on the answer; a valid request has one, perhaps in several fields."""
-        found: list[tuple[str, ResponseFormat | StructuredOutputs | None]] = []
-        guided = zip(
-            ("json", "regex", "choice", "grammar"),
-            (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
-            strict=True,
-        )
-        for kind, value in guided:
-            if value is not None and value is not False:
-                asked = StructuredOutputs.of_guided(kind, value, self.guided_whitespace_pattern)
-                found.append((f"guided_{kind}", asked))
-        found += [("structured_outputs", self.structured_outputs), ("response_format", self.response_format)]
-        specs = [(None if asked is None else asked.spec(), param) for param, asked in found]
-        return [Constraint(spec, param) for spec, param in specs if spec is not None]

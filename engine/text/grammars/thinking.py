@@ -1,8 +1,8 @@
-"""Bounds a model's thoughts, and keeps a grammar for the answer behind them. Implements engine/core/grammar.py.
+"""Bounds a model's thoughts, and applies a grammar to the answer behind them. Implements engine/core/grammar.py.
 
-A matcher only counts tokens and looks for two of them, the tags; when a budget is spent, the closing tag is the one token
-allowed. An inner grammar, if there is one, begins where the thoughts have ended, or at once if there are none. Made on
-the event loop, then the engine thread's.
+A matcher counts tokens and looks for two of them, the tags; once the budget is spent, the closing tag is the only token
+allowed. An inner grammar begins where the thoughts end, or immediately if there are none. Made on the event loop, then
+used by the engine thread alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from engine.core.grammar import Grammar, Matcher
 
 _WORD_BYTES = 4
-# Tokens of thoughts for models whose template cannot be told an effort; None is as many as they like.
+# Tokens of thoughts by effort, for models whose template has no switch for it. Other efforts are unbounded.
 EFFORT_BUDGETS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048}
 
 
 class TagIds(NamedTuple):
-    """The tokens that the tags around thoughts are."""
+    """The ids of the tags around thoughts, each of which is one token."""
 
     opening: int
     closing: int
@@ -41,7 +41,7 @@ class _State(Enum):
 
 
 class ThinkingMatcher:
-    """One sequence's place."""
+    """The position of one sequence in its thoughts and answer."""
 
     __slots__ = ("_budget", "_grammar", "_inner", "_num_thoughts", "_past", "_state", "_tags")
 
@@ -49,12 +49,14 @@ class ThinkingMatcher:
         self._tags, begins_within, self._budget = thinking
         self._num_thoughts = 0
         self._state = _State.THOUGHTS if begins_within else _State.START
-        self._past: list[tuple[_State, bool]] = []  # of each token: the state before it, and whether it is the answer's
+        self._past: list[
+            tuple[_State, bool]
+        ] = []  # for each token: the state before it, and whether it is part of the answer
         self._grammar = inner
         self._inner = None if inner is None else inner.start()
 
     def accept(self, token_id: int) -> None:
-        """Take in a drawn token."""
+        """Advance by a drawn token."""
         before = self._state
         self._state, is_answers = _next(before, token_id, self._tags)
         self._past.append((before, is_answers))
@@ -63,7 +65,7 @@ class ThinkingMatcher:
             self._inner.accept(token_id)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these could follow: any thoughts within the budget, then what the inner grammar allows."""
+        """Return the length of the longest accepted prefix: thoughts within the budget, then the inner grammar's."""
         state, num_thoughts = self._state, self._num_thoughts
         for count, token_id in enumerate(token_ids):
             if state is _State.THOUGHTS:
@@ -86,18 +88,18 @@ class ThinkingMatcher:
             self._inner.rollback(num_inner)
 
     def is_complete(self) -> bool:
-        """Whether only the end can follow."""
+        """Return True if only the end can follow."""
         return self._state is _State.ANSWER and self._inner is not None and self._inner.is_complete()
 
     def error(self) -> str | None:
-        """The inner grammar's; counting cannot fail."""
+        """Return the inner grammar's error; counting cannot fail."""
         return None if self._inner is None else self._inner.error()
 
     def _is_spent(self, num_thoughts: int) -> bool:
         return self._budget is not None and num_thoughts >= self._budget
 
     def fill_mask(self, address: int, num_words: int) -> None:
-        """What may come next; see Grammar.fill_masks."""
+        """Write the tokens that may come next; see Grammar.fill_masks."""
         is_thinking = self._state is _State.THOUGHTS
         if is_thinking and self._is_spent(self._num_thoughts):
             ctypes.memset(address, 0, num_words * _WORD_BYTES)
@@ -111,7 +113,7 @@ class ThinkingMatcher:
 
 
 class ThinkingGrammar:
-    """Where matchers start."""
+    """A grammar of thoughts and an answer, from which matchers start."""
 
     def __init__(self, thinking: Thinking, *, inner: Grammar | None, end_ids: frozenset[int]) -> None:
         self._thinking = thinking
@@ -119,18 +121,18 @@ class ThinkingGrammar:
         self.end_ids = end_ids
 
     def start(self) -> ThinkingMatcher:
-        """A matcher before the first token."""
+        """Return a matcher before the first token."""
         return ThinkingMatcher(self._thinking, self._inner)
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
-        """A row of words for each matcher."""
+        """Write a row of words for each matcher."""
         for row, matcher in enumerate(matchers):
             assert isinstance(matcher, ThinkingMatcher)
             matcher.fill_mask(address + row * num_words * _WORD_BYTES, num_words)
 
 
 def _next(state: _State, token_id: int, tags: TagIds) -> tuple[_State, bool]:
-    """The state after a token, and whether the token is the answer's."""
+    """Return the state after a token, and whether the token is part of the answer."""
     if state is _State.THOUGHTS:
         return (_State.ANSWER if token_id == tags.closing else state), False
     if state is _State.START and token_id == tags.opening:

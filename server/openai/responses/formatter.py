@@ -19,7 +19,8 @@ from server.openai.responses.output import (
     ResponseEvent,
     ResponseUsage,
 )
-from server.openai.usage import AnswerMetrics, Usage
+from server.openai.usage import Usage
+from server.telemetry.timeline import AnswerMetrics
 
 
 class ResponsesFormatter:

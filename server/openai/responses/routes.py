@@ -18,6 +18,7 @@ from engine.text.tools.formats import new_call_id
 from server.context import Context, InContext, InOwner, Result, aside, json_body
 from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
+from server.http.openapi import answers
 from server.http.slow_thread import run_slowly
 from server.openai.chat_request import ChatBody, chunk_meta, prepare, prompt_ids
 from server.openai.formatter import ChunkMeta
@@ -26,7 +27,6 @@ from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item
 from server.openai.responses.output import OutputWriter, ResponseDocument
 from server.openai.responses.store import StoredResponse
-from server.operations.openapi import answers
 from server.respond import respond
 
 router = APIRouter()

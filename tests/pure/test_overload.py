@@ -13,8 +13,7 @@ import pytest
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
-from engine.core.places import MAX_RETRY_S, Door
-from engine.core.queue_limits import QueueLimits
+from engine.core.overload import MAX_RETRY_S, OverloadControl, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
 from loadtest.simulation.replay import to_request
@@ -145,7 +144,7 @@ def test_under_lasting_overload_they_are_told_so_too(lengths: Callable[[random.R
 # -- what it reckons with ----------------------------------------------------------------------------------------------
 
 
-def door_after(lengths: list[int], *, max_tokens: int = 40) -> tuple[Scheduler, Door]:
+def door_after(lengths: list[int], *, max_tokens: int = 40) -> tuple[Scheduler, OverloadControl]:
     """One slot, taken by an answer that has just begun, one place, and answers of these lengths before; steps take 1 s."""
     settings = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=12)
     scheduler = Scheduler(settings)
@@ -157,7 +156,7 @@ def door_after(lengths: list[int], *, max_tokens: int = 40) -> tuple[Scheduler, 
         scheduler.commit(plan, runner.run(plan).wait(), 0.0)
         door.stepped(1.0)
 
-    door = Door(scheduler, QueueLimits(max_requests=1))
+    door = OverloadControl(scheduler, QueueLimits(max_requests=1))
     for index, length in enumerate(lengths):
         scheduler.add(request(f"past {index}", max_tokens=40, eos_token_ids=frozenset()))
         while scheduler.has_work:
@@ -169,7 +168,7 @@ def door_after(lengths: list[int], *, max_tokens: int = 40) -> tuple[Scheduler, 
     return scheduler, door
 
 
-def told(door: Door, now: float = 0.0) -> float:
+def told(door: OverloadControl, now: float = 0.0) -> float:
     with pytest.raises(OverloadedError) as refused:
         door.check(now, 3)
     return refused.value.retry_after_s
@@ -192,12 +191,12 @@ def test_each_refused_client_is_told_of_another_place_until_its_time_has_come() 
 
 def test_a_place_for_many_tokens_takes_more_departures() -> None:
     scheduler, _ = door_after([10] * 9)
-    by_tokens = Door(scheduler, QueueLimits(max_tokens=6))
+    by_tokens = OverloadControl(scheduler, QueueLimits(max_tokens=6))
     by_tokens.stepped(1.0)
     with pytest.raises(OverloadedError) as refused:
         by_tokens.check(0.0, 4)  # 3 wait
     assert refused.value.retry_after_s == pytest.approx(9)
-    fewer = Door(scheduler, QueueLimits(max_tokens=3))
+    fewer = OverloadControl(scheduler, QueueLimits(max_tokens=3))
     with pytest.raises(OverloadedError) as refused:
         fewer.check(0.0, 60)
     assert 0 < refused.value.retry_after_s < 9, "no step has ended yet, and is not taken to last a second"
