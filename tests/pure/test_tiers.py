@@ -88,6 +88,20 @@ def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.Monke
     other.check_streams()
 
 
+def test_a_load_that_never_happened_is_not_published_by_an_abort() -> None:
+    driver = tiered(num_disk_blocks=0)
+    for index in range(4):
+        serve(driver, f"first{index}", prompt(10 * index))
+    driver.add(request("gone", prompt(0)))
+    plan = driver.scheduler.plan(driver.now)
+    assert plan is not None
+    assert plan.swap_in
+    driver.take(driver.scheduler.abort("gone", AbortCause.DISCONNECT, driver.now))
+    driver.take(driver.scheduler.take_back(driver.now))  # the device did nothing of the plan
+    serve(driver, "later", prompt(0))
+    driver.check_streams(aborted={"gone"})
+
+
 def test_a_parked_request_holds_up_no_other() -> None:
     driver = tiered()
     serve(driver, "first", prompt(0))

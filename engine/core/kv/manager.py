@@ -106,6 +106,7 @@ class KVCacheManager:
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
         self.discard(seq)
+        seq.kv.is_arriving = bool(copies or loads)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
 
@@ -255,7 +256,7 @@ class KVCacheManager:
     def leave(self, seq: Sequence) -> None:
         """Let others find all that a sequence has computed, which it frees now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        if seq.kv.is_cacheable and full > seq.kv.num_published:
+        if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
             self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
     def hide(self, seq: Sequence) -> None:
@@ -301,16 +302,23 @@ class KVCacheManager:
         return self.tiers.host.take_due()
 
     def committed(self, step: InFlightStep) -> None:
-        """A step is done: what it copied out is in host memory."""
+        """A step is done: its copies and loads have arrived."""
+        self._arrived(step)
         self.tiers.settle(step, is_done=True)
 
     def rolled_back(self, step: InFlightStep) -> None:
-        """Nothing of a step was done: what it was to copy out never arrived."""
+        """Nothing of a step was done: its copies never arrived."""
+        self._arrived(step)
         self.tiers.settle(step, is_done=False)
 
     def dropped(self, step: InFlightStep) -> None:
         """A step was not launched, for nothing was left in it."""
+        self._arrived(step)
         self.tiers.host.release(step.host_blocks)
+
+    def _arrived(self, step: InFlightStep) -> None:
+        for seq in step.arrivals:
+            seq.kv.is_arriving = False
 
     def transferred(self, reports: Iterable[Report]) -> list[Sequence]:
         """Take in the ends of transfers; returns the sequences that wait for nothing more."""

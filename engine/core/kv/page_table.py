@@ -43,6 +43,7 @@ class SequenceKV:
         "block_size",
         "blocks",
         "chain",
+        "is_arriving",
         "is_cacheable",
         "next_publish",
         "num_awaited",
@@ -62,6 +63,7 @@ class SequenceKV:
         self.chain = list(names)
         self.is_cacheable = bool(names[0])
         self.slots: list[int] = []  # runner rows: one, or one a choice until the prompt of n > 1 is computed
+        self.is_arriving = False  # a step in flight copies or loads what it was admitted with
         self.num_pinned = 0  # of the first positions
         self.num_from: dict[str, int] = {}  # positions that it was first admitted with, by the tier below the pool
         self.num_awaited = 0  # blocks that are being fetched from a disk for it ...
