@@ -1,6 +1,6 @@
 /* New keys and values into an int8 pool: each row of a head gets a scale of its own, its largest magnitude / 127.
  *
- * engine/runtime/attention/pool.py says the same in torch, to the bit. A row with a NaN or an infinity keeps a scale that
+ * engine/runtime/kv_layout.py says the same in torch, to the bit. A row with a NaN or an infinity keeps a scale that
  * makes NaN of whatever is multiplied by it, so that a sequence whose arithmetic broke is still found out. */
 
 typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
