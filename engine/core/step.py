@@ -3,7 +3,7 @@
 A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
 runs. The engine thread makes plans and hands them to a Runner; a Runner reads them until the end of `wait` and keeps
 nothing of them afterwards: the lists that a slice refers to are the scheduler's own and grow on, and a decoding
-sequence's slices are written anew when the step has been committed.
+sequence's slices are rewritten when the step has been committed.
 """
 
 from __future__ import annotations
