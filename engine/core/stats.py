@@ -7,7 +7,7 @@ interpreter makes safe number by number: a scrape may see one histogram a step a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -70,7 +70,7 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: abc.Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
