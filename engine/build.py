@@ -32,7 +32,10 @@ from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.cuda.budget import (
+from engine.runtime.cuda.card import check_card, explain_absence
+from engine.runtime.cuda.faults import CudaRunner
+from engine.runtime.cuda.toolchain import check_toolchain
+from engine.runtime.device_memory import (
     describe_use,
     full_steps,
     hold_to_share,
@@ -40,9 +43,6 @@ from engine.runtime.cuda.budget import (
     other_steps,
     shortage_told,
 )
-from engine.runtime.cuda.card import check_card, explain_absence
-from engine.runtime.cuda.faults import CudaRunner
-from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.kv_cache import (

@@ -212,7 +212,7 @@ class Engine:
         try:
             self._step(events)
         except DeviceMemoryError as error:
-            self._take_back(error, events)
+            self._roll_back(error, events)
         self._tell(events)
         self._offload.exchange()
 
@@ -233,7 +233,7 @@ class Engine:
         elif plan is None and self._scheduler.has_work and not self._offload.wait_for_loads():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
-    def _take_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
+    def _roll_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
         """A step did not fit the device's memory: try a smaller one. If that does not fit either, a request ends."""
         while self._launched:  # they built on it; the device has to be done with them before they are planned anew
             _, pending, _ = self._launched.popleft()
@@ -241,7 +241,7 @@ class Engine:
                 pending.wait()
         if isinstance(error, CopyError):
             log.error("K/V could not be copied (%s): from now on it is computed anew instead", error)
-            events.entries += self._scheduler.take_back(self.clock())
+            events.entries += self._scheduler.roll_back(self.clock())
             self._scheduler.give_up_copies()
             return
         self.stats.out_of_memory_steps += 1
@@ -250,7 +250,7 @@ class Engine:
             failure = f"The device has no memory left to compute this request, even in a smaller step ({error})."
         log.warning("A step did not fit the device's memory (%s): %s", error, failure or "a smaller one is tried")
         self._is_second_try = True
-        events.entries += self._scheduler.take_back(self.clock(), failure)
+        events.entries += self._scheduler.roll_back(self.clock(), failure)
 
     def _idle(self) -> list[Message]:
         """Wait for messages, and use a quiet moment to see that nothing leaked and to let the runner get ready."""

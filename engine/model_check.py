@@ -13,10 +13,11 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.gguf_header import read_header
 from engine.regular_file import MAX_BYTES, check_regular, reason
 from engine.runtime.lora.config import check_folder, naming
-from engine.runtime.models.config_file import is_native, read_model_config, weight_files
+from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.families import read_config
-from engine.runtime.models.hf_config import HFConfig
 from engine.runtime.models.source import resolve_model_path
+from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.weight_files import weight_files
 
 _SMALL = (".json", ".jinja", ".txt", ".model")  # files of a model folder that are read whole
 

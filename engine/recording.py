@@ -111,9 +111,9 @@ class RecordingScheduler(Scheduler):
         self._note(("commit", now, result))
         return super().commit(plan, result, now)
 
-    def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
-        self._note(("take_back", now, failure is not None))
-        return super().take_back(now, failure)
+    def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
+        self._note(("roll_back", now, failure is not None))
+        return super().roll_back(now, failure)
 
     def give_up_copies(self) -> None:
         self._note(("give_up_copies",))
@@ -279,7 +279,7 @@ class Journal:
         }
         return {"at": now, **_without_empty(line)}
 
-    def _take_back(self, now: float, failed: bool) -> dict[str, Any]:
+    def _roll_back(self, now: float, failed: bool) -> dict[str, Any]:
         self._launched.clear()
         return {"at": now, "failed": failed}
 

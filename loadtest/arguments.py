@@ -6,14 +6,17 @@ Output files are checked before anything is measured, so that minutes of measuri
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from loadtest.errors import LoadtestError
+from loadtest.report import without_nan
 
 _WRITTEN = ("output", "json", "plot", "save_trace")  # the options that name a file to be written
 _PICTURES = (".png", ".svg", ".pdf")
@@ -85,3 +88,9 @@ def refuse_unwritable(options: argparse.Namespace) -> None:
 def open_console() -> Console:
     """Standard output, for tables: as wide as they need. A narrow terminal wraps their lines, and no figure is cut."""
     return Console(width=max(Console().width, _WIDE))
+
+
+def save_json(options: argparse.Namespace, document: Any) -> None:
+    """Write figures where --json names a file; figures that are NaN become null."""
+    if options.json:
+        options.json.write_text(json.dumps(without_nan(document), indent=1) + "\n", encoding="utf-8")

@@ -7,13 +7,13 @@ no other part of the daemon runs. A prompt is a list of blocks, each a token.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.kv.prefix_cache import PrefixCache, chain_root
+from loadtest.arguments import save_json
 
 Prompts = Iterator[list[int]]
 
@@ -111,8 +111,7 @@ def run(options: argparse.Namespace) -> int:
             rows.append({"traffic": traffic.__name__, "num_blocks": num_blocks, "hit_ratio": ratios})
             shown = " | ".join(f"{100 * ratio:.1f}" for ratio in ratios.values())
             print(f"| {traffic.__name__.replace('_', ' ')} | {num_blocks} | {shown} |")
-    if options.json:
-        options.json.write_text(json.dumps({"num_requests": _NUM_REQUESTS, "rows": rows}, indent=1) + "\n")
+    save_json(options, {"num_requests": _NUM_REQUESTS, "rows": rows})
     return 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from loadtest.arguments import save_json
 from loadtest.bench import Asking, closed_loop
 from loadtest.client import Client, Outcome, Target
 from loadtest.errors import LoadtestError
@@ -126,6 +126,5 @@ def run(options: argparse.Namespace) -> int:
     )
     if server_core is None:
         print("server and client shared the only core, so both figures are too low.")
-    if options.json:
-        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    save_json(options, asdict(found))
     return 1 if found.failed else 0

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.arguments import save_json
 from loadtest.client import Target
 from loadtest.front import child
 
@@ -287,9 +288,8 @@ def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
     print(f"/health p99 within {MOST_MS:.0f} ms of idle: {'yes' if not late else 'no: ' + ', '.join(late)}")
     if broken:
         print(f"answered by a 500, or not at all: {', '.join(broken)}")
-    if options.json:
-        document = {"idle": asdict(idle), "cases": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = {"idle": asdict(idle), "cases": [asdict(row) for row in rows]}
+    save_json(options, document)
     return 1 if late or broken else 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
-import json
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from loadtest.arguments import save_json
 from loadtest.errors import LoadtestError
 
 ROOT = Path(__file__).parents[1]
@@ -270,6 +270,5 @@ def run(options: argparse.Namespace) -> int:
         print(f"these packages import each other in a circle: {', '.join(circle)}")
     if options.update:
         update(options.update, rows)
-    if options.json:
-        options.json.write_text(json.dumps({row.name: row.value for row in rows}, indent=2) + "\n", encoding="utf-8")
+    save_json(options, {row.name: row.value for row in rows})
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import shlex
 import sys
@@ -25,6 +24,7 @@ from rich.progress import Progress
 
 from engine.core.types import Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
+from loadtest.arguments import save_json
 from loadtest.errors import LoadtestError
 
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -69,10 +69,9 @@ def run(options: argparse.Namespace) -> int:
     for settings in options.settings:
         scores.append(_measure(settings, options, text))
         _print(scores)
-    if options.json:
-        about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
-        document = about | {"scores": [asdict(score) for score in scores]}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
+    document = about | {"scores": [asdict(score) for score in scores]}
+    save_json(options, document)
     return 0
 
 

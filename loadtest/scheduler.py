@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
+from loadtest.arguments import save_json
 
 PROMPT_LEN = 64
 TARGET_US = 300.0  # at 256 sequences
@@ -65,6 +65,5 @@ def run(options: argparse.Namespace) -> int:
         rows[num_seqs] = {"median_us": median, "p99_us": p99}
         target = f"   target {TARGET_US:g}" if num_seqs == 256 else ""
         print(f"  {num_seqs:>4} sequences   median {median:>7.1f}   p99 {p99:>7.1f}{target}")
-    if options.json:
-        options.json.write_text(json.dumps({"plan_and_commit": rows}, indent=2) + "\n", encoding="utf-8")
+    save_json(options, {"plan_and_commit": rows})
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from engine.core.adapter import Adapter
 from engine.core.types import Request, SamplingParams
 from engine.loop import Engine
+from loadtest.arguments import save_json
 
 _PARTS = {  # name -> where the engine keeps it, and the method that is timed
     "plan": ("_scheduler", "plan"),
@@ -154,6 +154,5 @@ def run(options: argparse.Namespace) -> int:
         found["host"] = sum(found[name] for name in _HOST_PARTS)
         rows[num_seqs] = found
         print(f"{num_seqs:>9}" + "".join(f"{value:>9.0f}" for value in found.values()), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    save_json(options, rows)
     return 0

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loadtest.arguments import save_json
 from loadtest.daemon import daemon, get
 
 _PREFIX, _OWN = 2048, 16
@@ -143,6 +144,5 @@ def run(options: argparse.Namespace) -> int:
         for name, summary in figures.items():
             cached = summary["tokens"]["cached_tokens"] / len(summary["all_ms"])
             print(f"| {part}: {name} | {summary['first_token_ms']:.0f} | {cached:.0f} |")
-    if options.json:
-        options.json.write_text(json.dumps({"flags": options.flags, **parts}, indent=1) + "\n", encoding="utf-8")
+    save_json(options, {"flags": options.flags, **parts})
     return 0

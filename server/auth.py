@@ -1,9 +1,9 @@
-"""API keys: who may call, and on whose account. Event loop; in front of every route but the open ones.
+"""API keys: which clients may call, and on which account. Event loop.
 
-Open are the probes, the page's own files and, without --protect-metrics, the paths that monitoring reads.
+Without a key answered are the probes, the page's files and, without --protect-metrics, the monitoring paths.
 
-A key is compared by its digest, in constant time and with every key known (server/tenancy/tenancy.py), so the time taken tells
-neither its length nor how much of it was right.
+A key is compared by its digest, in constant time and with every known key (server/tenancy/tenancy.py), so the time taken
+reveals nothing of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from server.errors import ApiError
 from server.tenancy.tenancy import TENANT, Tenancy
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
-MONITORING_PATHS = frozenset({"/metrics", "/version"})  # numbers and names of models, adapters and tenants; no text
+MONITORING_PATHS = frozenset({"/metrics", "/version"})  # numbers, and names of models, adapters and tenants
 
 
 class KeyGuard:
-    """ASGI middleware: `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients have it, or 401."""
+    """ASGI middleware: `Authorization: Bearer KEY`, or `x-api-key: KEY`, or a 401."""
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy, open_paths: Collection[str]) -> None:
         self._app = app
@@ -29,7 +29,7 @@ class KeyGuard:
         self._tenancy = tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what presents a key, and what needs none."""
+        """Pass on requests with a key, and those that need none."""
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
@@ -51,7 +51,7 @@ class KeyGuard:
 
 
 def _twice(headers: Headers) -> ApiError | None:
-    """A key that is there twice is refused: which of the two counts, proxies and servers answer differently."""
+    """Return the error for a repeated key header: proxies differ in which one counts."""
     for name in ("Authorization", "x-api-key"):
         if len(headers.getlist(name)) > 1:
             return ApiError(400, "invalid_header", f"The request has several {name} headers; send one.")

@@ -1,4 +1,4 @@
-"""What every route works with, and how a request's body is read."""
+"""The application's parts, and how routes read a request's body."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from server.tenancy.tenant_file import DEFAULT
 
 logger = logging.getLogger(__name__)
 
-MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread, so that other requests are not held up
-MAX_TOLD_FIELDS = 20
+MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
+MAX_NAMED_FIELDS = 20
 
 Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
@@ -69,12 +69,12 @@ class Context:
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
-    batches: BatchService | None = None  # without --data-dir there are none
+    batches: BatchService | None = None  # None without --data-dir
     sender: Sender | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
-    is_background: bool = False  # what is asked here runs when nobody else needs the engine
+    is_background: bool = False  # its requests run while the engine is otherwise idle
 
     @property
     def limits(self) -> ModelLimits:
@@ -82,19 +82,19 @@ class Context:
         return self.preprocessor.limits
 
     def batch_service(self) -> BatchService:
-        """Files and batches. Raises a 501 where there are none."""
+        """Return the service of files and batches. Raises a 501 without --data-dir."""
         if self.batches is None:
             message = "Files and batches are off, for they are kept on disk; start the server with --data-dir FOLDER."
             raise ApiError(501, "not_enabled", message, type="not_implemented_error")
         return self.batches
 
     def check_model(self, name: str | None) -> str:
-        """The name to report. Raises a 404 for a model that is not served here."""
+        """Return the name to report. Raises a 404 for an unknown model."""
         self.adapter(name)
         return self.config.served_model_names[0] if name is None else name
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """The adapter of that name, None where it is the model's own. Raises a 404 for a name that nothing has."""
+        """Return a name's adapter, None for the model itself; 404 for an unknown name."""
         names = self.config.served_model_names
         if name is None or name in names:
             return None
@@ -124,7 +124,7 @@ class Context:
         return await for_text(sum(map(len, texts)), encode_all)
 
 
-async def _context(request: Request) -> Context:  # not plain: FastAPI runs plain ones on a thread of their own
+async def _context(request: Request) -> Context:  # async, as FastAPI runs plain functions on a thread
     context = request.app.state.context
     assert isinstance(context, Context)
     return context
@@ -137,9 +137,7 @@ async def _owner(request: Request) -> str:
     return owner_of(request.scope["state"])
 
 
-InOwner = Annotated[
-    str, Depends(_owner)
-]  # of what a route stores or finds: a name in server/tenancy/tenancy.py's sense
+InOwner = Annotated[str, Depends(_owner)]  # the owner of stored things, see server/tenancy/tenancy.py
 
 
 def check_operator(owner: str, what: str) -> None:
@@ -150,7 +148,10 @@ def check_operator(owner: str, what: str) -> None:
 
 
 def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:
-    """A dependency that reads, checks and returns a JSON body; unknown fields and dropped hints are named in a header, or refused."""
+    """Return a dependency that reads and checks a JSON body.
+
+    Unknown fields and dropped hints are named in a header, or refused with --strict-fields.
+    """
 
     async def read(request: Request, context: InContext) -> Body:
         most = context.config.max_body_bytes
@@ -168,17 +169,17 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         body = await _read(pieces, context, model)
         names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
         if names and context.config.strict_fields:
-            message = f"Fields without effect: {', '.join(names[:MAX_TOLD_FIELDS])}; remove them (--strict-fields)."
+            message = f"Fields without effect: {', '.join(names[:MAX_NAMED_FIELDS])}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message, names[0])
         if names:
-            _tell_ignored(request, context, names)
+            _report_ignored(request, context, names)
         return body
 
     return read
 
 
 async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body]) -> Body:
-    """The body, read here or, if it is large, in a child process; `aside` then knows what to do."""
+    """Return the body; a large one is read in a child process."""
     async with context.bodies.receive(pieces) as raw:
         _IS_LARGE.set(is_large(raw))
         if _IS_LARGE.get():
@@ -187,19 +188,19 @@ async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body
 
 
 async def for_text(num_chars: int, function: Callable[[], Result]) -> Result:
-    """Run a function that encodes so many characters, on the event loop only if they are few."""
+    """Run a function that encodes so many characters, on a thread if they are many."""
     if _IS_LARGE.get():
         return await run_slowly(function)
     return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
 
 
 async def aside(function: Callable[[], Result]) -> Result:
-    """Run what takes time in proportion to the request's body: on the slow thread if that is large, else here."""
+    """Run work in proportion to the body: on the slow thread if that is large."""
     return await run_slowly(function) if _IS_LARGE.get() else function()
 
 
-def _tell_ignored(request: Request, context: Context, names: list[str]) -> None:
-    setattr(request.state, IGNORED_FIELDS, names[:MAX_TOLD_FIELDS])
-    logger.warning("ignored fields: %s", ", ".join(names[:MAX_TOLD_FIELDS]))
-    for name in names[:MAX_TOLD_FIELDS]:
+def _report_ignored(request: Request, context: Context, names: list[str]) -> None:
+    setattr(request.state, IGNORED_FIELDS, names[:MAX_NAMED_FIELDS])
+    logger.warning("ignored fields: %s", ", ".join(names[:MAX_NAMED_FIELDS]))
+    for name in names[:MAX_NAMED_FIELDS]:
         context.telemetry.emit(FieldIgnored(name))

@@ -1,4 +1,8 @@
-"""A step from its plan to its commit; or back again, where nothing of it was computed. Scheduler's own, engine thread."""
+"""A step from its plan to its commit, or to its rollback if nothing of it was computed.
+
+It is apart from step.py because the runtime reads that, and must not see sequences. Owned by the scheduler, engine
+thread.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ Pairs = abc.Sequence[tuple[int, int]]
 
 
 class Grant(NamedTuple):
-    """What a step has to do for blocks that were allocated; nothing for most."""
+    """What a step has to do for blocks that were allocated; mostly nothing."""
 
     copies: Pairs = ()  # (source, destination) blocks of the pool
     loads: Pairs = ()  # (host block, block of the pool)
@@ -27,13 +31,13 @@ class Grant(NamedTuple):
 
     @property
     def fills(self) -> bool:
-        """True if the step fills blocks of the sequence."""
+        """Return whether the step fills blocks of the sequence."""
         return bool(self.copies or self.loads)
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """The slices, whose they are, who else draws from one that forks, and which blocks move."""
+    """The slices, their sequences, the children of those that fork, and the blocks that move."""
 
     slices: list[SequenceSlice] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -55,18 +59,18 @@ class InFlightStep:
         return sum([piece.num_tokens for piece in self.slices])
 
     def largest(self, request_ids: Container[str]) -> str | None:
-        """Which of some requests has most tokens and draws in it; of equals, the one that came last."""
+        """Return which of some requests has most tokens and samples in it; of equals, the last."""
         sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
         ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
         return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
 
     @property
     def all_sequences(self) -> Iterator[Sequence]:
-        """Whoever it names."""
+        """Return all sequences that it names."""
         return chain(self.sequences, self.arrivals, *self.children.values())
 
     def take(self, grant: Grant, seq: Sequence) -> None:
-        """Have the step do what blocks that were allocated to a sequence need."""
+        """Add what blocks that were allocated to a sequence need."""
         self.host_blocks += grant.host_blocks
         if grant.fills:
             self.copies += grant.copies
@@ -75,7 +79,7 @@ class InFlightStep:
             seq.num_in_flight += 1
 
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
-        """Have the step compute `count` of a sequence's known positions, and draw from the last of them."""
+        """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
         self.slices.append(
             SequenceSlice(
@@ -96,7 +100,7 @@ class InFlightStep:
         seq.num_in_flight += 1
 
     def undo(self) -> dict[Sequence, bool]:
-        """See take_back."""
+        """Undo this step; see `roll_back`."""
         filled = {destination for _, destination in self.copies}
         stand: dict[Sequence, bool] = {}
         for index, (piece, seq) in enumerate(zip(self.slices, self.sequences, strict=True)):
@@ -118,12 +122,12 @@ class InFlightStep:
 
 
 def _forget_from(seq: Sequence, filled: set[int]) -> None:
-    """Count a sequence's positions as computed up to the first of the blocks that were to be `filled`."""
+    """Count a sequence's positions as computed up to the first block that was to be `filled`."""
     first = next(index for index, block in enumerate(seq.kv.blocks) if block in filled)
     seq.num_computed = min(seq.num_computed, first * seq.kv.block_size)
 
 
-def take_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
+def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
     """Roll the plans in flight back; returns whether each of their sequences can go on from there.
 
     Choices that were to be born in them cannot, nor can a sequence whose last block was to be filled by a copy: the

@@ -1,6 +1,6 @@
-"""The living sequences by their request, those that wait in two queues, and those that run.
+"""The sequences that run, those that wait in two queues of the policy, and all living ones by request.
 
-What runs is sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
+Running sequences are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _is_background = attrgetter("is_background")
 
 
 class RunningQueue:
-    """Sequences come, wait, run, and are struck off."""
+    """Moves sequences between waiting, parked, running and gone."""
 
     __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "parked", "requests", "running")
 
@@ -29,37 +29,37 @@ class RunningQueue:
         policy = POLICIES[config.policy]
         self.foreground, self.background = policy(), policy()
         self.running: list[Sequence] = []
-        self.parked: dict[Sequence, None] = {}  # wait for transfers, out of the order of admission
+        self.parked: dict[Sequence, None] = {}  # wait for transfers, outside the order of admission
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
         self._recorder = recorder
         self._next_seq_id = 0
 
     def take_seq_id(self) -> int:
-        """One that no other sequence ever has."""
+        """Return an id that no other sequence ever has."""
         self._next_seq_id += 1
         return self._next_seq_id
 
     def queue_of(self, *, is_background: bool) -> Queue:
-        """The queue in which such requests wait."""
+        """Return the queue in which such requests wait."""
         return self.background if is_background else self.foreground
 
     @property
     def first_waiting(self) -> Sequence | None:
-        """The next sequence to be admitted: background work when no other waits."""
+        """Return the next sequence to be admitted: background work if no other waits."""
         return self.foreground.peek() or self.background.peek()
 
     @property
     def waiting(self) -> list[Sequence]:
-        """All that wait, in the order of their admission; parked ones last."""
+        """Return all waiting sequences in the order of admission, parked ones last."""
         return [*self.foreground, *self.background, *self.parked]
 
     def enqueue(self, seq: Sequence) -> None:
-        """It waits, in its place."""
+        """Have a sequence wait in its place."""
         self.queue_of(is_background=seq.is_background).push(seq)
         self._recorder.queued(seq, 1)
 
     def dequeue(self, seq: Sequence) -> None:
-        """It does not wait any more."""
+        """Remove a waiting sequence."""
         if seq in self.parked:
             del self.parked[seq]
         else:
@@ -77,29 +77,29 @@ class RunningQueue:
         self.queue_of(is_background=seq.is_background).push(seq)
 
     def start(self, seq: Sequence) -> None:
-        """It runs."""
+        """Add a sequence to those that run."""
         self.queue_of(is_background=seq.is_background).started(seq)
         insort(self.running, seq, key=_place)
 
     def stop(self, seq: Sequence) -> None:
-        """It does not run any more."""
+        """Remove a running sequence."""
         self.queue_of(is_background=seq.is_background).stopped(seq)
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
 
     def arrange(self) -> None:
-        """Have the last place be that of the first to be preempted; before any sequence may have to be."""
+        """Sort the running sequences so that the last is preempted first; called before any may have to be."""
         self.foreground.arrange(self.running)
 
     def charge(self, step: InFlightStep) -> None:
-        """After a commit: tenants are charged for what it has drawn."""
+        """Charge tenants for the tokens that a committed step sampled."""
         self.foreground.charge(step.all_sequences)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
-        """What may be preempted, if need be all of it, so that a waiting sequence can run; first to go first.
+        """Return the sequences that may be preempted for a waiting one, the first to go first.
 
-        Background work; else what the policy says.
+        They are background work if any runs, else those that the policy names.
         """
         if seq.is_background or not self.running:
             return []
@@ -109,16 +109,16 @@ class RunningQueue:
 
     @property
     def may_yield(self) -> bool:
-        """True if the policy may name victims for a sequence that waits."""
+        """Return whether the policy may name victims for a waiting sequence."""
         return self.foreground.may_yield
 
     @property
     def has_takeable(self) -> bool:
-        """True if `takeable` may find any sequence."""
+        """Return whether `takeable` may find any sequence."""
         return self.may_yield or self.num_background > 0
 
     def strike(self, seq: Sequence) -> None:
-        """It has ended; and with the last of a request's sequences, so has the request."""
+        """Remove an ended sequence from its request, and the request with its last one."""
         siblings = self.requests[seq.request_id]
         siblings.remove(seq)
         if not siblings:
@@ -126,23 +126,23 @@ class RunningQueue:
 
     @property
     def has_foreground(self) -> bool:
-        """True if any other than background work runs or waits."""
+        """Return whether any work but background work runs or waits."""
         return bool(self.foreground) or bool(self.running and not self.running[0].is_background)
 
     @property
     def num_background(self) -> int:
-        """How many of the background run: the end of that queue."""
+        """Return how many background sequences run; they come last."""
         if not (self.running and self.running[-1].is_background):
             return 0
         return len(self.running) - bisect_left(self.running, True, key=_is_background)
 
     @property
     def num_due(self) -> int:
-        """How many of those that run are to be planned: while there is anybody else, the background pauses."""
+        """Return how many running sequences are to be planned: background work pauses while there is other work."""
         return len(self.running) - (self.num_background if self.has_foreground else 0)
 
     def due(self, limit: int) -> list[Sequence]:
-        """The best of those that run, no more than `limit` that can be planned."""
+        """Return the best running sequences, at most `limit` that can be planned."""
         due = self.running[: self.num_due]
         if len(due) <= limit:
             return due
@@ -153,7 +153,7 @@ class RunningQueue:
         self._recorder.gauges(len(self.running), self.num_background)
 
     def holders(self, in_flight: Iterable[InFlightStep]) -> list[Sequence]:
-        """Everybody who may hold something: the living, and whom a plan in flight still names."""
+        """Return all sequences that may hold blocks: the living, and those that a step in flight names."""
         holders: dict[int, Sequence] = {}
         for siblings in self.requests.values():
             for seq in siblings:
@@ -164,8 +164,8 @@ class RunningQueue:
         return list(holders.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if anybody stands in the wrong place."""
-        assert self.running == sorted(self.running, key=_place), "those that run are out of order"
+        """Raise AssertionError if a sequence is in the wrong place."""
+        assert self.running == sorted(self.running, key=_place), "the running sequences are out of order"
         self.foreground.check_integrity()
         self.background.check_integrity()
         if self.may_yield:

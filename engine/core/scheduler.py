@@ -1,11 +1,11 @@
 """The scheduler: which tokens of which sequences run next, and in which blocks.
 
-One `plan` and one `commit` a step. A plan gives every running sequence its next token, lets prompts catch up in chunks
-within the same token budget, admits what fits, and preempts when the pool is exhausted; a commit takes the sampled ids,
-ends what is done and frees it. Two plans may be out before the first is committed (overlap): planning needs counts,
-never token values, and blocks that a plan in flight names are given back at its commit, never before.
+One `plan` and one `commit` a step. A plan gives every running sequence its next token, continues prompts in chunks within
+the same token budget, admits requests that fit, and preempts when the pool is exhausted. A commit takes the sampled ids,
+ends sequences and frees their blocks. With overlap two steps are in flight: planning needs counts, never token values,
+and blocks that a step in flight names are freed at its commit, never before.
 
-Owned by the engine thread. Knows no clock (time is an argument), no tensors, no text.
+Owned by the engine thread. It knows no clock (time is an argument), no tensors, no text.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
 from engine.core.beams import BeamGroup
-from engine.core.budget import StepBudget
+from engine.core.budget import Allowance, StepBudget
 from engine.core.config import SchedulerConfig
 from engine.core.deadlines import Deadlines
 from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
-from engine.core.in_flight import InFlightStep, take_back
+from engine.core.in_flight import InFlightStep, roll_back
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.output import OutputProcessor
-from engine.core.prompts import PromptPlanner
+from engine.core.prompts import PromptPlan
 from engine.core.queues.lengths import LengthPredictor
 from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
@@ -38,7 +38,7 @@ from engine.core.types import AbortCause, FinishReason, Request, StepEvents, Tok
 
 
 class Scheduler:
-    """add / abort at any time; plan and commit in turns, commits in the order of their plans."""
+    """`add` and `abort` at any time; `plan` and `commit` in turns, commits in the order of their plans."""
 
     def __init__(self, config: SchedulerConfig, stats: Stats | None = None) -> None:
         self.config = config
@@ -50,7 +50,6 @@ class Scheduler:
         self._recorder = StatsRecorder(config, self.stats, self._kv.pool, self.tiers, self._predictor)
         self._queue = RunningQueue(self._recorder, config)
         self._deadlines = Deadlines(self._kv, self._budget.times, config)
-        self._prompts = PromptPlanner(self._kv, self._queue)
         self._in_flight: deque[InFlightStep] = deque()
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self._kv, self.stats) if has_drafts else None
@@ -60,11 +59,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while any sequence lives or any plan is in flight."""
+        """Return whether any sequence lives or any step is in flight."""
         return bool(self._queue.requests or self._in_flight)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running sequences, and of waiting ones. Any thread: it reads copies."""
+        """Return the names of the adapters of running sequences, and of waiting ones. Any thread may ask."""
         running, waiting = set[str](), set[str]()
         for siblings in list(self._queue.requests.values()):
             for seq in list(siblings):
@@ -96,7 +95,7 @@ class Scheduler:
         self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
-        """End the requests that wait and cannot be in time any more; to be called before a plan is made."""
+        """End the waiting requests that cannot be in time any more; called before each plan."""
         events: list[TokenEvent] = []
         for seq, target, error in self._deadlines.take_hopeless(now):
             self._recorder.dropped(seq, target)
@@ -115,36 +114,41 @@ class Scheduler:
         return events
 
     def abort_all(self, cause: AbortCause, now: float) -> list[TokenEvent]:
-        """End everything that lives."""
+        """End all requests."""
         return [event for request_id in list(self._queue.requests) for event in self.abort(request_id, cause, now)]
 
     # -- plan --------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run before the plans in flight are committed."""
-        assert len(self._in_flight) < 2, "two plans may be out: a decoding sequence has slices for no more"
+        """Return the next step, or None if nothing can run before the steps in flight are committed."""
+        assert len(self._in_flight) < 2, "two steps may be in flight: a decoding sequence has slices for no more"
         self._kv.expire(now)
         if self._queue.parked:
             self._unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
-        step = InFlightStep(planned_s=now)
         if self._kv.pool.num_available < len(self._queue.running):
             self._queue.arrange()  # some may be preempted
+        step = InFlightStep(planned_s=now)
         allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
         limit = allowance.num_tokens
         if self._queue.may_yield:
             self._admit_first(now, step)
         catching_up = self._plan_decodes(step, self._queue.due(limit))
         allowance.take_decodes(step.slices)
-        admits = self._kv.has_slot or self._queue.has_takeable
-        if allowance.num_tokens and (catching_up or (admits and self._queue.first_waiting is not None)):
-            admitted = self._admit(now, step) if admits else ()
-            # In a smaller step, for want of memory, the one that does not fit is found sooner if all go in order.
-            self._prompts.plan(catching_up, admitted, allowance, now, step, shares=not self._budget.is_reduced)
+        admits = (self._kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
+        if allowance.num_tokens and (catching_up or admits):
+            prompts = PromptPlan(self._kv, self._queue, step, allowance, in_order=self._budget.is_reduced)
+            prompts.resume(catching_up)
+            if admits:
+                prompts.admit(self._admit(now, step))
+            prompts.finish(now)
             step.load = allowance.load
-        num_tokens = limit - allowance.num_tokens
         if not (step.slices or step.arrivals):
-            self._kv.dropped(step)  # of those that were started and preempted again
+            self._kv.dropped(step)  # sequences were admitted and preempted again
             return None
+        return self._launch(step, limit - allowance.num_tokens, allowance)
+
+    def _launch(self, step: InFlightStep, num_tokens: int, allowance: Allowance) -> StepPlan:
+        """Complete a step and return it as a plan; from here on it is in flight."""
         if self._drafts is not None:
             self._drafts.plan(step, num_tokens, allowance, len(self._queue.running))
         step.swap_out = self._kv.begin()
@@ -156,10 +160,10 @@ class Scheduler:
         return StepPlan(step.step_id, step.slices, *moves, step.num_drafts)
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
-        """Give every running sequence that is `due` its next position; returns the prompts that still have to catch up.
+        """Give every running sequence in `due` its next position; returns the prompts that are not computed yet.
 
-        The queue is walked best first and victims are taken from its end, so nobody planned is ever preempted, but for
-        beams of a search that gives way.
+        The queue is walked best first and victims are taken from its end, so a planned sequence is never preempted, but
+        for beams of a search that is.
         """
         catching_up: list[Sequence] = []
         slices, copies, turn, skipped = step.slices, step.copies, self._next_step_id % 2, set[Sequence]()
@@ -175,11 +179,11 @@ class Scheduler:
             seq.num_in_flight += 1
         step.sequences += [seq for seq in due if seq not in skipped] if skipped else due
         step.num_decodes = step.num_samples = len(slices)
-        # Of those that are not running some have given way meanwhile: a search as a whole, wherever its beams stand.
+        # Some may have been preempted meanwhile: a search is as a whole, wherever its beams stand.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
-        """See to whatever a sequence needs for its next position. False: it has no part in this step's decodes."""
+        """Give a sequence what it needs for its next position; returns whether it is one of this step's decodes."""
         if seq.status is not Status.RUNNING:
             catching_up.append(seq)
             return False
@@ -192,10 +196,10 @@ class Scheduler:
         return True
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """See to a block for the next position, preempting from the end of the queue. False: it has to wait."""
+        """Give a sequence a block for its next position, preempting others from the end; False if it has to wait."""
         while not self._kv.extend(seq, copies):
             if self._output.num_leaving:
-                return False  # blocks are on their way: the next commit brings them
+                return False  # the next commit frees blocks
             victim = self._queue.running[-1]
             self._output.preempt(victim)
             if seq.status is not Status.RUNNING:
@@ -209,9 +213,9 @@ class Scheduler:
             self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
-        """Start waiting sequences, strictly in order, as long as another is asked for, while slots and blocks last.
+        """Start waiting sequences, strictly in order, while slots and blocks last; yields one at a time.
 
-        One block stays back for each running sequence, which may be about to grow.
+        One block stays available for each running sequence, which may need it next.
         """
         while (seq := self._queue.first_waiting) is not None:
             if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
@@ -220,7 +224,7 @@ class Scheduler:
             yield seq
 
     def _start(self, seq: Sequence, now: float) -> None:
-        """Have a waiting sequence run, whose blocks are allocated."""
+        """Start a waiting sequence whose blocks are allocated."""
         self._recorder.admitted(seq, now)
         self._queue.dequeue(seq)
         seq.move(Status.PREFILL)
@@ -228,15 +232,15 @@ class Scheduler:
         self._queue.start(seq)
 
     def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
-        """See to slots and blocks for a waiting sequence, taking them from the background if need be.
+        """Allocate slots and blocks for a waiting sequence; returns whether it got them.
 
-        With `fair` also from a tenant that holds too much, unless all that may be taken would not do.
+        Background work is preempted for it, and so are victims that the policy names, if they free enough.
         """
         running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._output.num_leaving:
-                return False  # blocks are on their way: the next commit brings them
-            # Not who was started in this very plan, whose blocks are on their way: that could go on without an end.
+                return False  # the next commit frees blocks
+            # Not a sequence that was started in this plan and loads blocks: that could go on without end.
             victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
             if victims and not victims[0].is_background:
                 victims = self._kv.enough(victims, seq, len(running) + seq.headroom)
@@ -246,7 +250,7 @@ class Scheduler:
             if not victims:
                 return False
             for victim in victims:
-                if victim.status in (Status.PREFILL, Status.RUNNING):  # not yet gone with another beam of its search
+                if victim.status in (Status.PREFILL, Status.RUNNING):  # else it was preempted with another beam
                     self._output.preempt(victim)
         step.take(grant, seq)
         return True
@@ -254,7 +258,7 @@ class Scheduler:
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
-        """Take in the oldest plan's outcome; returns what happened, in plan order."""
+        """Take in the result of the oldest plan; returns the events in plan order."""
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
         # With overlap a step begins, as far as the device goes, when the one before it ends.
@@ -272,25 +276,25 @@ class Scheduler:
         self._queue.update_gauges()
         return events
 
-    def take_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
-        """Nothing of the plans in flight was computed, for want of memory: plan anew, steps half as large at first.
+    def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
+        """Undo the plans in flight, for which the device had no memory: the next steps are half as large.
 
-        With `failure`, a sentence, the request with the largest part in the oldest of them ends on it. All others keep
-        their blocks, which are the pool's: giving them up would bring the device nothing.
+        With `failure`, a sentence, the request with the largest part in the oldest step ends on it. All others keep their
+        blocks: the pool's memory is allocated anyway.
         """
         oldest = self._in_flight[0]
         for step in self._in_flight:
             self._kv.rolled_back(step)
-        for seq, is_whole in take_back(self._in_flight).items():
+        for seq, is_whole in roll_back(self._in_flight).items():
             if seq.is_leaving:
                 self._output.settle(seq)
             elif seq.status not in (Status.PREFILL, Status.RUNNING):
-                pass  # it gave way already, with another beam of its search
+                pass  # it was preempted with another beam
             elif not is_whole:
                 self._output.preempt(seq)
             elif seq.status is Status.RUNNING:
                 seq.move(Status.PREFILL)
-                seq.is_chunked_prefill = False  # what it has to compute anew is what the step held
+                seq.is_chunked_prefill = False  # a step held all that it has to recompute
         self._budget.out_of_memory(oldest.num_tokens)
         events: list[TokenEvent] = []
         if failure is not None:
@@ -337,29 +341,29 @@ class Scheduler:
 
     @property
     def recent_lengths(self) -> Seq[int]:
-        """Tokens, prompts included, of the sequences that were completed last."""
+        """Return the tokens, prompts included, of the sequences completed last."""
         return self._recorder.lengths
 
     @property
     def recent_answers(self) -> list[float]:
-        """The lengths of the last completed answers; infinite for those that were cut. Any thread may ask."""
+        """Return the lengths of the last completed answers; infinite if max_tokens cut them. Any thread may ask."""
         return list(self._recorder.answers)
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that run, to be read only. Any thread may ask."""
+        """Return the running sequences, to be read only. Any thread may ask."""
         return list(self._queue.running)
 
     def snapshot(self, now: float) -> Snapshot:
-        """How things stand, for whoever looks."""
+        """Return the state of the pool and of all sequences."""
         holders = self._queue.holders(self._in_flight)
         return take_snapshot(self.stats, self._kv.pool, holders, self._queue.waiting, now)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if anything is held that nobody lives to hold, or stands in the wrong place."""
+        """Raise AssertionError if blocks are held without a holder, or a sequence is in the wrong place."""
         holders = self._queue.holders(self._in_flight)
         self._kv.check_integrity(holders, self._in_flight)
         self._queue.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
         assert self._output.num_leaving == num_leaving, "leaving sequences are miscounted"
-        assert self._in_flight or not num_leaving, "somebody waits for a plan that is not in flight"
+        assert self._in_flight or not num_leaving, "a sequence waits for a step that is not in flight"

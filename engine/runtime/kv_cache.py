@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Rotation
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
+from engine.runtime.attention.base import AttentionBackend, Rotation
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
+from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, AttentionSpec, movable
 from engine.runtime.models.base import FromProjected
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.transfer import to_device

@@ -25,11 +25,11 @@ from engine.core.step import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.batch import BatchBuilder
+from engine.runtime.drawn import Drawn
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.models.base import CausalLM
 from engine.runtime.pooling import Pooled, pool
-from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
@@ -37,7 +37,7 @@ from engine.runtime.transfer import to_device
 from engine.runtime.transports.host import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
-    from engine.runtime.cuda.graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
+    from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
 _SCORED_BYTES = 64 << 20  # logits at a time while a prompt's log probabilities are computed
 _RULED_OUT = Fault(
@@ -156,7 +156,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, report: Callable[[Progress], None]) -> None:
         """Launch decode steps as CUDA graphs from now on; kernels must be Triton's."""
-        from engine.runtime.cuda.graphs import DecodeGraphs
+        from engine.runtime.decode_graphs import DecodeGraphs
 
         graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
         graphs.capture(report)

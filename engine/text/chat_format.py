@@ -98,7 +98,7 @@ class ChatFormat:
             shows_tools=shows_tools,
             tags=tags,
             has_channels=has_channels,
-            roles=KnownRoles.of(tokenizer),
+            roles=KnownRoles.of(template),
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
             hidden_ids=_hidden_ids(tokenizer, tool_format, tags, MARKS if has_channels else ()),

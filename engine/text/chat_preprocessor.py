@@ -55,8 +55,13 @@ class ChatPreprocessor:
 
     def render(self, chat: Conversation) -> str:
         """Return the prompt's text. Raises InvalidRequestError if the template refuses it, or it cannot fit."""
+        template, chat_format = self._tokenizer.chat_template, self._format
+        if template is None:
+            raise InvalidRequestError(
+                "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
+                param="messages",
+            )
         self.limits.check_num_chars(chat.num_chars, "messages")
-        chat_format = self._format
         messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
         if tools or not chat.is_plain:
@@ -64,7 +69,7 @@ class ChatPreprocessor:
             if not chat_format.shows_tools:
                 messages, tools = spell_out_tools(messages, tools), []
         wants_answer = chat.add_generation_prompt
-        return self._tokenizer.apply_chat_template(
+        return template.render(
             messages,
             tools=tools,
             add_generation_prompt=not chat.continue_final_message if wants_answer is None else wants_answer,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
-from engine.text.types import Tokenizer
+from engine.text.chat_template import ChatTemplate
 
 _PROBE = "quire-probe"
 _INTRODUCTION = """You can call these functions, each described by a line of JSON:
@@ -33,13 +33,13 @@ class KnownRoles(NamedTuple):
     late_system: bool = True  # after another message
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> KnownRoles:
-        """Return the roles that the tokenizer's template shows, found by trying them."""
-        if tokenizer.chat_template is None:
+    def of(cls, template: ChatTemplate | None) -> KnownRoles:
+        """Return the roles that a template shows, found by trying them."""
+        if template is None:
             return cls()
         return cls(
-            developer=_shows(tokenizer, {"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}),
-            late_system=_shows(tokenizer, {"role": "user", "content": "a"}, {"role": "system", "content": _PROBE}),
+            developer=_shows(template, {"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}),
+            late_system=_shows(template, {"role": "user", "content": "a"}, {"role": "system", "content": _PROBE}),
         )
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -105,12 +105,10 @@ def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]
         messages.insert(0, {"role": "system", "content": introduction})
 
 
-def _shows(tokenizer: Tokenizer, *messages: Mapping[str, str]) -> bool:
-    """Return True if the template shows a message of these."""
+def _shows(template: ChatTemplate, *messages: Mapping[str, str]) -> bool:
+    """Return True if the template shows the probe."""
     try:
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, continue_final_message=False, template_kwargs={}
-        )
+        text = template.render(messages, add_generation_prompt=True, continue_final_message=False, template_kwargs={})
     except InvalidRequestError:
         return False
     return _PROBE in text

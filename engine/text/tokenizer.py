@@ -128,29 +128,6 @@ class TextTokenizer:
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
-        """Return the prompt of a conversation, with its special tokens. Raises InvalidRequestError."""
-        if self.chat_template is None:
-            raise InvalidRequestError(
-                "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
-                param="messages",
-            )
-        return self.chat_template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-
 
 def load_tokenizer(
     source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from engine.text.chat_template import ChatTemplate
 
@@ -74,21 +74,6 @@ class Tokenizer(Protocol):
         """Return the bytes of one id, perhaps part of a character; for a special token, its name.
 
         Empty for an id that the model has and the tokenizer has not.
-        """
-        ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
-        """Return the prompt of a conversation with its special tokens: encode it with add_special_tokens=False.
-
-        Raises InvalidRequestError(param="messages") if there is no template, or it refuses the messages.
         """
         ...
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import SCALE_BYTES
+from engine.runtime.attention.base import Batch
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from loadtest.gpu import names
 from loadtest.gpu.figures import Figure
 from loadtest.gpu.shapes import attention_flops

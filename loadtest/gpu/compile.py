@@ -27,8 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.core.step import Sample, SequenceSlice
 from engine.core.types import SamplingParams
-from engine.runtime.attention.base import AttentionSpec, Batch
-from engine.runtime.attention.pool import SCALE_BYTES
+from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_tuning
@@ -40,6 +39,7 @@ from engine.runtime.cuda.sampling import Penalties, sample
 from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from engine.runtime.sampling.bans import Ban
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

@@ -95,7 +95,7 @@ def _graph() -> None:
     """What a decode step is of beside our kernels, recorded on a stream of its own and replayed on other numbers."""
     import torch
 
-    from engine.runtime.models.linear import Linear
+    from engine.runtime.linear import Linear
 
     weight = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
     x, table = (

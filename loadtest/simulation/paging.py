@@ -7,7 +7,6 @@ longest length for every request. Each figure says whether it is a formula or wa
 from __future__ import annotations
 
 import argparse
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams
+from loadtest.arguments import save_json
 from loadtest.simulation.replica import SimulationError
 
 COST = CostModel(step_s=1.0, token_s=0.0)  # the clock counts steps
@@ -241,18 +241,17 @@ def run(options: argparse.Namespace) -> int:
     static = StaticBatch.of(lengths, options.block_size)
     sharing = measure_sharing(options.block_size)
     show(config, requests, trace, static, sharing, is_like_solo=solo == trace.tokens)
-    if options.json:
-        document = {
-            "config": asdict(config),
-            "static": asdict(static),
-            "sharing": asdict(sharing),
-            "blocks_by_sequence": trace.blocks,
-            "peak_blocks": trace.peak,
-            "preemptions": trace.preemptions,
-            "swapped_blocks": trace.swapped_blocks,
-            "samples": [sample._asdict() for sample in trace.samples],
-        }
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = {
+        "config": asdict(config),
+        "static": asdict(static),
+        "sharing": asdict(sharing),
+        "blocks_by_sequence": trace.blocks,
+        "peak_blocks": trace.peak,
+        "preemptions": trace.preemptions,
+        "swapped_blocks": trace.swapped_blocks,
+        "samples": [sample._asdict() for sample in trace.samples],
+    }
+    save_json(options, document)
     return 0
 
 

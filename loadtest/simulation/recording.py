@@ -262,10 +262,10 @@ class Replayer:
         self.done.num_committed += 1
         self._note(self._scheduler.commit(plan, result, line["at"]))
 
-    def take_back(self, line: dict[str, Any]) -> None:
+    def roll_back(self, line: dict[str, Any]) -> None:
         """Roll back the steps in flight."""
         self._launched.clear()
-        self._note(self._scheduler.take_back(line["at"], "failed as recorded" if line["failed"] else None))
+        self._note(self._scheduler.roll_back(line["at"], "failed as recorded" if line["failed"] else None))
 
     def give_up_copies(self, _line: dict[str, Any]) -> None:
         """Compute instead of copying from now on."""
@@ -285,7 +285,7 @@ _OPS = {
     "abort": Replayer.abort,
     "plan": Replayer.plan,
     "commit": Replayer.commit,
-    "take_back": Replayer.take_back,
+    "roll_back": Replayer.roll_back,
     "give_up_copies": Replayer.give_up_copies,
     "end": Replayer.end,
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from loadtest.arguments import open_console, positive_float, positive_int
+from loadtest.arguments import open_console, positive_float, positive_int, save_json
 from loadtest.daemon import daemon
 from loadtest.plots import require_matplotlib
 from loadtest.report import Spread
@@ -127,8 +126,7 @@ def run(options: argparse.Namespace) -> int:
     figures = [over_rounds(rounds) for rounds in found]
     console.print(_table(figures, [len(rows) for rows in traces]))
     console.print(_summary([figure for named in figures for figure in named.values()]))
-    if options.json:
-        options.json.write_text(json.dumps(_document(figures, seen), indent=1) + "\n", encoding="utf-8")
+    save_json(options, _document(figures, seen))
     if options.plot:
         from loadtest.simulation.plots import draw_validation
 

@@ -1,4 +1,4 @@
-"""Content of /v1/messages that goes in: a conversation's turns in blocks, and the chat's messages made of them."""
+"""The content blocks of /v1/messages, and the chat's messages made of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Block(RequestBody):
-    """One block. Which fields it needs depends on its type."""
+    """A content block. The fields that it needs depend on its type."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
@@ -78,7 +78,7 @@ Blocks = Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_ty
 
 
 class Turn(RequestBody):
-    """One message."""
+    """A message."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -92,7 +92,7 @@ class Turn(RequestBody):
 
 
 def marks_in(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Place, CacheControl]]:
-    """The marks on blocks, and on what tools gave in them."""
+    """Yield the marks on blocks, and on blocks within tool results."""
     for num, block in enumerate(blocks, start=1):
         inner = block.content or ()
         for num_inner, part in enumerate(inner, start=1):
@@ -103,12 +103,12 @@ def marks_in(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Place, CacheC
 
 
 def end_of(blocks: Sequence[Block], turn: int) -> Place:
-    """Behind the last of them."""
+    """Return the place after the last block."""
     return Place(turn, len(blocks), len(blocks[-1].content or ()) if blocks else 0)
 
 
 def up_to(place: Place, blocks: Sequence[Block]) -> list[Block]:
-    """The blocks before a place among them, the last of which may be cut itself."""
+    """Return the blocks before a place; the last one may be cut within."""
     kept = list(blocks[: place.num_blocks])
     if kept and kept[-1].content is not None:
         kept[-1] = kept[-1].model_copy(update={"content": kept[-1].content[: place.num_inner]})
@@ -116,14 +116,17 @@ def up_to(place: Place, blocks: Sequence[Block]) -> list[Block]:
 
 
 def joined_text(blocks: Sequence[Block], param: str) -> str:
-    """What blocks say. Raises InvalidRequestError if there is anything else."""
+    """Return the text of blocks. Raises InvalidRequestError for other blocks."""
     if any(block.type != "text" for block in blocks):
         raise InvalidRequestError(f"{param} has a block that is not text; send text blocks only.", param=param)
     return "\n".join(block.text or "" for block in blocks)
 
 
 def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The same conversation: what tools gave is a message of its own. Raises InvalidRequestError for a result of no use."""
+    """Return the chat's messages; a tool result is one by itself.
+
+    Raises InvalidRequestError for a result without its tool use.
+    """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools used, by the id of the use
     for turn in turns:
@@ -160,7 +163,7 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
         "role": "tool",
         "tool_call_id": use,
         "name": names[use],
-        "content": f"Error: {text}" if block.is_error else text,  # templates have no place for it
+        "content": f"Error: {text}" if block.is_error else text,  # templates cannot show it
     }
 
 

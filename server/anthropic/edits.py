@@ -1,4 +1,4 @@
-"""`context_management` of /v1/messages: edits of the conversation, which are accepted as far as they change nothing here."""
+"""`context_management` of /v1/messages: accepted where it has no effect here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.core.errors import UnsupportedError
 from engine.text.fields.base import Integer, RequestBody
 from server.anthropic.blocks import Turn
 
-# type -> (what it takes away, how many of them stay if `keep` is absent, the tokens from which on it works)
+# type -> (the blocks that it removes, how many it keeps by default, the tokens from which it applies)
 _CLEARS = {
     "clear_thinking_20251015": ("thinking", 1, 0),
     "clear_tool_uses_20250919": ("tool_use", 3, 100_000),
@@ -19,7 +19,7 @@ _CLEARS = {
 
 
 class Amount(RequestBody):
-    """How much stays, or from where on an edit works."""
+    """How much to keep, or from where on an edit applies."""
 
     type: Literal["thinking_turns", "tool_uses", "input_tokens"]
     value: Integer = Field(ge=0)
@@ -34,12 +34,12 @@ class ContextEdit(RequestBody):
 
 
 class ContextManagement(RequestBody):
-    """The edits, in the order in which they would be made."""
+    """The edits, in order."""
 
     edits: list[ContextEdit] = Field(default_factory=list)
 
     def check_idle(self, turns: Sequence[Turn], max_model_len: int) -> None:
-        """Raise ApiError for an edit that might take away a part of these turns."""
+        """Raise ApiError for an edit that might remove a part of these turns."""
         for number, edit in enumerate(self.edits):
             if not _is_idle(edit, turns, max_model_len):
                 raise UnsupportedError(
@@ -53,7 +53,7 @@ def _is_idle(edit: ContextEdit, turns: Sequence[Turn], max_model_len: int) -> bo
     if edit.trigger is not None and edit.trigger.type == "input_tokens":
         from_tokens = edit.trigger.value
     if from_tokens >= max_model_len:
-        return True  # a prompt of so many tokens is refused
+        return True  # a prompt of that length is refused anyway
     if not kind:
         return False
     if edit.keep is not None:
@@ -64,6 +64,6 @@ def _is_idle(edit: ContextEdit, turns: Sequence[Turn], max_model_len: int) -> bo
 
 
 def _count(kind: str, turns: Sequence[Turn]) -> int:
-    """Return how many turns have thoughts, or how many tools were used."""
+    """Return how many turns have thinking blocks, or how many tools were used."""
     found: list[Any] = [[block for block in turn.content if block.type == kind] for turn in turns]
     return sum(map(bool, found)) if kind == "thinking" else sum(map(len, found))

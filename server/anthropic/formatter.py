@@ -1,4 +1,4 @@
-"""How /v1/messages shapes an answer: a message of content blocks, or the events by which it grows. Pure data, no HTTP."""
+"""The formatter of /v1/messages: a message of blocks, or events. Pure data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.telemetry.timeline import AnswerMetrics
 
 
 class MessageUsage(ResponseBody):
-    """Of the prompt's tokens, those found in the cache are counted apart, and those that are new there to stay."""
+    """The token counts; cached and newly retained prompt tokens are apart."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -40,7 +40,7 @@ class MessageUsage(ResponseBody):
 
 
 class ContentBlock(ResponseBody):
-    """Text, thoughts, or a tool's use; which fields it has depends on its type."""
+    """Text, thinking or a tool's use; its fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -52,7 +52,7 @@ class ContentBlock(ResponseBody):
 
 
 class AnthropicMessage(ResponseBody):
-    """The answer, and what a stream begins with."""
+    """The answer; a stream begins with an empty one."""
 
     id: str
     type: str
@@ -70,7 +70,7 @@ class AnthropicErrorDetails(ResponseBody):
 
 
 class AnthropicError(ResponseBody):
-    """What server/errors.py makes of an error."""
+    """Anthropic's envelope of an error, as server/errors.py writes it."""
 
     type: str
     error: AnthropicErrorDetails
@@ -78,7 +78,7 @@ class AnthropicError(ResponseBody):
 
 
 class MessageEvent(ResponseBody):
-    """One event of a stream; which fields it has depends on its type."""
+    """One event of a stream; its fields depend on its type."""
 
     type: str
     message: AnthropicMessage | None = None
@@ -89,7 +89,7 @@ class MessageEvent(ResponseBody):
 
 
 class MessageFormatter:
-    """Implements ResponseFormatter for the messages API. A plain answer is what a stream has built at its end."""
+    """Implements ResponseFormatter; a plain answer is a stream's state at its end."""
 
     def __init__(self, meta: ChunkMeta, *, call_id_length: int) -> None:
         self._meta = meta
@@ -153,7 +153,7 @@ class MessageFormatter:
             self._stop_reason = "tool_use" if delta.has_called else "end_turn"
 
     def _fits(self, piece: Piece) -> bool:
-        """True if it goes on with the open block."""
+        """Return whether a piece continues the open block."""
         if not self._is_open or isinstance(piece, CallBegin):
             return False
         kinds = {Content: "text", Reasoning: "thinking", CallArguments: "tool_use"}
@@ -204,7 +204,10 @@ def _frames(events: Sequence[MessageEvent]) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The input that a model wrote: as far as it came if it was cut short, and under a name of its own if it is no object."""
+    """Return the input that a model wrote, as far as it came.
+
+    Input that is not an object is under the name "invalid_json".
+    """
     try:
         arguments = from_json(text or "{}", allow_partial=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, and the chats that they ask for."""
+"""POST /v1/messages and /v1/messages/count_tokens: routes, requests, translation."""
 
 from __future__ import annotations
 
@@ -46,16 +46,15 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def _system_text(blocks: Sequence[Block]) -> str:
-    """Return the system prompt, without what Claude Code writes there for Anthropic's billing.
+    """Return the system prompt, without Claude Code's billing block.
 
-    That block stands first and differs between sessions: with it, no session would find the instructions and tools of
-    another in the prefix cache.
+    That block is the first and differs between sessions: with it, no session would find the prefix of another cached.
     """
     return joined_text([block for block in blocks if not (block.text or "").startswith(_BILLING)], "system")
 
 
 def _overflow(error: ContextLengthError) -> str:
-    """Return the sentence by which Anthropic's clients know that they have to compact, or to lower max_tokens."""
+    """Return the sentence by which Anthropic's clients know to compact the context."""
     if error.max_tokens and error.num_prompt < error.limit:
         return (
             f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.max_tokens} > {error.limit}, "
@@ -107,7 +106,7 @@ class MessageToolChoice(RequestBody):
 
 
 class ThinkingConfig(RequestBody):
-    """Whether to think, and for how many tokens; `adaptive` is as the model likes."""
+    """Whether to think, and for how many tokens; `adaptive` sets no limit."""
 
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 
@@ -149,7 +148,7 @@ class Metadata(RequestBody):
 
 
 class CountBody(TranslatedBody):
-    """What makes a prompt, here and in /v1/messages/count_tokens."""
+    """The fields of the prompt, which /v1/messages/count_tokens has too."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset(
         {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
@@ -185,15 +184,15 @@ class CountBody(TranslatedBody):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older name of output_config.format
+    output_format: OutputFormat | None = None  # an older name of output_config.format
     context_management: ContextManagement | None = None
     metadata: Metadata | None = None
-    cache_control: CacheControl | None = None  # as if the last block had it
+    cache_control: CacheControl | None = None  # a mark on the last block
 
     @classmethod
     @contextmanager
     def own_names(cls) -> Iterator[None]:
-        """Name the fields of this API, and say in Anthropic's words that the context is too small."""
+        """Name this API's fields in errors, and use its sentence for a long prompt."""
         try:
             with super().own_names():
                 yield
@@ -218,7 +217,7 @@ class CountBody(TranslatedBody):
         return self
 
     def ignored_fields(self) -> list[str]:
-        """Those of the body and of the objects in it."""
+        """Return also the ignored fields of nested objects."""
         objects = ("tool_choice", "thinking", "output_config", "metadata")
         parts = {name: part for name in objects if (part := getattr(self, name)) is not None}
         names = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
@@ -226,9 +225,9 @@ class CountBody(TranslatedBody):
         return super().ignored_fields() + names + list(dict.fromkeys(marks))
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also what is about thoughts that this model does not have, and edits that change nothing here.
+        """Return also thinking that the model does not have, and edits without effect.
 
-        Raises ValidationError for edits that would.
+        Raises ValidationError for edits that would have one.
         """
         effort = None if self.output_config is None else self.output_config.effort
         is_idle = {
@@ -243,7 +242,7 @@ class CountBody(TranslatedBody):
         return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
 
     def to_chat(self) -> ChatBody:
-        """The chat. A last message of the assistant's is to be gone on with."""
+        """Return the chat. A last message of the assistant is continued."""
         messages = chat_messages(self.messages)
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": _system_text(self.system)})
@@ -270,11 +269,14 @@ class CountBody(TranslatedBody):
         return self.chat_body({**fields, **self._answer_fields()})
 
     def _answer_fields(self) -> dict[str, Any]:
-        """What else the chat is asked for."""
+        """Return further fields of the chat."""
         return {}
 
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
-        """Beginnings that are to stay cached: for how long, and the conversation that has them; None for all of `chat`."""
+        """Return how long to retain which beginnings of the conversation.
+
+        None is the whole of `chat`.
+        """
         end = end_of(self.messages[-1].content, len(self.messages))
         marks = ((place, mark) for _, place, mark in self._marks())
         return [
@@ -283,10 +285,10 @@ class CountBody(TranslatedBody):
         ]
 
     def _marks(self) -> Iterator[tuple[str, Place, CacheControl]]:
-        """All that there are, and the field that each of them is in."""
+        """Yield each mark, its place, and the field that it is in."""
         system = self.system or []
         for tool in self.tools:
-            if tool.cache_control is not None:  # many templates write the system prompt before the tools
+            if tool.cache_control is not None:  # many templates show the system prompt before the tools
                 yield "tools.", end_of(system, 0), tool.cache_control
         for place, mark in marks_in(system, 0):
             yield "system.", place, mark
@@ -297,7 +299,10 @@ class CountBody(TranslatedBody):
             yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
 
     def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
-        """The same chat up to a place, or, where that is before all messages, with a word instead of them."""
+        """Return the chat up to a place.
+
+        Before all messages, it has a placeholder instead of them.
+        """
         messages: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
         system = self.system
         if place.turn:
@@ -359,7 +364,7 @@ async def _retaining(
 
 @router.post("/v1/messages/count_tokens", responses=FAILURES)
 async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
-    """How many tokens the prompt has."""
+    """Count the prompt's tokens."""
     context.check_model(body.model)
     with body.own_names():
         ids = await prompt_ids(context, await aside(body.to_chat))

@@ -1,7 +1,7 @@
-"""Runs one line of a batch through the very route that a client would have asked, without a socket. Event loop.
+"""Sends a line of a batch to the endpoint's route, without a socket. Event loop.
 
-The application that is asked has the endpoints and nothing around them: no keys, no log line and no count of HTTP requests,
-which are of clients that wait. What stands in for the key is the account of the batch's owner, whose limits hold here too.
+The application has the endpoints and nothing around them: no keys, no log line, no count of HTTP requests. The account of
+the batch's owner stands in for the key; its limits hold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """What the endpoint said."""
+    """An endpoint's answer."""
 
     status: int
     request_id: str
@@ -32,13 +32,13 @@ class Reply(NamedTuple):
 
 
 class Dispatcher:
-    """Asks an application. Cancelling an `ask` ends the request in the engine."""
+    """Asks an application. Cancelling `ask` ends the request in the engine."""
 
     def __init__(self, app: ASGIApp, emit: Listener) -> None:
         self._app, self._emit = app, emit
 
     async def ask(self, path: str, document: bytes, account: Account | None) -> Reply:
-        """POST a JSON document on an account; whatever happens, there is a reply."""
+        """POST a JSON document on an account; there always is a reply."""
         state: dict[str, Any] = {REQUEST_ID: uuid.uuid4().hex}
         if account is not None:
             state[TENANT] = account
@@ -48,7 +48,7 @@ class Dispatcher:
         async def receive() -> Message:
             if inbox:
                 return inbox.pop()
-            await asyncio.Event().wait()  # the asker never leaves
+            await asyncio.Event().wait()  # this client never disconnects
             raise AssertionError
 
         async def send(message: Message) -> None:

@@ -1,11 +1,11 @@
-"""The data folder: one daemon's files and its database, and how a file comes to be there whole or not at all.
+"""The data folder of one daemon: its files and its database.
 
     lock              held while a daemon uses the folder
-    batches.sqlite    what there is; store.py
+    batches.sqlite    the database; store.py
     files/<id>        the content of each file; *.tmp while it is being written
 
-Names are our own ids, never a client's. Only the daemon's user can read it: prompts and answers are in there. Blocking;
-called from worker threads.
+Names are our ids, never a client's. Only the daemon's user can read the folder, as it holds prompts and answers.
+Blocking; called from worker threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class DataFolder:
-    """Made, locked and swept when it is opened. Raises ConfigError if that cannot be."""
+    """Creates and locks the folder. Raises ConfigError if it cannot."""
 
     def __init__(self, path: Path) -> None:
         self._files = path / "files"
@@ -44,27 +44,27 @@ class DataFolder:
             raise ConfigError(f"--data-dir is {str(path)!r}, which another daemon uses; give each its own.") from error
 
     def path_of(self, file_id: str) -> Path:
-        """Where a file's content is."""
+        """Return the path of a file's content."""
         assert _FILE_ID.fullmatch(file_id), "only ids made here name files"
         return self._files / file_id
 
     def create(self, file_id: str) -> NewFile:
-        """A file to be written."""
+        """Return a new file to write."""
         return NewFile(self.path_of(file_id))
 
     def sweep(self, known: set[str]) -> None:
-        """Remove what nobody knows: files that a daemon which was killed had not finished."""
+        """Remove the files that a killed daemon had not finished."""
         for path in self._files.iterdir():
             if path.name not in known:
                 path.unlink()
 
     def close(self) -> None:
-        """Another daemon may have it."""
+        """Release the folder for another daemon."""
         self._lock.close()
 
 
 class NewFile:
-    """A file in the making, as a scope: left without `keep`, it is gone."""
+    """A file being written, as a scope: left without `keep`, it is removed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class NewFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._file.close()  # writes what is buffered, which a full disk refuses again
+            self._file.close()  # flushes, which fails again on a full disk
         except OSError:
             if error is None:
                 raise
@@ -91,12 +91,12 @@ class NewFile:
         self.num_bytes += len(data)
 
     def keep(self) -> None:
-        """All of it is written: it outlasts a loss of power from here on."""
+        """Make the file permanent; it survives a loss of power from here on."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._draft.rename(self._path)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the name, too
+            os.fsync(folder)  # makes the name permanent, too
         finally:
             os.close(folder)

@@ -1,7 +1,7 @@
-"""A batch's input, read in pieces: every line checked and its place noted, so that no file is ever in memory as a whole.
+"""Reads a batch's input in pieces, checks every line and notes its place.
 
-What makes a line wrong here makes the whole batch fail before anything runs; what only the endpoint can tell is the
-answer to that line alone. Blocking; called from worker threads.
+A fault that is found here fails the whole batch before anything runs; a fault that only the endpoint finds is that line's
+answer. Blocking; called from worker threads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from server.errors import ApiError, to_api_error
 from server.http.bodies import BodyReader
 
 MAX_LINES = 50_000
-MAX_ERRORS = 50  # told of one input
+MAX_ERRORS = 50  # reported for one input
 PIECE_BYTES = 4 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """A line that may run, and where it stands in the file."""
+    """A valid line, and its place in the file."""
 
     number: int  # in the file, from 1
     start: int
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """Some lines in a row."""
+    """Consecutive lines."""
 
     next_number: int
     end: int
@@ -46,7 +46,7 @@ class Piece:
 def read_piece(
     path: Path, endpoint: str, bodies: BodyReader, max_line_bytes: int, *, start: int = 0, number: int = 1
 ) -> Piece:
-    """Check lines from `start` on, whose first is line `number`; blank ones are passed over."""
+    """Check lines from `start`, whose first has `number`; blank ones are skipped."""
     piece = Piece(number, start)
     with path.open("rb") as file:
         file.seek(start)
@@ -67,7 +67,10 @@ def read_piece(
 
 
 def read_body(path: Path, bodies: BodyReader, start: int, size: int) -> bytes:
-    """The request body in a line that has been checked; what is no JSON number stays for the endpoint to refuse."""
+    """Return the request body of a checked line.
+
+    Numbers that JSON does not have are kept, for the endpoint to refuse.
+    """
     with path.open("rb") as file:
         file.seek(start)
         text = _text(file.read(size), start)
@@ -79,7 +82,7 @@ def _text(raw: bytes, start: int) -> bytes:
 
 
 def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
-    """Note a line, or what is wrong with it. Raises ApiError where that could not be found out."""
+    """Add a line or its fault. Raises ApiError if it cannot be checked."""
     text = _text(raw, piece.end)
     if not text.strip():
         return

@@ -1,4 +1,4 @@
-"""Files and batches as JSON: OpenAI's objects, the body that creates a batch, and one line of its input. Pure data."""
+"""Files and batches as JSON: OpenAI's objects, and a line of input. Pure data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Value = Annotated[str, StringConstraints(max_length=512)]
 
 
 class Purpose(str, Enum):
-    """What a file is for."""
+    """The purpose of a file."""
 
-    BATCH = "batch"  # a batch's input, uploaded
-    BATCH_OUTPUT = "batch_output"  # written here
+    BATCH = "batch"  # the input of a batch, uploaded
+    BATCH_OUTPUT = "batch_output"  # written by the server
 
 
 class FileObject(BaseModel):
@@ -31,13 +31,13 @@ class FileObject(BaseModel):
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
-    filename: str  # what the client called it; nothing here is ever opened under that name
+    filename: str  # the client's name for it, under which nothing is opened
     purpose: Purpose
     status: Literal["processed"] = "processed"
 
 
 class BatchStatus(str, Enum):
-    """Where a batch is on its way; OpenAI's words."""
+    """The state of a batch, in OpenAI's words."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -53,7 +53,7 @@ OPEN = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING,
 
 
 class LineError(BaseModel):
-    """What is wrong with a batch's input."""
+    """A fault in a batch's input."""
 
     code: str
     message: str
@@ -67,7 +67,7 @@ class LineErrors(BaseModel):
 
 
 class RequestCounts(BaseModel):
-    """Lines that never ran, for a batch was cancelled or expired, are neither completed nor failed."""
+    """Lines of a cancelled or expired batch that never ran are in neither count."""
 
     total: int = 0
     completed: int = 0
@@ -83,7 +83,7 @@ class OutputTokensDetails(BaseModel):
 
 
 class BatchUsage(BaseModel):
-    """Of all lines that have completed."""
+    """The usage of all completed lines."""
 
     input_tokens: int = 0
     input_tokens_details: InputTokensDetails = Field(default_factory=InputTokensDetails)
@@ -92,7 +92,7 @@ class BatchUsage(BaseModel):
     total_tokens: int = 0
 
     def add(self, usage: dict[str, Any]) -> None:
-        """Count an answer's usage, in the words of whichever endpoint it came from."""
+        """Add an answer's usage, under any endpoint's names."""
         inputs = usage.get("prompt_tokens", usage.get("input_tokens", 0))
         outputs = usage.get("completion_tokens", usage.get("output_tokens", 0))
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
@@ -105,7 +105,7 @@ class BatchUsage(BaseModel):
 
 
 class Batch(BaseModel):
-    """A batch as it is kept and shown. Times are Unix seconds."""
+    """A batch as it is stored and shown. Times are Unix seconds."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -131,13 +131,13 @@ class Batch(BaseModel):
     metadata: dict[str, str] | None = None
 
     def move(self, status: BatchStatus, now: float) -> None:
-        """Change the status and note when."""
+        """Change the status and its time."""
         self.status = status
         setattr(self, f"{status.value}_at", int(now))
 
 
 class BatchBody(RequestBody):
-    """POST /v1/batches."""
+    """The body of POST /v1/batches."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"output_expires_after": ()}
     INSTEAD: ClassVar[dict[str, str]] = {
@@ -158,13 +158,13 @@ class BatchBody(RequestBody):
 
 
 def window_seconds(window: str) -> int:
-    """Seconds that a completion window is; 0 for what is none."""
+    """Return the seconds of a completion window; 0 if it is invalid."""
     match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
     return int(match[1]) * _UNIT_S[match[2]] if match else 0
 
 
 class BatchLine(BaseModel):
-    """One line of a batch's input."""
+    """A line of a batch's input."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -181,7 +181,7 @@ class BatchLine(BaseModel):
 
 
 class PageQuery(BaseModel):
-    """How GET /v1/batches is asked for a part of the list."""
+    """The query of GET /v1/batches."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -190,7 +190,7 @@ class PageQuery(BaseModel):
 
 
 class FilesQuery(PageQuery):
-    """The same of GET /v1/files."""
+    """The query of GET /v1/files."""
 
     limit: int = Field(10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"
@@ -198,7 +198,7 @@ class FilesQuery(PageQuery):
 
 
 def page(items: list[FileObject] | list[Batch], *, has_more: bool) -> dict[str, Any]:
-    """One page of a list."""
+    """Return a page of a list."""
     return {
         "object": "list",
         "data": [item.model_dump(mode="json") for item in items],

@@ -1,6 +1,6 @@
-"""What a batch leaves behind: an entry a line, and at its end the files that hold them. Blocking; worker threads.
+"""The outcome of each line, and a batch's output files. Blocking; worker threads.
 
-Lines that were answered with success go to the output file, all others to the error file; both in the input's order.
+Successful answers go to the output file, all others to the error file, both in the order of the input.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WHY_NOT = {
 
 
 class Output(NamedTuple):
-    """The files of a batch; None for one that would have no line."""
+    """The files of a batch; None for an empty one."""
 
     output: FileObject | None
     errors: FileObject | None
 
 
 def answered(line: PendingLine, reply: Reply) -> Outcome:
-    """The outcome of a line that an endpoint has answered."""
+    """Return the outcome of a line that an endpoint answered."""
     body = from_json(reply.body)
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
     if reply.ignored_fields:
@@ -42,12 +42,12 @@ def answered(line: PendingLine, reply: Reply) -> Outcome:
 
 
 def unanswered(line: PendingLine, code: str, message: str) -> Outcome:
-    """The outcome of a line that no endpoint could be asked."""
+    """Return the outcome of a line that could not be sent."""
     return Outcome(line, FAILED, _entry(line.custom_id, None, (code, message)), None)
 
 
 def write_files(folder: DataFolder, batch: Batch, end: BatchStatus, now: float) -> Output:
-    """Write what there is of a batch that ends so; nobody knows of the files yet."""
+    """Write the files of a batch that ends; they are not in the database yet."""
     code, message = WHY_NOT.get(end, ("", ""))
     good = (entry for _, entry in entries(folder.database, batch.id, COMPLETED))
     bad = (entry for _, entry in entries(folder.database, batch.id, FAILED))
@@ -55,7 +55,7 @@ def write_files(folder: DataFolder, batch: Batch, end: BatchStatus, now: float) 
     output = _write(folder, good, f"{batch.id}_output.jsonl", now)
     try:
         return Output(output, _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now))
-    except Exception:  # the disk is full, say: neither is known to anybody
+    except Exception:  # such as a full disk: neither file is in the database
         if output is not None:
             folder.path_of(output.id).unlink(missing_ok=True)
         raise

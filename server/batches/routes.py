@@ -11,7 +11,7 @@ from server.batches.objects import BatchBody, FilesQuery, PageQuery, page
 from server.context import InContext, InOwner, json_body
 from server.http.bodies import limited
 
-FORM_BYTES = 16 * 1024  # what a form may have around its file
+FORM_BYTES = 16 * 1024  # of a form, beside its file
 
 router = APIRouter()
 
@@ -20,14 +20,14 @@ router = APIRouter()
 async def create_batch(
     context: InContext, owner: InOwner, body: Annotated[BatchBody, Depends(json_body(BatchBody))]
 ) -> dict[str, Any]:
-    """Have the requests of a file run."""
+    """Create a batch that runs the requests of a file."""
     batch = await context.batch_service().create(owner, body, context.config.served_model_names[0])
     return batch.model_dump(mode="json")
 
 
 @router.get("/v1/batches")
 async def list_batches(http: Request, context: InContext, owner: InOwner) -> dict[str, Any]:
-    """The account's batches, the newest first."""
+    """List the owner's batches, newest first."""
     asked = PageQuery.model_validate(dict(http.query_params))
     batches = await context.batch_service().batches(owner, asked.after, asked.limit + 1)
     return page(batches[: asked.limit], has_more=len(batches) > asked.limit)
@@ -35,13 +35,13 @@ async def list_batches(http: Request, context: InContext, owner: InOwner) -> dic
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(context: InContext, owner: InOwner, batch_id: str) -> dict[str, Any]:
-    """Where a batch stands."""
+    """Return a batch."""
     return (await context.batch_service().batch(owner, batch_id)).model_dump(mode="json")
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(context: InContext, owner: InOwner, batch_id: str) -> dict[str, Any]:
-    """End a batch early."""
+    """Cancel a batch."""
     return (await context.batch_service().cancel(owner, batch_id)).model_dump(mode="json")
 
 
@@ -57,7 +57,7 @@ _FORM = {
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
 )
 async def upload_file(http: Request, context: InContext, owner: InOwner) -> Response:
-    """Take in a file, as a multipart form."""
+    """Upload a file, as a multipart form."""
     most = context.config.max_file_bytes
     message = f"The file is larger than {most} bytes; split it (--max-file-bytes)."
     stream = limited(http, most + FORM_BYTES, message)
@@ -67,7 +67,7 @@ async def upload_file(http: Request, context: InContext, owner: InOwner) -> Resp
 
 @router.get("/v1/files")
 async def list_files(http: Request, context: InContext, owner: InOwner) -> dict[str, Any]:
-    """The account's files, or a page of them."""
+    """List the owner's files."""
     asked = FilesQuery.model_validate(dict(http.query_params))
     is_descending = asked.order == "desc"
     files = await context.batch_service().files(
@@ -78,7 +78,7 @@ async def list_files(http: Request, context: InContext, owner: InOwner) -> dict[
 
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(context: InContext, owner: InOwner, file_id: str) -> dict[str, Any]:
-    """What is known of a file."""
+    """Return a file's properties."""
     return (await context.batch_service().file(owner, file_id)).model_dump(mode="json")
 
 
@@ -88,7 +88,7 @@ async def retrieve_file(context: InContext, owner: InOwner, file_id: str) -> dic
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def retrieve_file_content(context: InContext, owner: InOwner, file_id: str) -> Response:
-    """A file as it is."""
+    """Return a file's content."""
     path = await context.batch_service().content(owner, file_id)
     headers = {"x-content-type-options": "nosniff"}
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
@@ -96,6 +96,6 @@ async def retrieve_file_content(context: InContext, owner: InOwner, file_id: str
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(context: InContext, owner: InOwner, file_id: str) -> dict[str, Any]:
-    """Remove a file for good."""
+    """Delete a file."""
     await context.batch_service().delete(owner, file_id)
     return {"id": file_id, "object": "file", "deleted": True}

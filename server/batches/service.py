@@ -1,6 +1,7 @@
-"""Files and batches as the routes see them: create, find, list, delete, cancel. Event loop.
+"""The service of files and batches, which the routes call. Event loop.
 
-Each is its owner's (server/tenancy/tenancy.py) and a 404 for any other. Raises ApiError for whatever a client can cause.
+Files and batches belong to an owner (server/tenancy/tenancy.py); for other owners they are a 404. Raises ApiError for
+every error that a client can cause.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.objects import OPEN, Batch, BatchBody, BatchStatus, FileObject, Purpose, window_seconds
 from server.batches.outputs import new_file_id
-from server.batches.store import Store
-from server.batches.thread import StoreThread
+from server.batches.store import Store, StoreThread
 from server.batches.upload import Form
 from server.batches.worker import BatchWorker
 from server.errors import ApiError
@@ -34,7 +34,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/r
 
 
 class BatchService:
-    """Opened with the folder; runs batches from `start` to `stop`, answers until `close`."""
+    """Opens the data folder; runs batches from `start` to `stop`."""
 
     def __init__(self, config: AppConfig, engine: Engine, bodies: BodyReader, tenancy: Tenancy) -> None:
         """Raises ConfigError for a --data-dir that cannot be used."""
@@ -59,7 +59,7 @@ class BatchService:
         )
 
     async def stop(self) -> None:
-        """Lines that run are given up, for the next daemon to run; files can still be read. Idempotent."""
+        """Stop the running lines, which the next daemon runs. Idempotent."""
         await self._worker.stop()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class BatchService:
     # -- files -------------------------------------------------------------------------------------------------------
 
     async def upload(self, owner: str, content_type: str, stream: AsyncIterable[bytes]) -> FileObject:
-        """Take in a form with a file."""
+        """Store the file of a form."""
         if await self._store(lambda store: store.num_files(owner)) >= MAX_FILES:
             message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."
             raise ApiError(429, "too_many_files", message, type="rate_limit_error")
@@ -98,7 +98,7 @@ class BatchService:
         return file
 
     async def content(self, owner: str, file_id: str) -> Path:
-        """Where the content of a file is that exists."""
+        """Return the path of a file's content. Raises a 404 if it is gone."""
         path = self._folder.path_of((await self.file(owner, file_id)).id)
         if not path.exists():
             raise ApiError(
@@ -109,13 +109,13 @@ class BatchService:
     async def files(
         self, owner: str, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
     ) -> list[FileObject]:
-        """Up to `limit` files, from behind `after` on."""
+        """Return up to `limit` files after `after`."""
         if after is not None:
             await self.file(owner, after)
         return await self._store(lambda store: store.files(owner, after, limit, purpose, newest_first=newest_first))
 
     async def delete(self, owner: str, file_id: str) -> None:
-        """Remove a file that no open batch reads."""
+        """Delete a file that no open batch reads."""
         path = self._folder.path_of((await self.file(owner, file_id)).id)
         reader = await self._store(lambda store: store.delete_file(owner, file_id, path))
         if reader is not None:
@@ -125,7 +125,7 @@ class BatchService:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     async def create(self, owner: str, body: BatchBody, model: str) -> Batch:
-        """A batch over a file, to be checked and run."""
+        """Create a batch over a file."""
         if body.endpoint not in ENDPOINTS:
             message = f"endpoint is {shorten(body.endpoint)!r}; batches are for {', '.join(ENDPOINTS)}."
             raise ApiError(400, "invalid_value", message, "endpoint")
@@ -160,13 +160,13 @@ class BatchService:
         return batch
 
     async def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
-        """Up to `limit` batches, the newest first, from behind `after` on."""
+        """Return up to `limit` batches after `after`, newest first."""
         if after is not None:
             await self.batch(owner, after)
         return await self._store(lambda store: store.batches(owner, after, limit))
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """End a batch early; what has run of it is in its files. Once it is ending, that goes its way."""
+        """Cancel a batch; the lines that have run are in its files."""
 
         def change(batch: Batch) -> None:
             if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):

@@ -1,28 +1,32 @@
-"""What is known of files, batches and their lines: one SQLite database, so that a daemon that was killed goes on.
+"""The SQLite database of files, batches and their lines.
 
-Files and batches belong to an owner (server/tenancy/tenancy.py): every query made for a client names the owner and finds only its rows.
+Files and batches belong to an owner (server/tenancy/tenancy.py): every query for a client names the owner.
 
-A batch's lines are its work queue: a line without an outcome is still to run, and its outcome is kept until the batch's
-files are written. Everything here blocks and belongs to one thread (service.py's); each method is one transaction.
+A batch's lines are its work queue: a line without an outcome is still to run, and outcomes are kept until the batch's
+files are written. Everything blocks and belongs to one thread, StoreThread's; each method is one transaction.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engine.core.errors import ConfigError
 from server.batches.lines import Line
 from server.batches.objects import OPEN, Batch, BatchStatus, FileObject
 from server.tenancy.tenant_file import DEFAULT
 
+Result = TypeVar("Result")
+
 VERSION = 2
-MAX_ENDED = 10_000  # batches of an owner remembered after their end
+MAX_ENDED = 10_000  # ended batches that are kept for an owner
 _SCHEMA = """
 CREATE TABLE files (seq INTEGER PRIMARY KEY, id TEXT UNIQUE, purpose TEXT, document TEXT, owner TEXT NOT NULL);
 CREATE TABLE batches (
@@ -37,17 +41,17 @@ CREATE TABLE lines (
 CREATE INDEX lines_by_outcome ON lines (batch, outcome, number);
 PRAGMA user_version = 2;
 """
-# From version 1, which knew no owners: until then every key of a server was the same account.
+# From version 1, which had no owners.
 _ADD_OWNERS = f"""
 ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '{DEFAULT}';
 ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '{DEFAULT}';
 PRAGMA user_version = 2;
 """
-TO_RUN, COMPLETED, FAILED = range(3)  # a line's outcome
+TO_RUN, COMPLETED, FAILED = range(3)  # the outcomes of a line
 
 
 class PendingLine(NamedTuple):
-    """A line to be run."""
+    """A line to run."""
 
     owner: str
     batch_id: str
@@ -57,11 +61,11 @@ class PendingLine(NamedTuple):
     start: int
     size: int
     custom_id: str
-    attempts: int  # to run it, this one included
+    attempts: int  # including this one
 
 
 class Outcome(NamedTuple):
-    """A line has run: its entry in the batch's files, and the answer's usage if it has one."""
+    """The result of a line: its entry in the files, and its usage if it succeeded."""
 
     line: PendingLine
     outcome: int
@@ -70,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class OpenBatch(NamedTuple):
-    """A batch that has not ended, and whether lines of it have no outcome yet."""
+    """A batch that has not ended, and whether lines are left to run."""
 
     batch: Batch
     has_lines: bool
@@ -78,7 +82,7 @@ class OpenBatch(NamedTuple):
 
 
 class Store:
-    """Opens or makes the database, or brings an older one up to date. Raises ConfigError for one of another version."""
+    """Opens, creates or upgrades the database. Raises ConfigError for other versions."""
 
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -121,7 +125,7 @@ class Store:
     def files(
         self, owner: str, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
     ) -> list[FileObject]:
-        """Some of an owner's files in order, from behind `after` on."""
+        """Return up to `limit` of an owner's files after `after`."""
         way, order = ("<", "DESC") if newest_first else (">", "ASC")
         rows = self._db.execute(
             f"SELECT document FROM files WHERE (?1 IS NULL OR seq {way} (SELECT seq FROM files WHERE id = ?1)) "  # noqa: S608 - constants
@@ -131,9 +135,9 @@ class Store:
         return [FileObject.model_validate_json(row[0]) for row in rows]
 
     def delete_file(self, owner: str, file_id: str, content: Path) -> str | None:
-        """Remove an owner's file, unless an open batch reads it: then its id is returned.
+        """Delete a file, unless an open batch reads it: then return the batch's id.
 
-        The content goes first: on a full disk that makes the room which the database needs to forget it.
+        The content goes first: on a full disk this makes the room that the database needs.
         """
         with self._transaction() as db:
             row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
@@ -148,7 +152,7 @@ class Store:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def add_batch(self, owner: str, batch: Batch) -> bool:
-        """False if the owner has no such input (any more). Of its batches that ended the oldest are forgotten."""
+        """Add a batch; return False if its input is gone. Old ended ones are dropped."""
         with self._transaction() as db:
             found = db.execute("SELECT 1 FROM files WHERE id = ? AND owner = ?", (batch.input_file_id, owner))
             if found.fetchone() is None:
@@ -169,7 +173,7 @@ class Store:
         return None if row is None else Batch.model_validate_json(row[0])
 
     def batches(self, owner: str, after: str | None, limit: int) -> list[Batch]:
-        """Some of an owner's batches, the newest first, from behind `after` on."""
+        """Return up to `limit` of an owner's batches after `after`, newest first."""
         rows = self._db.execute(
             "SELECT document FROM batches WHERE owner = ?3 AND "
             "(?1 IS NULL OR seq < (SELECT seq FROM batches WHERE id = ?1)) ORDER BY seq DESC LIMIT ?2",
@@ -178,12 +182,12 @@ class Store:
         return [Batch.model_validate_json(row[0]) for row in rows]
 
     def num_open(self, owner: str) -> int:
-        """How many of an owner's batches have not ended."""
+        """Return how many of an owner's batches have not ended."""
         row = self._db.execute("SELECT count(*) FROM batches WHERE is_open AND owner = ?", (owner,)).fetchone()
         return int(row[0])
 
     def open_batches(self) -> list[OpenBatch]:
-        """All of all owners that have not ended, the oldest first."""
+        """Return the batches of all owners that have not ended, oldest first."""
         rows = self._db.execute(
             "SELECT document, EXISTS (SELECT 1 FROM lines WHERE batch = batches.id AND outcome = 0), owner "
             "FROM batches WHERE is_open ORDER BY seq"
@@ -191,7 +195,7 @@ class Store:
         return [OpenBatch(Batch.model_validate_json(document), bool(lines), owner) for document, lines, owner in rows]
 
     def update(self, batch_id: str, change: Callable[[Batch], None]) -> Batch:
-        """Change a batch that exists."""
+        """Change a batch and return it."""
         with self._transaction() as db:
             return _update(db, batch_id, change)
 
@@ -202,7 +206,7 @@ class Store:
             db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
     def add_lines(self, batch_id: str, lines: Sequence[Line]) -> list[Line]:
-        """Queue lines; returns those whose custom_id another line has."""
+        """Queue lines; return those whose custom_id is taken."""
         with self._transaction() as db:
             return [
                 line
@@ -216,10 +220,10 @@ class Store:
     def take_lines(
         self, running: Mapping[tuple[str, int], str], limit: int, rooms: Mapping[str, int]
     ) -> list[PendingLine]:
-        """The next lines to run, but for those that run, whose owners are named; an attempt is counted.
+        """Return the next lines to run and count an attempt; `running` ones are left out.
 
-        Of an owner at most its room, and nothing of one that has none. Owners take turns so that they have equally many
-        running; an owner's oldest batch goes first.
+        `running` names the owner of each. An owner gets at most its room. Owners take turns, so that they have equally many
+        running; the oldest batch of an owner goes first.
         """
         queues: dict[str, deque[PendingLine]] = {}
         with self._transaction() as db:
@@ -240,19 +244,19 @@ class Store:
         return taken
 
     def give_back(self, lines: Collection[tuple[str, int]]) -> None:
-        """These were stopped on their way, by intent: it was no attempt."""
+        """Uncount the attempts of lines that were stopped on purpose."""
         with self._transaction() as db:
             _count_attempts(db, lines, -1)
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Lines have run. Told twice it counts once, and nothing is kept of one whose batch has ended."""
+        """Set outcomes. Those of lines that have one, or have ended, are ignored."""
         with self._transaction() as db:
             for batch_id in {outcome.line.batch_id for outcome in outcomes}:
                 new = [each for each in outcomes if each.line.batch_id == batch_id and _set_outcome(db, each)]
                 _update(db, batch_id, partial(_count, outcomes=new))
 
     def finish(self, batch_id: str, files: Sequence[FileObject], change: Callable[[Batch], None]) -> Batch:
-        """A batch's files are written: from now on its owner has them, and its lines are gone."""
+        """Add a batch's files, drop its lines, and change it."""
         with self._transaction() as db:
             [owner] = db.execute("SELECT owner FROM batches WHERE id = ?", (batch_id,)).fetchone()
             for file in files:
@@ -267,7 +271,7 @@ def _insert_file(db: sqlite3.Connection, owner: str, file: FileObject) -> None:
 
 
 def _take_turns(queues: Mapping[str, deque[PendingLine]], num_running: Counter[str], limit: int) -> list[PendingLine]:
-    """Up to `limit` lines, each of the owner that has the fewest by then."""
+    """Return up to `limit` lines, each of the owner with the fewest by then."""
     taken: list[PendingLine] = []
     while len(taken) < limit and (waiting := [owner for owner, queue in queues.items() if queue]):
         owner = min(waiting, key=num_running.__getitem__)
@@ -286,7 +290,7 @@ def _update(db: sqlite3.Connection, batch_id: str, change: Callable[[Batch], Non
 
 
 def _set_outcome(db: sqlite3.Connection, outcome: Outcome) -> bool:
-    """False if the line has one already, or is gone with its batch."""
+    """Set a line's outcome; return False if it has one, or is gone."""
     row = (outcome.outcome, outcome.entry, outcome.line.batch_id, outcome.line.number)
     query = "UPDATE lines SET outcome = ?, entry = ? WHERE batch = ? AND outcome = 0 AND number = ?"
     return db.execute(query, row).rowcount == 1
@@ -309,10 +313,29 @@ def _count_attempts(db: sqlite3.Connection, lines: Collection[tuple[str, int]], 
 
 
 def entries(path: Path, batch_id: str, outcome: int) -> Iterator[tuple[str, bytes | None]]:
-    """A batch's lines with one outcome, in order, over a connection of its own: the custom_id and the entry."""
+    """Yield the custom_id and entry of a batch's lines with one outcome, in order.
+
+    Uses a connection of its own.
+    """
     db = sqlite3.connect(path)
     try:
         query = "SELECT custom_id, entry FROM lines WHERE batch = ? AND outcome = ? ORDER BY number"
         yield from db.execute(query, (batch_id, outcome))
     finally:
         db.close()
+
+
+class StoreThread:
+    """Runs work with the store on the one thread that it belongs to."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="quire-batches")
+
+    async def __call__(self, work: Callable[[Store], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._store)
+
+    def close(self) -> None:
+        """Finish the submitted work and close the database."""
+        self._executor.shutdown()
+        self._store.close()

@@ -1,4 +1,4 @@
-"""A multipart upload on its way to the disk: never more than a piece of it in memory, wherever its parts stand.
+"""Reads a multipart upload and writes its file, a piece at a time.
 
 Event loop; the disk is written from worker threads.
 """
@@ -17,14 +17,14 @@ from server.errors import ApiError
 PIECE_BYTES = 1024 * 1024
 MAX_FIELD_BYTES = 4096
 MAX_PARTS = 16
-MAX_BOUNDARY_BYTES = 256  # of which MIME allows 70
+MAX_BOUNDARY_BYTES = 256  # MIME allows 70
 
 
 class Form:
-    """What was sent beside the file, which is written to `file` as it comes."""
+    """The fields of a form; its file is written to `file` as it arrives."""
 
     def __init__(self, content_type: str, file: NewFile) -> None:
-        """Raises a 400 for a body that is no multipart form."""
+        """Raises a 400 for a body that is not a multipart form."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary or len(boundary) > MAX_BOUNDARY_BYTES:
@@ -34,7 +34,7 @@ class Form:
             )
             raise ApiError(400, "unsupported_media_type", message)
         self.fields: dict[str, str] = {}
-        self.filename: str | None = None  # of the file's part, once that has been seen
+        self.filename: str | None = None  # of the file's part, once it has come
         self._file = file
         self._piece = bytearray()
         self._field = bytearray()
@@ -56,7 +56,7 @@ class Form:
         self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]  # a TypedDict of the same names
 
     async def read(self, stream: AsyncIterable[bytes]) -> None:
-        """Take in the body. Raises a 400 for one that is malformed or has no file."""
+        """Read the body. Raises a 400 for a malformed one, or one without a file."""
         try:
             async for data in stream:
                 self._parser.write(data)

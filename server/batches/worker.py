@@ -1,15 +1,13 @@
-"""Moves batches along: checks their input, keeps lines running, records what comes, writes the files at the end.
+"""Runs batches: checks their input, runs lines, records outcomes, writes files.
 
-One task of the event loop, in turns: each does whatever the database says there is to do, so a daemon that starts again
-goes on where the last one was, and a line with an outcome never runs twice. A line that is running when the daemon is
-killed runs again, at most MAX_ATTEMPTS times, lest one that takes the daemon with it does so for ever.
+One task of the event loop, in turns. Each turn does what the database says is due, so a restarted daemon continues, and a
+line with an outcome never runs twice. A line that runs when the daemon is killed runs again, at most MAX_ATTEMPTS times.
 
-Lines run in the background, in steps that nobody else needs. On a server that always has something else to do they would
-stand still: when none has ended for PATIENCE_S in which most steps were others', one at a time runs as a client's request
-does, until the background moves again.
+Lines run in the background, in steps without other work. If none has ended for PATIENCE_S in which most steps were
+others', one line at a time runs as a client's request does, until the background moves again.
 
-Lines run on the account of their batch's owner, within its limits, and owners share the places. A batch whose owner has
-left the file of --tenants stands still until it is back, or its window ends.
+Lines run on the account of their batch's owner, within its limits, and owners share the places. A batch whose owner is
+missing from --tenants waits until the owner is back, or its window ends.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from server.batches.folder import DataFolder
 from server.batches.lines import MAX_ERRORS, MAX_LINES, read_body, read_piece
 from server.batches.objects import Batch, BatchStatus, LineError, LineErrors
 from server.batches.outputs import answered, unanswered, write_files
-from server.batches.store import OpenBatch, Outcome, PendingLine, Store
-from server.batches.thread import StoreThread
+from server.batches.store import OpenBatch, Outcome, PendingLine, Store, StoreThread
 from server.errors import ApiError
 from server.http.bodies import BodyReader
 from server.tenancy.tenancy import Account, Tenancy
@@ -39,17 +36,17 @@ from server.tenancy.tenancy import Account, Tenancy
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-RETRY_S = 1.0  # after the engine had no room, or the disk failed
-MAX_REST_S = 60.0  # between two turns, whatever happens
-PATIENCE_S = 60.0  # with lines in the background none of which ends
-PROBE_S = 1.0  # after a line ran as a client's request does: whether the background moves by itself now
-NOT_NOW = (429, 503)  # statuses that say nothing of the line
+RETRY_S = 1.0  # after the engine was full, or the disk failed
+MAX_REST_S = 60.0  # between two turns
+PATIENCE_S = 60.0  # while no line of the background ends
+PROBE_S = 1.0  # after a line ran in the foreground, to see if the background moves
+NOT_NOW = (429, 503)  # statuses that are not about the line
 
 Key = tuple[str, int]  # a batch, and the number of a line
 
 
 class Running(NamedTuple):
-    """A line that has been begun, until its outcome is recorded."""
+    """A running line, until its outcome is recorded."""
 
     line: PendingLine
     account: Account | None
@@ -57,11 +54,11 @@ class Running(NamedTuple):
 
 
 class _NotNowError(Exception):
-    """A line's tenant has no room for it: the line goes back to the queue and leaves its place to others."""
+    """The tenant has no room for the line, which goes back to the queue."""
 
 
 class BatchWorker:
-    """Start it once with who is to be asked, wake it when a batch came or changed, stop it once."""
+    """`start` once, `wake` when a batch was added or changed, `stop` once."""
 
     def __init__(
         self, store: StoreThread, folder: DataFolder, bodies: BodyReader, *, max_running: int, max_line_bytes: int
@@ -72,11 +69,11 @@ class BatchWorker:
         self._max_running = max_running
         self._max_line_bytes = max_line_bytes
         self._running: dict[Key, Running] = {}  # the oldest first
-        self._hurried: Key | None = None  # the line that runs as a client's request does, or did last
-        self._due_s = 0.0  # when the background has stood still for too long, if it has
-        self._lead_before = 0  # when that began to be watched
+        self._hurried: Key | None = None  # the line that runs, or ran last, in the foreground
+        self._due_s = 0.0  # when the background will have stood still for too long
+        self._lead_before = 0  # the background's lead when the watch began
         self._outcomes: list[Outcome] = []  # not recorded yet
-        self._deferred: list[Key] = []  # lines that run no more, to be taken again; not recorded yet
+        self._deferred: list[Key] = []  # lines to give back to the queue; not recorded yet
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -90,7 +87,7 @@ class BatchWorker:
         is_dead: Callable[[], bool],
         tenancy: Tenancy,
     ) -> None:
-        """`is_dead` tells an engine that will answer nothing any more."""
+        """`is_dead` returns whether the engine has died."""
         self._tenancy = tenancy
         self._background = background
         self._foreground = foreground
@@ -102,7 +99,10 @@ class BatchWorker:
         self._news.set()
 
     async def stop(self) -> None:
-        """Leave lines that run as if they had not begun, and keep what has come. Idempotent; it goes on if cancelled."""
+        """Stop running lines without counting an attempt, and record outcomes.
+
+        Idempotent; it continues if the caller is cancelled.
+        """
         if self._stopped is None:
             self._stopped = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopped)
@@ -127,17 +127,17 @@ class BatchWorker:
             rest_s = RETRY_S
             try:
                 rest_s = await self._turn()
-            except Exception:  # most likely the disk; a batch that stands still must not be silent about it
+            except Exception:  # most likely the disk
                 logger.exception("batches stand still; trying again")
             with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
                 await asyncio.wait_for(self._news.wait(), rest_s)
             self._news.clear()
 
     async def _turn(self) -> float:
-        """Do what there is to do; returns when to look again at the latest."""
+        """Do what is due; return the seconds until the next turn at the latest."""
         await self._record()
         now, next_s = time.time(), MAX_REST_S
-        poll_s = RETRY_S if self._tenancy.has_file else MAX_REST_S  # nothing tells when a tenant has room again
+        poll_s = RETRY_S if self._tenancy.has_file else MAX_REST_S  # no event reports that a tenant has room again
         for current in await self._store(lambda store: store.open_batches()):
             batch = current.batch
             if batch.status is BatchStatus.VALIDATING:
@@ -156,7 +156,7 @@ class BatchWorker:
         return max(min(next_s, await self._hurry()), 0.01)
 
     async def _take(self, room: int, accounts: Mapping[str, Account | None]) -> list[PendingLine]:
-        """Lines to begin. Whoever is cancelled meanwhile has none: the database's thread does what it has been asked."""
+        """Return the lines to begin; if cancelled, give them back to the queue."""
         running = {key: running.line.owner for key, running in self._running.items()}
         num_running = Counter(running.values())
         rooms = {
@@ -172,31 +172,31 @@ class BatchWorker:
             raise
 
     async def _hurry(self) -> float:
-        """If lines stand still, take the oldest out of the background; returns when that may be due again."""
+        """If lines stand still, run the oldest in the foreground; return seconds to wait."""
         if not self._running or self._hurried in self._running:
             return MAX_REST_S
         rest_s = self._due_s - time.monotonic()
         if rest_s > 0:
             return rest_s
-        if self._lead() >= self._lead_before:  # lines that only take long do not stand still
+        if self._lead() >= self._lead_before:  # the background moves; its lines take long
             self._watch(PATIENCE_S)
             return PATIENCE_S
         key, (line, account, task) = next(iter(self._running.items()))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        if task.cancelled():  # it has not ended meanwhile
+        if task.cancelled():  # it had not ended
             del self._running[key]
             self._hurried = key
             self._begin(line, account, self._foreground)
         return MAX_REST_S
 
     def _watch(self, patience_s: float) -> None:
-        """Give the background so much time from now on."""
+        """Give the background this time from now on."""
         self._due_s = time.monotonic() + patience_s
         self._lead_before = self._lead()
 
     def _lead(self) -> int:
-        """How many steps more the background has had than all others."""
+        """Return how many more steps the background has had than all others."""
         return 2 * self._stats.background_steps - self._stats.steps
 
     def _begin(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> None:
@@ -223,7 +223,7 @@ class BatchWorker:
         self.wake()
 
     async def _ask(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> Outcome | None:
-        """What became of a line; None if the engine died over it, or over another. Raises _NotNowError."""
+        """Return the outcome of a line, or None if the engine died. Raises _NotNowError."""
         if line.attempts > MAX_ATTEMPTS:
             message = f"The server ended {MAX_ATTEMPTS} times while this request ran; it is not tried again."
             return unanswered(line, "too_many_attempts", message)
@@ -268,7 +268,7 @@ class BatchWorker:
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     async def _validate(self, batch: Batch) -> None:
-        """Check all lines and queue them. What a daemon that was killed had queued of them is thrown away first."""
+        """Check all lines and queue them, after dropping those of a killed daemon."""
         await self._store(lambda store: store.clear_lines(batch.id))
         path, start, number, total = self._folder.path_of(batch.input_file_id), 0, 1, 0
         errors: list[LineError] = []
@@ -301,7 +301,7 @@ class BatchWorker:
         await self._settle(batch, total, sorted(errors, key=lambda error: error.line or 0)[:MAX_ERRORS])
 
     async def _settle(self, batch: Batch, total: int, errors: list[LineError]) -> None:
-        """The input has been checked: the batch runs, or has failed. Unless it was cancelled meanwhile."""
+        """Let a checked batch run or fail, unless it was cancelled meanwhile."""
 
         def change(batch: Batch) -> None:
             if batch.status is not BatchStatus.VALIDATING:
@@ -320,7 +320,7 @@ class BatchWorker:
         self.wake()
 
     async def _finish(self, batch: Batch, end: BatchStatus) -> None:
-        """Stop what runs of it, write its files, and end it."""
+        """Stop a batch's lines, write its files, and end it."""
         await self._cancel([key for key in self._running if key[0] == batch.id])
         await self._record()
         if end is not BatchStatus.CANCELLED:
@@ -337,7 +337,7 @@ class BatchWorker:
         files = [file for file in (output, errors) if file is not None]
         try:
             ended = await self._store(lambda store: store.finish(batch.id, files, change))
-        except (OSError, sqlite3.Error):  # it is tried again, with other files
+        except (OSError, sqlite3.Error):  # the next turn writes other files
             for file in files:
                 self._folder.path_of(file.id).unlink(missing_ok=True)
             raise
@@ -350,7 +350,7 @@ class BatchWorker:
 
 
 def _end_of(current: OpenBatch, now: float) -> BatchStatus | None:
-    """How a batch that has been checked has to end now, if it has to."""
+    """Return how a checked batch has to end now, or None."""
     batch = current.batch
     if batch.status is BatchStatus.CANCELLING:
         return BatchStatus.CANCELLED

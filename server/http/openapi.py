@@ -1,7 +1,7 @@
-"""GET /openapi.json: what the API says about itself, made from its routes, the bodies they read and the answers they give.
+"""GET /openapi.json, made from the routes, their bodies and their answers.
 
-FastAPI describes paths and answers. Bodies are read by our own dependency (server/context.py), so they are added here, and
-so is what holds on every path: a field may be null, an error has one shape. Event loop; made when it is first asked for.
+FastAPI describes paths and answers. Bodies are read by our dependency (server/context.py), so they are added here, with
+what holds on every path: a field may be null, an error has one shape. Event loop; made at the first request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from server.http.bodies import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
-_EVENT = {  # OpenAPI before 3.2 has no word of its own for what a stream is made of
+_EVENT = {  # OpenAPI before 3.2 cannot describe the items of a stream
     "type": "object",
     "description": "Server-sent events, each like this; their data are JSON documents.",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -38,13 +38,13 @@ class ErrorDetails(ResponseBody):
 
 
 class ErrorAnswer(ResponseBody):
-    """What server/errors.py sends."""
+    """OpenAI's envelope, as server/errors.py writes it."""
 
     error: ErrorDetails
 
 
 def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: what it answers; `streams` if it may as well do so in server-sent events."""
+    """Return a route's `responses`; `streams` if it may answer with events, too."""
     answer: dict[str, Any] = {"model": model, "description": "The answer"}
     if streams:
         answer["content"] = {"text/event-stream": {"schema": _EVENT}}
@@ -52,7 +52,7 @@ def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | s
 
 
 def openapi_router(routers: Sequence[APIRouter], *, needs_key: bool, open_paths: Collection[str]) -> APIRouter:
-    """A route that describes those of `routers`; `open_paths` need no key in any case."""
+    """Return the route that describes `routers`; `open_paths` never need a key."""
     router = APIRouter()
     document = b""
 
@@ -68,7 +68,7 @@ def openapi_router(routers: Sequence[APIRouter], *, needs_key: bool, open_paths:
 def describe(
     routers: Sequence[APIRouter], *, needs_key: bool = False, open_paths: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     document = get_openapi(title="Quire", version=VERSION, routes=routes)
     bodies = [body for route in routes if (body := _body(route)) is not None]
@@ -91,7 +91,7 @@ def describe(
 
 
 def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) -> dict[type[RequestBody], Any]:
-    """Add what the bodies are made of; returns a reference to each."""
+    """Add the bodies' schemas; return a reference to each."""
     known = document["components"]["schemas"]
     references, definitions = models_json_schema(
         [*((body, "validation") for body in dict.fromkeys(bodies)), (ErrorAnswer, "serialization")],
@@ -107,21 +107,21 @@ def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) 
 
 
 def _add_errors(responses: dict[str, Any]) -> None:
-    """What every route may answer as well."""
-    responses.pop("422", None)  # FastAPI's own, for parameters that it would check
+    """Add the errors that every route may answer."""
+    responses.pop("422", None)  # FastAPI's, for parameters that it would check
     content = {"application/json": {"schema": {"$ref": _SCHEMAS + ErrorAnswer.__name__}}}
     responses.setdefault("4XX", {"description": "The request cannot be served", "content": content})
     responses.setdefault("5XX", {"description": "The server failed, or is about to end", "content": content})
 
 
 def _body(route: APIRoute) -> type[RequestBody] | None:
-    """What the endpoint reads, which is what its parameters say."""
+    """Return the body that an endpoint reads, from its annotations."""
     hints = get_type_hints(route.endpoint).values()
     return next((hint for hint in hints if isinstance(hint, type) and issubclass(hint, RequestBody)), None)
 
 
 def _let_fields_be_null(schema: dict[str, Any]) -> None:
-    """As bodies are read (engine/text/fields/base.py): null means absent."""
+    """Let optional fields be null, which means absent (engine/text/fields/base.py)."""
     fields = schema.get("properties", {})
     for name in fields.keys() - set(schema.get("required", ())):
         if _NULL not in fields[name].get("anyOf", ()):

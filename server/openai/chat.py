@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: its request, its answer and its stream's chunks."""
+"""POST /v1/chat/completions: the route, its answer and its chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ChatFunction(ResponseBody):
 
 
 class ChatToolCall(ResponseBody):
-    """A call of an answer, or what is new of one in a chunk: its first one has id, type and name."""
+    """A tool call, or its part in a chunk: the first has id, type and name."""
 
     index: int | None = None
     id: str | None = None
@@ -37,7 +37,7 @@ class ChatToolCall(ResponseBody):
 
 
 class ChatMessage(ResponseBody):
-    """An answer, or what is new of it in a chunk. Thoughts go by both names that clients look for."""
+    """An answer, or its part in a chunk. Reasoning has both names in use."""
 
     role: str | None = None
     reasoning_content: str | None = None
@@ -103,7 +103,7 @@ class ChatFormatter:
         return ChatCompletion(**self._chunk_fields, choices=[], usage=usage).json_bytes()
 
     def _message(self, delta: Delta) -> ChatMessage:
-        """A whole answer; its content is null where there is something else instead."""
+        """Return a whole answer; its content is null if it has only other parts."""
         message = ChatMessage(role="assistant", content=delta.text, refusal=None)
         if not delta.text and (delta.reasoning or delta.calls):
             message.content = None
@@ -156,7 +156,7 @@ class ChatFormatter:
         return chat_logprobs(self._meta.tokenizer, delta, as_ids=self._body.return_tokens_as_token_ids)
 
     def _add_prompt(self, answer: ChatCompletion, delta: Delta) -> None:
-        """What was asked to be told about the prompt, once it is known."""
+        """Add what the request wants to know of the prompt, once it is computed."""
         if delta.prompt is None:
             return
         if self._body.return_token_ids:

@@ -1,4 +1,7 @@
-"""ChatBody, the request that every API with messages becomes, and its way to engine requests. Event loop."""
+"""ChatBody, which all APIs with messages use, and its way to the engine.
+
+Event loop; long texts are rendered and encoded on other threads.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from server.respond import answer_id, engine_requests
 
 
 class ChatBody(SamplingBody, ChatFields):
-    """The request, and the form that the other APIs with messages are translated to."""
+    """The request of /v1/chat/completions, which other APIs are translated to."""
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
@@ -54,12 +57,15 @@ class ChatBody(SamplingBody, ChatFields):
 
     @property
     def asked_max_tokens(self) -> int | None:
-        """The most tokens of an answer, where the request names them."""
+        """Return the most tokens of an answer, where the request names them."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
-    """Return a conversation as the engine takes it. Raises ClientError or ApiError for one that cannot be answered."""
+    """Return a conversation prepared, and its engine requests.
+
+    Raises ClientError or ApiError for one that cannot be answered.
+    """
     text = await context.render(body)
     chat = await for_text(len(text), lambda: context.preprocessor.prepare(body, text))
     grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
@@ -81,13 +87,16 @@ def chunk_meta(
 
 
 async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
-    """Return the tokens of a conversation's prompt. Raises ClientError for one that cannot be a prompt."""
+    """Return the tokens of a conversation's prompt. Raises ClientError."""
     text = await context.render(body)
     return await for_text(len(text), lambda: context.preprocessor.encode(body, text))
 
 
 async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
-    """Return how many tokens of a prompt another conversation begins with; 0 if it cannot be rendered."""
+    """Return the number of tokens that a prompt shares with another conversation.
+
+    0 if the other one cannot be rendered.
+    """
     try:
         rendered = await context.render(body)
         common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])

@@ -1,4 +1,4 @@
-"""POST /v1/completions: its request, its answer and its stream's chunks."""
+"""POST /v1/completions: the route, its request, its answer and its chunks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ MAX_CHOICES = 1024  # of all prompts together
 
 
 class CompletionBody(SamplingBody):
-    """The request. `logprobs` counts alternatives; `echo` begins the answer with the prompt; `best_of` are drawn and the n
-    likeliest of them, by their mean log probability a token, are given, or are a beam search's width."""
+    """The request.
+
+    `logprobs` counts alternatives. `echo` begins the answer with the prompt. Of `best_of` answers that are drawn, the n
+    likeliest are given, by the mean log probability of a token; with a beam search it is the width.
+    """
 
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "thinking_token_budget": ()}
 
@@ -73,7 +76,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def num_drawn(self) -> int:
-        """A search gives no more than n."""
+        """Return the answers drawn for a prompt; a beam search draws n."""
         return self.n if self.use_beam_search else self.beam_width
 
     @property
@@ -102,7 +105,7 @@ class CompletionChoice(ResponseBody):
 
 
 class Completion(ResponseBody):
-    """The answer, and a chunk of it: OpenAI gives both the same shape."""
+    """The answer, and a chunk of it, which has the same shape."""
 
     id: str
     object: str
@@ -127,7 +130,7 @@ class CompletionFormatter:
         return self._template.render_all(choices, usage=usage)
 
     def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
-        """Of each prompt's answers the n likeliest, best first."""
+        """Return the n likeliest answers of each prompt, best first."""
         n, num_drawn = self._body.n, self._body.num_drawn
         if n == num_drawn:
             return deltas
@@ -168,7 +171,7 @@ class CompletionFormatter:
 
 
 def _mean_logprob(delta: Delta) -> float:
-    """Of a whole answer's tokens; an echoed prompt's come before them and do not count."""
+    """Return the mean log probability of an answer's tokens, without an echo."""
     num_tokens = len(delta.token_ids)
     drawn = [entry.logprob for entry in delta.logprobs[len(delta.logprobs) - num_tokens :] if entry is not None]
     return sum(drawn) / max(num_tokens, 1)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: its request and its answer. A vector is cut to `dimensions`, then made one long."""
+"""POST /v1/embeddings. A vector is cut to `dimensions`, then normalised."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread
 
 
 class EmbeddingBody(PromptOnlyBody):
-    """The request. `input` may be all that a completion's prompt may be."""
+    """The request. `input` takes the same as the prompt of a completion."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **PromptOnlyBody.UNSUPPORTED,
@@ -55,7 +55,7 @@ class EmbeddingBody(PromptOnlyBody):
         return self
 
     def shape(self, index: int, pooled: Sequence[float]) -> Embedding:
-        """One input's vector, as asked for. Raises InvalidRequestError if it has not so many dimensions."""
+        """Return an input's vector. Raises InvalidRequestError for too many dimensions."""
         dimensions = len(pooled) if self.dimensions is None else self.dimensions
         if dimensions > len(pooled):
             raise InvalidRequestError(
@@ -69,7 +69,7 @@ class EmbeddingBody(PromptOnlyBody):
 
 
 def unit_vector(values: Sequence[float]) -> array[float]:
-    """The same direction, of length one, in float32. Nothing at all stays that."""
+    """Return the vector scaled to length one, in float32; zero stays zero."""
     length = math.hypot(*values) or 1.0
     return array("f", [value / length for value in values])
 
@@ -93,7 +93,7 @@ class Embeddings(ResponseBody):
 async def create_embeddings(
     http: Request, context: InContext, body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody))]
 ) -> Response:
-    """The model's final hidden states as one vector an input."""
+    """Return the model's final hidden states, as one vector an input."""
     model = context.check_model(body.model)
     params = body.engine_params(pooling=Pooling(context.config.pooling))
     prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)

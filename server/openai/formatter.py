@@ -1,4 +1,4 @@
-"""How an answer leaves: whole, or as a stream of events; and what the two APIs with chunks of choices have in common."""
+"""Formatters: an answer becomes one JSON document, or a stream of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.telemetry.timeline import AnswerMetrics, with_metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkMeta:
-    """What is the same in every chunk of an answer, and what shaping its choices takes."""
+    """The fields that all chunks of an answer share, and what formatting needs."""
 
     id_prefix: str
     model: str
@@ -30,7 +30,7 @@ class ChunkMeta:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> dict[str, Any]:
-        """As JSON names them."""
+        """Return the shared fields of a document."""
         return {
             "id": f"{self.id_prefix}-{self.answer_id}",
             "object": object_name,
@@ -41,22 +41,28 @@ class ChunkMeta:
 
 
 class ChunkTemplate:
-    """A chunk's JSON around its choice, made once an answer: a token then costs its choice alone, a third of the whole."""
+    """A chunk's JSON around its choices, written once an answer.
+
+    A token then costs its choice alone, a third of the whole.
+    """
 
     __slots__ = ("_head",)
 
     def __init__(self, empty: ResponseBody) -> None:
-        """`empty` is a chunk whose last field is `choices`, without any."""
+        """`empty` is a chunk without choices, whose last field is `choices`."""
         document = empty.json_bytes()
         assert document.endswith(b'"choices":[]}')
         self._head = document[:-2]
 
     def render(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
-        """A whole chunk. `usage` is given, perhaps as None, where the client asked for it."""
+        """Return a whole chunk. `usage` is given, perhaps None, if the client wants it."""
         return self.render_all([choice], **usage)
 
     def render_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
-        """The same with several choices, each written by itself: a thousand in one call would hold the GIL for long."""
+        """Return a chunk with several choices, each written alone.
+
+        A thousand in one call would hold the GIL for long.
+        """
         tail = b"]}"
         for value in usage.values():
             tail = b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
@@ -64,47 +70,47 @@ class ChunkTemplate:
 
 
 class ResponseFormatter(Protocol):
-    """Shapes deltas as what a client of one API reads. One object an answer."""
+    """Formats deltas for the clients of one API. One object an answer."""
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        """The whole answer as one JSON document, one delta a choice."""
+        """Return the whole answer as a JSON document, of one delta a choice."""
         ...
 
     def opening(self) -> bytes:
-        """What a stream begins with, while nothing is known yet; perhaps nothing."""
+        """Return the first frames of a stream, before anything is known, or b""."""
         ...
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
-        """Frames for what is new in some choices. `usage` counts so far."""
+        """Return the frames of new deltas. `usage` returns the counts so far."""
         ...
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
-        """What a stream ends with; `metrics` are given where the client asked for them."""
+        """Return the last frames; `metrics` are given if the client wants them."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """What a stream ends with if something went wrong."""
+        """Return the last frame of a stream that failed."""
         ...
 
 
 class ChunkFormatter(Protocol):
-    """Shapes deltas as JSON documents with choices. One object an answer."""
+    """Formats deltas as JSON documents with choices. One object an answer."""
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        """The whole answer, one delta a choice."""
+        """Return the whole answer, of one delta a choice."""
         ...
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        """What is new in one choice. `usage` is given, perhaps as None, where the client asked for it."""
+        """Return the chunks of a delta. `usage` is given if the client wants it."""
         ...
 
     def closing(self, usage: Usage) -> bytes:
-        """The last chunk of a stream that reports usage."""
+        """Return the last chunk of a stream that reports usage."""
         ...
 
 
 class Chunks:
-    """Implements ResponseFormatter: a stream of nameless events, a chunk each, with an end mark."""
+    """Implements ResponseFormatter: unnamed events, a chunk each, and an end mark."""
 
     def __init__(self, formatter: ChunkFormatter, options: StreamOptions) -> None:
         self._formatter = formatter
@@ -133,10 +139,10 @@ class Chunks:
         return frame(error.body()) + DONE
 
 
-DONE = b"data: [DONE]\n\n"  # what OpenAI's older streams end with
+DONE = b"data: [DONE]\n\n"  # the end mark of OpenAI's older APIs
 
 
 def frame(document: bytes, event: str = "") -> bytes:
-    """One event, named or not. JSON has no raw line breaks, so one data line carries it."""
+    """Return one event. JSON has no raw line breaks, so it is one data line."""
     data = b"data: " + document + b"\n\n"
     return b"event: " + event.encode() + b"\n" + data if event else data

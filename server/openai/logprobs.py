@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes that clients know: parallel lists (completions) and one object a token (chat)."""
+"""Log probabilities as the completions API and the chat API show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server.http.bodies import ResponseBody
 
 
 class CompletionLogprobs(ResponseBody):
-    """The completions API's shape."""
+    """Parallel lists, as in the completions API."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -28,7 +28,7 @@ class ChatLogprob(TopLogprob):
 
 
 class ChatLogprobs(ResponseBody):
-    """The chat API's shape."""
+    """One object a token, as in the chat API."""
 
     content: list[ChatLogprob]
     refusal: None = None
@@ -37,9 +37,9 @@ class ChatLogprobs(ResponseBody):
 def completion_logprobs(
     tokenizer: Tokenizer, delta: Delta, num_top: int, *, as_ids: bool = False
 ) -> CompletionLogprobs:
-    """A delta's log probabilities; the sampled token joins the best alternatives if it is not one of them.
+    """Return a delta's log probabilities; the drawn token joins the alternatives.
 
-    With `as_ids` tokens are spelled as _by_id says.
+    With `as_ids` tokens are spelled as _by_id does.
     """
 
     def spell(token_id: int) -> str:
@@ -52,7 +52,7 @@ def completion_logprobs(
             continue
         top: dict[str, float] = {}
         for token_id, logprob in (*entry.top[:num_top], (entry.token_id, entry.logprob)):
-            top.setdefault(spell(token_id), finite(logprob))  # of two tokens with one text the likelier one counts
+            top.setdefault(spell(token_id), finite(logprob))  # the likelier of two tokens with one text is kept
         tops.append(top)
     return CompletionLogprobs(
         text_offset=delta.offsets,
@@ -63,7 +63,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, as_ids: bool = False) -> ChatLogprobs:
-    """A delta's log probabilities, one object a token; with `as_ids` tokens are spelled as _by_id says."""
+    """Return a delta's log probabilities; `as_ids` spells tokens as _by_id does."""
 
     def shape(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
@@ -80,5 +80,5 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, as_ids: bool = False) -
 
 
 def _by_id(token_id: int) -> str:
-    """vLLM's spelling for clients that have to tell two tokens with the same text apart."""
+    """Return vLLM's spelling of a token, which differs for tokens of one text."""
     return f"token_id:{token_id}"

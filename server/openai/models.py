@@ -1,4 +1,7 @@
-"""GET /v1/models: what is told of a model, in OpenAI's shape with vLLM's fields, or in Anthropic's. Pure data."""
+"""GET /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape.
+
+The one model under each of its names, and its adapters. Requests with Anthropic's version header get its shape.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from server.http.openapi import answers
 
 
 class ModelCard(ResponseBody):
-    """OpenAI's four fields, and vLLM's."""
+    """A model: OpenAI's four fields, and vLLM's."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "quire"
     root: str
-    parent: str | None = None  # of an adapter: the model that it changes
+    parent: str | None = None  # of an adapter: its base model
     max_model_len: int
 
     def for_anthropic(self) -> ModelInfo:
-        """The same as Anthropic tells it."""
+        """Return the model in Anthropic's shape."""
         created = datetime.fromtimestamp(self.created, timezone.utc)
         return ModelInfo(
             type="model",
@@ -47,7 +50,7 @@ class ModelList(ResponseBody):
 
 
 class ModelInfo(ResponseBody):
-    """Anthropic's."""
+    """A model in Anthropic's shape."""
 
     type: str
     id: str
@@ -68,7 +71,7 @@ class ModelPage(ResponseBody):
 
 
 class ModelPageQuery(BaseModel):
-    """Which page."""
+    """The query of a page."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -77,7 +80,7 @@ class ModelPageQuery(BaseModel):
     before_id: str | None = None
 
     def page(self, cards: Sequence[ModelCard]) -> ModelPage:
-        """Those after one, or the last ones before one; an id that is not there is passed over."""
+        """Return the models after one, or the last before one; unknown ids are ignored."""
         ids = [card.id for card in cards]
         begin = ids.index(self.after_id) + 1 if self.after_id in ids else 0
         end = ids.index(self.before_id) if self.before_id in ids else len(ids)
@@ -118,7 +121,7 @@ def _json(answer: ResponseBody) -> Response:
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: Request, context: InContext) -> Response:
-    """Every name clients may use."""
+    """List the names that requests may use."""
     cards = [_card(context, name) for name in context.config.served_model_names]
     cards += [_adapter_card(context, loaded) for loaded in context.engine.adapters.all()]
     if getattr(http.state, IS_ANTHROPIC):
@@ -128,7 +131,7 @@ async def list_models(http: Request, context: InContext) -> Response:
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
 async def retrieve_model(http: Request, context: InContext, name: str) -> Response:
-    """One of them; 404 for any other."""
+    """Return a model, or a 404."""
     name = context.check_model(name)
     loaded = context.engine.adapters.find(name)
     card = _card(context, name) if loaded is None else _adapter_card(context, loaded)

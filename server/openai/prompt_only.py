@@ -1,4 +1,4 @@
-"""What the APIs share that only read prompts, to make vectors or scores of them: nothing is drawn."""
+"""The shared part of /v1/embeddings and /v1/score, which only read prompts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from server.http.slow_thread import run_slowly
 from server.openai.sampling import EngineBody
 from server.respond import MAX_INLINE_TOKENS, unless_disconnected
 
-MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_INPUTS = 2048  # of one request; OpenAI's limit
 
 
 class PromptOnlyBody(EngineBody):
-    """The request, but for what is read."""
+    """The fields that both requests share."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"request_id"})
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -37,7 +37,7 @@ class PromptOnlyBody(EngineBody):
         return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: ModelLimits) -> None:
-        """Raise ContextLengthError for one that does not fit."""
+        """Raise ContextLengthError for a prompt that does not fit."""
         longest, most = max(map(len, prompts)), min(limits.max_model_len, limits.pool_tokens)
         if longest > most:
             raise ContextLengthError(
@@ -49,7 +49,7 @@ class PromptOnlyBody(EngineBody):
 
 
 def check_num_inputs(num: int, param: str) -> None:
-    """Raise InvalidRequestError for more than one request may have."""
+    """Raise InvalidRequestError for too many inputs."""
     if num > MAX_INPUTS:
         raise InvalidRequestError(f"{param} has {num} items; one request may have at most {MAX_INPUTS}.", param=param)
 
@@ -64,9 +64,10 @@ async def shape_each(
     body: PromptOnlyBody,
     shape: Callable[[int, PromptInfo], Result],
 ) -> list[Result]:
-    """What `shape` makes of every prompt, in order. A client that leaves ends it.
+    """Return what `shape` makes of each prompt, in order.
 
-    Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held at once.
+    Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held together. A
+    client that leaves ends it.
     """
 
     def shape_some(infos: list[tuple[int, PromptInfo]]) -> dict[int, Result]:

@@ -1,4 +1,4 @@
-"""Prompts as clients send them become token ids. Event loop, long texts on a worker thread."""
+"""Turns the prompts of requests into token ids. Event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ Prompts = Annotated[
 async def prompt_ids(
     context: Context, prompts: Sequence[Prompt], param: str, *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each prompt, text or ids. Raises InvalidRequestError or ContextLengthError, which name `param`."""
+    """Return the token ids of each prompt, a text or ids.
+
+    Raises InvalidRequestError or ContextLengthError, which name `param`.
+    """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await context.encode(texts, param, add_special_tokens=add_special_tokens))
 

@@ -1,4 +1,7 @@
-"""The fields that the generating APIs share beyond engine/text/fields/sampling.py: streaming, caching, tenants. Pure data."""
+"""Fields that the generating APIs share: streaming, caching, tenants.
+
+The sampling fields are in engine/text/fields/sampling.py. Pure data.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,14 @@ NO_OPS = frozenset({"metadata", "prompt_cache_key", "service_tier", "store", "re
 
 
 class PromptCacheOptions(RequestBody):
-    """For how long to retain the prompt; `explicit` retains only marked places, and there are no marks here."""
+    """For how long to retain the prompt; `explicit` retains marked places only."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m"] | None = None
 
 
 class StreamOptions(RequestBody):
-    """How a stream reports usage."""
+    """Whether a stream reports usage."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
@@ -109,7 +112,7 @@ class SamplingBody(EngineBody, SamplingFields):
 
     @property
     def retained_s(self) -> float:
-        """Return for how long the whole prompt should stay cached, as far as there is room; 0 for no longer than others."""
+        """Return for how long to keep the whole prompt cached, if there is room; or 0."""
         if self.prompt_cache_retention == "24h":
             return 86_400.0
         options = self.prompt_cache_options
@@ -121,7 +124,7 @@ class SamplingBody(EngineBody, SamplingFields):
         return self.stream_options or StreamOptions()
 
     def ignored_fields(self) -> list[str]:
-        """Return those of the body and of the objects in it."""
+        """Return also the ignored fields of nested objects."""
         names = ("stream_options", "response_format", "structured_outputs", "prompt_cache_options")
         parts = {name: getattr(self, name) for name in names}
         if self.response_format is not None:

@@ -1,7 +1,7 @@
-"""POST /v1/score: its request and its answer. A score is the log likelihood of text_2 as the continuation of text_1.
+"""POST /v1/score: the log likelihood of text_2 as a continuation of text_1.
 
-The two are encoded as the one text they make together. Scored are its tokens from the first that text_1 alone would not
-have: where the last letters of text_1 and the first of text_2 share a token, that one is scored, too.
+Both are encoded as one text. Scored are its tokens from the first that differs from the tokens of text_1 alone: a token
+that the end of text_1 and the beginning of text_2 share is scored, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str
 
 
 class ScoreBody(PromptOnlyBody):
-    """The request. Texts are paired in order, or a single text_1 with every text_2."""
+    """The request. Texts are paired in order, or one text_1 with every text_2."""
 
     text_1: Texts
     text_2: Texts
@@ -59,7 +59,10 @@ class ScoreBody(PromptOnlyBody):
         return self
 
     def wholes(self, most_chars: int) -> list[str]:
-        """Each pair as one text. Raises InvalidRequestError if all of them would be more than a body may hold."""
+        """Return each pair as one text.
+
+        Raises InvalidRequestError if they exceed the size of a body.
+        """
         firsts = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
         num_chars = sum(map(len, firsts)) + sum(map(len, self.text_2))
         if num_chars > most_chars:
@@ -71,12 +74,12 @@ class ScoreBody(PromptOnlyBody):
         return [first + second for first, second in zip(firsts, self.text_2, strict=True)]
 
     def first_scored(self, contexts: list[list[int]], wholes: list[list[int]]) -> list[int]:
-        """Where each pair's continuation begins, in tokens of both together. Raises InvalidRequestError."""
+        """Return the first token of each continuation. Raises InvalidRequestError."""
         repeated = contexts * len(wholes) if len(contexts) == 1 else contexts
         return [_first_scored(*pair) for pair in zip(repeated, wholes, strict=True)]
 
     def shape(self, index: int, logprobs: Sequence[TokenLogprob | None], first: int) -> Score:
-        """A pair's score; its tokens from `first` on are the continuation's."""
+        """Return a pair's score, of its tokens from `first` on."""
         values = [finite(entry.logprob) for entry in logprobs[first:] if entry is not None]
         score = math.fsum(values) / (len(values) if self.reduction == "mean" else 1)
         return Score(object="score", index=index, score=score)
@@ -116,7 +119,7 @@ class Scores(ResponseBody):
 async def create_score(
     http: Request, context: InContext, body: Annotated[ScoreBody, Depends(json_body(ScoreBody))]
 ) -> Response:
-    """The log likelihood of each text_2 as the continuation of its text_1."""
+    """Return the log likelihood of each text_2 as the continuation of its text_1."""
     model = context.check_model(body.model)
     params = body.engine_params(prompt_logprobs=0)
     special = body.add_special_tokens

@@ -1,6 +1,6 @@
-"""Requests of other APIs that are answered as a chat is: each becomes a ChatBody, and from there on nothing is its own.
+"""Requests of other APIs that become a ChatBody, and are answered as one.
 
-A field that chat has too, and that the other API does not spell otherwise, is handed on as it came. Pure data, no HTTP.
+A field that chat has too, and that the other API does not spell otherwise, is passed on unchanged. Pure data, no HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.errors import ApiError, to_api_error
 from server.openai.chat_request import ChatBody
 from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
 
-# Chat's fields beyond OpenAI's and Anthropic's own that mean the same here.
+# Fields of chat, beyond OpenAI's and Anthropic's, that mean the same here.
 PASSED_ON = frozenset(
     {
         "allowed_token_ids",
@@ -47,7 +47,7 @@ PASSED_ON = frozenset(
 
 
 class TranslatedBody(RequestBody):
-    """What such requests have in common."""
+    """The fields that the translated requests share."""
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -66,7 +66,7 @@ class TranslatedBody(RequestBody):
             ("beam_width", "use_beam_search"), "beam searches are what /v1/chat/completions makes; ask there"
         ),
     }
-    # chat's field -> the field of this API that it was made of, by which errors call it
+    # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
@@ -75,16 +75,16 @@ class TranslatedBody(RequestBody):
     stream: bool = False
 
     def ignored_fields(self) -> list[str]:
-        """Return the fields unknown here and in chat, and the hints that no model follows."""
+        """Return the ignored fields that chat does not have either."""
         return [name for name in super().ignored_fields() if name not in PASSED_ON]
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return the priority, where the server serves in another order."""
+        """Return the priority, where the scheduling policy ignores it."""
         priority = (self.model_extra or {}).get("priority")
         return ["priority"] if priority and not limits.has_priorities else []
 
     def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:
-        """A chat with these fields, null ones left out, and those of this request that it shares."""
+        """Return a chat of these fields, without null ones, and of the shared ones."""
         shared = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream")}
         passed = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
         return ChatBody.model_validate({**passed, **shared, **fields})
@@ -92,7 +92,7 @@ class TranslatedBody(RequestBody):
     @classmethod
     @contextmanager
     def own_names(cls) -> Iterator[None]:
-        """Name the fields of this API in what is wrong with the chat."""
+        """Rename chat's fields to this API's in an error of the chat."""
         try:
             yield
         except (ApiError, ClientError, ValidationError) as error:
@@ -100,7 +100,7 @@ class TranslatedBody(RequestBody):
             param = told.param or ""
             is_about = [f"{param}.".startswith(f"{chats}.") for chats in cls.OWN_NAMES]
             for (chats, own), is_it in zip(cls.OWN_NAMES.items(), is_about, strict=True):
-                if is_it or "_" in chats:  # a plain word may be no field's name
+                if is_it or "_" in chats:  # a plain word may not be a field's name
                     told.message = re.sub(rf"(?<![\w.]){re.escape(chats)}(?!\w)", own, told.message)
                 if is_it and told.param == param:
                     told.param = own + param[len(chats) :]
@@ -108,7 +108,10 @@ class TranslatedBody(RequestBody):
 
 
 def pieces_of(delta: Delta) -> list[Piece]:
-    """A delta's parts in the order in which they were written: what goes on with a call comes before the next words."""
+    """Return the parts of a delta in the order in which they were written.
+
+    The rest of an open call comes before text, and text before new calls.
+    """
     pieces: list[Piece] = [Reasoning(delta.reasoning)] if delta.reasoning else []
     calls = list(delta.calls)
     if calls and calls[0].name is None:

@@ -10,9 +10,9 @@ from server.http.bodies import ResponseBody
 
 class PromptTokensDetails(ResponseBody):
     cached_tokens: int
-    cached_tokens_host: int | None = None  # of these, where other tiers than the KV pool are in use
+    cached_tokens_host: int | None = None  # of these, from other cache tiers
     cached_tokens_disk: int | None = None
-    pinned_tokens: int | None = None  # of the prompts' beginnings, where that was asked for
+    pinned_tokens: int | None = None  # retained by request
 
 
 class CompletionTokensDetails(ResponseBody):
@@ -20,7 +20,7 @@ class CompletionTokensDetails(ResponseBody):
 
 
 class Usage(ResponseBody):
-    """OpenAI's usage object. A prompt counts once, however many choices it has."""
+    """OpenAI's usage object. A prompt counts once, for all of its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -37,7 +37,7 @@ class Usage(ResponseBody):
         reasoning_tokens: int | None = None,
         pinned_tokens: int | None = None,
     ) -> Usage:
-        """Return the counts; `prompts` are those that have been computed. None is a count that is not reported."""
+        """Return the counts; `prompts` are the computed ones, None is not reported."""
         details = PromptTokensDetails(cached_tokens=sum([prompt.num_cached_tokens for prompt in prompts]))
         host = sum([prompt.num_host_tokens for prompt in prompts])
         disk = sum([prompt.num_disk_tokens for prompt in prompts])

@@ -1,4 +1,7 @@
-"""Bodies of POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them. Pure data."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM.
+
+Off by default, as they read paths of this machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ MAX_NAME = 256  # characters
 
 
 class LoadAdapterBody(RequestBody):
-    """A folder of the server's, and what requests will call it."""
+    """A folder of this machine, and the name for requests."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"load_inplace": (False,)}
     INSTEAD: ClassVar[Mapping[str, str]] = {"load_inplace": "unload the adapter first, then load it again"}
@@ -30,7 +33,7 @@ class LoadAdapterBody(RequestBody):
 
 
 class UnloadAdapterBody(RequestBody):
-    """The name that is not to be known any more."""
+    """The name to remove."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
 
@@ -54,7 +57,7 @@ def _check_allowed(context: Context, owner: str) -> None:
 async def load_lora_adapter(
     context: InContext, owner: InOwner, body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
 ) -> Response:
-    """Read an adapter from a folder of this machine's; once this has answered, requests may name it as their model."""
+    """Load an adapter from a folder of this machine; requests may then name it."""
     _check_allowed(context, owner)
     if body.lora_name in context.config.served_model_names:
         raise AdapterConflictError(
@@ -70,7 +73,7 @@ async def load_lora_adapter(
 async def unload_lora_adapter(
     context: InContext, owner: InOwner, body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))]
 ) -> Response:
-    """Forget an adapter. Requests that use it go on to their ends; its memory is given back with the last of them."""
+    """Unload an adapter; its memory is freed when the last request that uses it ends."""
     _check_allowed(context, owner)
     async with context.adapter_turn:
         await run_detached(context.engine.adapters.unload, body.lora_name)

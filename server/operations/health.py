@@ -1,4 +1,4 @@
-"""What operators and their machines ask: /health, /ready, /load, /version, /metrics."""
+"""Routes for monitoring: /health, /ready, /load, /version, /metrics."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def _status(http: Request, context: Context, *, ready: bool) -> Response:
 
 @router.get("/health", response_class=Response)
 async def health(http: Request, context: InContext) -> Response:
-    """Live: the engine thread runs, and moves whenever it has work. Asks nothing of the engine."""
+    """Liveness: the engine thread runs, and makes steps while it has work."""
     return _status(http, context, ready=False)
 
 
 @router.get("/ready", response_class=Response)
 async def ready(http: Request, context: InContext) -> Response:
-    """Able to take a request now."""
+    """Readiness: requests are accepted now."""
     return _status(http, context, ready=True)
 
 
 @router.get("/load")
 async def load(context: InContext) -> dict[str, Any]:
-    """How many requests are open."""
+    """Return the number of open requests."""
     return {"server_load": context.client.num_open}
 
 
@@ -60,6 +60,6 @@ async def version() -> dict[str, Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(context: InContext) -> Response:
-    """Prometheus' exposition."""
+    """Return the metrics in Prometheus' format."""
     content, media_type = context.metrics.render()
     return Response(content, headers={"content-type": media_type})

@@ -1,4 +1,4 @@
-"""GET /v1/engine/live: the pool, who holds it, and the counts a rate is made of. The page polls it while it is looked at."""
+"""GET /v1/engine/live: the state of the pool and the engine, for the page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ router = APIRouter()
 
 @router.get("/v1/engine/live")
 async def live(context: InContext, owner: InOwner) -> Response:
-    """How the engine stands between two steps; a tenant is shown its own sequences and the sums of all."""
+    """Return the engine's state; a tenant sees its sequences and the sums of all."""
     document = await context.live.document(None if owner == DEFAULT else owner)
     return Response(document, media_type="application/json", headers={"cache-control": "no-store"})

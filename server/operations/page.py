@@ -1,7 +1,7 @@
-"""The page at `/`: a playground and a live view of the engine, as static files from server/page/.
+"""The page at `/`: a playground and a live view, static files of server/page/.
 
-Files are read once, at start, and only these are ever served: no path of a client reaches the file system. They hold no
-secret and are open without a key; the page asks for one and presents it to the API like any other client.
+The files are read once, at start, and only they are served: no path of a client reaches the file system. They are open
+without a key; the page asks for one and sends it like any other client.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PageFile:
     headers: dict[str, str]
 
     def response(self, if_none_match: str | None) -> Response:
-        """The file, or a 304 for a browser that has it."""
+        """Return the file, or a 304 if the browser has it."""
         if if_none_match == self.headers["etag"]:
             return Response(status_code=304, headers=self.headers)
         return Response(self.content, headers=self.headers)
 
 
 def load_files() -> dict[str, PageFile]:
-    """Every file of the page by its URL path; the HTML is `/`."""
+    """Return every file of the page by its URL path; the HTML is `/`."""
     files = {}
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in MEDIA_TYPES:
@@ -55,7 +55,7 @@ def load_files() -> dict[str, PageFile]:
             headers = {
                 "content-type": MEDIA_TYPES[path.suffix],
                 "etag": f'"{sha256(content).hexdigest()[:20]}"',
-                "cache-control": "no-cache",  # asked for anew each time, so that an update is seen at once
+                "cache-control": "no-cache",  # revalidated each time, so that an update is seen
             }
             url = "/" if path.name == "index.html" else f"/page/{path.name}"
             files[url] = PageFile(content, SECURITY_HEADERS | headers)
@@ -63,7 +63,7 @@ def load_files() -> dict[str, PageFile]:
 
 
 def page_router(files: dict[str, PageFile]) -> APIRouter:
-    """Routes for exactly these files."""
+    """Return the routes of these files."""
     router = APIRouter()
 
     def add(url: str, file: PageFile) -> None:

@@ -1,10 +1,10 @@
-"""--pinned-prefixes: beginnings of prompts that the operator wants computed at the start, and cached for good.
+"""--pinned-prefixes: prompt prefixes that are computed at start and kept cached.
 
     {"messages": [{"role": "system", "content": "You are ..."}], "tools": [...]}      as for /v1/chat/completions
     {"prompt": "Once upon a time", "cache_salt": "tales"}                              as for /v1/completions
 
-One JSON object a line. Of a conversation, what any other that goes on with a user's message has in common with it counts.
-Read on the thread that starts the daemon, computed on the event loop before it is ready.
+One JSON object a line. Of a conversation, the prefix is the part that it shares with every continuation by a user's
+message. Read on the thread that starts the daemon, computed on the event loop before the daemon is ready.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from server.settings.files import read_setting_file
 
 log = logging.getLogger("quire.serve")
 
-TOLD_EVERY_S = 10.0  # how far they are
-_PROBES = ("-", "+")  # two users' first words
+LOG_EVERY_S = 10.0  # between two lines of progress
+_PROBES = ("-", "+")  # two beginnings of a user's message
 
 
 def read_prefixes(path: Path, context: Context) -> list[Request]:
-    """The requests that compute them. Raises ConfigError, which names the line."""
-    lines = read_setting_file("--pinned-prefixes", path).split("\n")  # a string may have other line breaks in it
+    """Return the requests that compute them. Raises ConfigError, with the line."""
+    lines = read_setting_file("--pinned-prefixes", path).split("\n")  # JSON strings may have other line breaks
     requests: list[Request] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -51,14 +51,14 @@ def read_prefixes(path: Path, context: Context) -> list[Request]:
 
 
 async def compute_prefixes(requests: Sequence[Request], context: Context) -> None:
-    """Have the engine compute them, and tell of those that failed or that there was no place for; a signal ends it."""
+    """Compute the prefixes; log those that failed or found no room."""
     clock, size = context.engine.clock, context.engine.config.block_size
-    begun_s = told_s = clock()
+    begun_s = logged_s = clock()
     num_tokens = num_pinned = num_failed = 0
     log.info("computing %d pinned prefixes, %d tokens", len(requests), sum(len(one.prompt) for one in requests))
-    for number, request in enumerate(requests):  # one after another: the first comes first where not all have room
-        if clock() - told_s >= TOLD_EVERY_S:
-            told_s = clock()
+    for number, request in enumerate(requests):  # one after another: if not all fit, the first ones do
+        if clock() - logged_s >= LOG_EVERY_S:
+            logged_s = clock()
             log.info("%d of %d pinned prefixes are computed", number, len(requests))
         try:
             num_pinned += await _compute(request, context)
@@ -86,7 +86,7 @@ async def compute_prefixes(requests: Sequence[Request], context: Context) -> Non
 
 
 async def _compute(request: Request, context: Context) -> int:
-    """One of them; how many of its tokens are pinned. Raises QuireError if it failed, or was cut short."""
+    """Compute one and return its pinned tokens. Raises QuireError if it failed."""
     num_pinned = 0
     answer = context.client.submit([request])
     with answer:

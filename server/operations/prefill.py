@@ -1,4 +1,7 @@
-"""POST /v1/internal/prefill: a decode daemon has a prompt computed here, and fetches its K/V through the connector."""
+"""POST /v1/internal/prefill: computes a prompt for a decode daemon.
+
+The daemon fetches the K/V through the connector.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class PrefillBody(RequestBody):
     prompt: list[int] = Field(min_length=1)
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    adapter: str | None = Field(None, max_length=64)  # the digest of its content, as hexadecimal digits
+    adapter: str | None = Field(None, max_length=64)  # the digest of its content, in hexadecimal
 
 
 @router.post("/v1/internal/prefill", response_model=Prefilled)
@@ -40,13 +43,13 @@ async def prefill(
     owner: InOwner,
     body: Annotated[PrefillBody, Depends(json_body(PrefillBody))],
 ) -> Prefilled:
-    """Compute a prompt and pack its full blocks. A daemon that leaves ends it."""
+    """Compute a prompt and pack its full blocks; a daemon that leaves ends it."""
     if context.sender is None:
         message = "This server computes no prompts for others; start it with role prefill in --kv-transfer-config."
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
     check_operator(owner, "Computing prompts for other daemons")
     context.limits.check_ids(body.prompt, "prompt")
-    # Names are each daemon's own, and an adapter's digest is that of the files it was read from.
+    # Adapters' names differ between daemons; the digest of their files does not.
     loaded = (each.adapter for each in context.engine.adapters.all())
     adapter = next((each for each in loaded if each.digest.hex() == body.adapter), None)
     if adapter is None and body.adapter is not None:

@@ -1,9 +1,9 @@
-"""docs/reference.md, made from the routes and the bodies they read: every endpoint, every field, and what becomes of it.
+"""Writes docs/reference.md: every endpoint, every field, every setting.
 
     python -m server.operations.reference > docs/reference.md
 
-tests/http/test_reference.py compares. Reads what GET /openapi.json says, and of the bodies' classes which fields are
-no-ops and which are refused.
+tests/http/test_reference.py compares. Made from the OpenAPI document and from the no-ops, hints and refused fields that
+the classes of bodies declare.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Reference:
         self._paths = document["paths"]
         self._schemas = document["components"]["schemas"]
         self._classes = {body.__name__: body for body in _subclasses(RequestBody)}
-        self._told: dict[str, None] = {}  # schemas that have a section, or will have, in order
+        self._sections: dict[str, None] = {}  # schemas with a section, in order
 
     def render(self) -> str:
-        """The whole page."""
+        """Return the page."""
         parts = [HEAD, *settings_section(), "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
         bodies: dict[str, list[str]] = {}
         for endpoint, operation in self._operations():
             if name := _body_name(operation):
                 bodies.setdefault(name, []).append(endpoint)
-        self._told.update(dict.fromkeys(bodies))
+        self._sections.update(dict.fromkeys(bodies))
         parts += [part for name, endpoints in bodies.items() for part in self._section(name, endpoints)]
         parts.append("## Objects in them\n")
         done = len(bodies)
-        while done < len(self._told):  # a section may name further objects
-            parts += self._section(list(self._told)[done], [])
+        while done < len(self._sections):  # a section may name further objects
+            parts += self._section(list(self._sections)[done], [])
             done += 1
         return "\n".join(parts).rstrip() + "\n"
 
@@ -75,7 +75,7 @@ class Reference:
             yield f"| `{endpoint}` | {_cell(text)} | {_link(name) if name else ''} |"
 
     def _section(self, name: str, endpoints: list[str]) -> Iterator[str]:
-        """One body or object: its fields, and those it takes without honouring them."""
+        """Yield the section of a body or an object."""
         schema = self._schemas[name]
         yield f"### {name}\n"
         if endpoints:
@@ -91,12 +91,12 @@ class Reference:
         yield ""
 
     def _kind(self, schema: Schema) -> str:
-        """What values a schema takes, in words."""
+        """Return the values that a schema takes, in words."""
         if "$ref" in schema:
             name = schema["$ref"].removeprefix(_SCHEMAS)
             if not self._schemas[name].get("properties"):
                 return self._kind(self._schemas[name])
-            self._told[name] = None
+            self._sections[name] = None
             return _link(name)
         for union in ("anyOf", "oneOf"):
             if union in schema:
@@ -129,7 +129,7 @@ def _body_name(operation: Schema) -> str:
 
 
 def _others(body: type[RequestBody]) -> Iterator[str]:
-    """Fields that are known without being declared."""
+    """Yield the rows of fields that are known without being declared."""
     for field in sorted(PASSED_ON) if issubclass(body, TranslatedBody) else ():
         yield f"| `{field}` | as in [ChatBody](#chatbody) | | honoured |"
     for field in sorted(body.NO_OPS - body.model_fields.keys()):
@@ -146,13 +146,13 @@ def _others(body: type[RequestBody]) -> Iterator[str]:
 
 
 def _default(schema: Schema) -> str:
-    """What a field is if it is absent; empty for nothing in particular."""
+    """Return the default of a field, or ""."""
     values = [each["default"] for each in (schema, *schema.get("anyOf", ())) if "default" in each]
     return f"`{json.dumps(values[0])}`" if values and values[0] not in (None, [], {}, "") else ""
 
 
 def _range(schema: Schema, low: str, high: str, unit: str) -> str:
-    """A schema's bounds; numbers so large that they only keep arithmetic sane are left out."""
+    """Return the bounds of a schema, without those that only keep arithmetic sane."""
     bounds = (
         ("at least", low),
         ("more than", "exclusiveMinimum"),
@@ -172,7 +172,7 @@ def _cell(text: str) -> str:
 
 
 def reference() -> str:
-    """The page as it has to be."""
+    """Return the page."""
     return Reference(describe(routers())).render()
 
 

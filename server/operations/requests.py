@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}: where a request stands, or how it went."""
+"""GET /v1/requests/{id}: the state of a request, or how it went."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/v1/requests/{name:path}")
 async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dict[str, Any]:
-    """An open request, or one of the last that ended; 404 for any other."""
+    """Return an open request, or one of the last that ended; 404 for any other."""
     record = context.request_log.find(owner, name)
     if record is None:
         message = (
@@ -29,4 +29,4 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
     ids = record.engine_ids
     place = await context.queue_status.place(ids)
     views = await context.queue_status.sequences(ids)
-    return record.document(views, place)  # which may have ended meanwhile
+    return record.document(views, place)  # it may have ended in between

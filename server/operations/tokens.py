@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.http.slow_thread import run_slowly
 
 
 class TokenizeBody(Conversation):
-    """A `prompt` or `messages`, never both. Special tokens are added to a prompt, not to a rendered conversation."""
+    """A `prompt` or `messages`. Special tokens are added to a prompt only."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": ()}
 
@@ -56,12 +56,12 @@ class Detokenized(ResponseBody):
 router = APIRouter()
 
 
-MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread, so that other requests are not held up
+MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread
 
 
 @router.post("/tokenize", responses=answers(Tokenized))
 async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
-    """The token ids of a text or of a rendered conversation."""
+    """Return the token ids of a text or of a rendered conversation."""
     context.check_model(body.model)
     text = await context.render(body) if body.prompt is None else body.prompt
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
@@ -80,7 +80,7 @@ async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(jso
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(context: InContext) -> dict[str, Any]:
-    """What lm-eval asks to work with the server's tokenizer instead of one of its own."""
+    """Return what lm-eval needs to use the server's tokenizer."""
     limits = context.limits
     lengths = {"vocab_size": limits.vocab_size, "model_max_length": limits.max_model_len}
     return {"tokenizer_class": "TextTokenizer", "eos_token": None, **lengths, **context.tokenizer.description}
@@ -90,7 +90,7 @@ async def tokenizer_info(context: InContext) -> dict[str, Any]:
 async def detokenize(
     context: InContext, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
 ) -> Response:
-    """The text of some token ids, special tokens spelled out."""
+    """Return the text of token ids, with special tokens spelled out."""
     context.check_model(body.model)
 
     def document() -> bytes:

@@ -1,4 +1,4 @@
-"""Routes that clients of other servers ask for and Quire does not have: a 404 that says so, and what to use instead."""
+"""Routes of other servers that Quire does not have: a 404 with an alternative."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ASSISTANTS = "Quire has no assistants and no vector stores; use /v1/responses, 
 _OLLAMA = "Quire does not speak Ollama's API; point the client's OpenAI mode at /v1."
 _COMPLETION = "Quire does not have this route; use /v1/completions or /v1/chat/completions."
 
-UNSERVED = {  # paths, and all below them
+UNSERVED = {  # each with all paths below it
     "/v1/audio": _AUDIO,
     "/v1/realtime": _AUDIO,
     "/v1/images": _IMAGES,

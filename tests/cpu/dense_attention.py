@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec
 
 
 class DenseAttention:

@@ -11,9 +11,9 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams, TokenEvent
-from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM, LayerAttention
 from engine.runtime.runner import ModelRunner
 from tests.cpu.dense_attention import DenseAttention

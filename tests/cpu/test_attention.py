@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, Batch
-from engine.runtime.attention.pool import SMALLEST_PEAK, from_pool, to_pool
+from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import BACKENDS, load_backend
+from engine.runtime.kv_layout import SMALLEST_PEAK, AttentionSpec, from_pool, to_pool
 from engine.runtime.native.library import native
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from engine.core.budget import Costs, Load, StepTime
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.model_source import find_model
-from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.cpu_native import CpuNativeAttention
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native

@@ -189,7 +189,7 @@ def test_a_step_that_is_taken_back_does_not_count() -> None:
             following = runner.run(second)
         step += 1
         if step % 3 == 2:  # nothing of the two is committed: their tokens are drawn again
-            scheduler.take_back(0.0)
+            scheduler.roll_back(0.0)
             continue
         served.take(scheduler.commit(first, pending.wait(), 0.0))
         if second is not None:

@@ -20,13 +20,13 @@ from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, 
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
-from engine.runtime.cuda.budget import (
+from engine.runtime.cuda.card import check_card, explain_absence
+from engine.runtime.cuda.faults import CudaRunner, to_fault
+from engine.runtime.device_memory import (
     CudaMemory,
     full_steps,
     measure_memory,
 )
-from engine.runtime.cuda.card import check_card, explain_absence
-from engine.runtime.cuda.faults import CudaRunner, to_fault
 from engine.runtime.runner import ModelRunner, warm_up_plan
 
 GIB, SEGMENT = 1 << 30, 2 << 20

@@ -19,7 +19,7 @@ from engine.core.overload import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention
-from engine.runtime.cuda.budget import CudaMemory, full_steps, other_steps
+from engine.runtime.device_memory import CudaMemory, full_steps, other_steps
 from engine.runtime.kv_cache import PoolSize, fit_pool
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.models import linear
-from engine.runtime.models.linear import Linear
+from engine.runtime import linear
+from engine.runtime.linear import Linear
 from tests.cpu.test_models_families import CASES, load, save_tiny
 
 

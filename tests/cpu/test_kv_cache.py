@@ -8,7 +8,6 @@ import torch
 
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import kv_cache
-from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import (
     KVCache,
@@ -19,6 +18,7 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.transports import pinned
 
 CPU = torch.device("cpu")

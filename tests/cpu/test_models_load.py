@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.model_check import check_model
-from engine.runtime.models import linear
+from engine.runtime import linear
 from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config

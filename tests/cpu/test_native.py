@@ -13,10 +13,9 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention import cpu_native
-from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.cpu_native import CpuNativeAttention
-from engine.runtime.attention.pool import from_pool, to_pool
 from engine.runtime.attention.reference import dense_attention
+from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.native import ops
 from engine.runtime.native.library import Library, native
 

@@ -214,7 +214,7 @@ def test_graphs_are_recorded_for_the_size_that_stays(monkeypatch: pytest.MonkeyP
         def takes(self, plan: object) -> bool:
             return False
 
-    monkeypatch.setattr("engine.runtime.cuda.graphs.DecodeGraphs", Graphs)
+    monkeypatch.setattr("engine.runtime.decode_graphs.DecodeGraphs", Graphs)
     config = settings(block_size=16)
     runner = make_runner(TinyModel(), config)
     runner.capture(lambda _: None)

@@ -41,7 +41,8 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 def render(tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]] = CHAT, **kwargs: Any) -> str:
     final = kwargs.pop("continue_final_message", False)
-    return tokenizer.apply_chat_template(
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(
         messages, add_generation_prompt=not final, continue_final_message=final, template_kwargs=kwargs
     )
 
@@ -200,8 +201,7 @@ def test_sentence_piece_text_and_bos(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab é cab"
     assert b"".join(tokenizer.token_bytes(i) for i in ids) == b"<s> ab \xc3\xa9 cab"
     assert tokenizer.eos_token_ids == {2}
-    with pytest.raises(InvalidRequestError, match="no chat template"):
-        render(tokenizer)
+    assert tokenizer.chat_template is None
 
 
 # -- files that cannot be used -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.batch import BatchBuilder
-from engine.runtime.cuda.decode_inputs import DecodeInputs
+from engine.runtime.decode_inputs import DecodeInputs
 from engine.runtime.transfer import Staging, to_device
 
 ROOT = Path(__file__).parents[2]

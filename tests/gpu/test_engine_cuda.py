@@ -72,7 +72,7 @@ def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.runtime.cuda.graphs import DecodeGraphs, Outputs  # Triton's, which must not be there for other tests
+    from engine.runtime.decode_graphs import DecodeGraphs, Outputs  # Triton's, which must not be there for other tests
 
     save_tiny(CASES["qwen3"], tmp_path)
     launched, launch = [], DecodeGraphs.launch

@@ -13,11 +13,11 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
+from engine.runtime.activation import Activation
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
+from engine.runtime.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear, Quantization
 from engine.runtime.models import load
-from engine.runtime.models.config import Activation
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear, Quantization
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.test_models_families import CASES, logits_of, save_tiny
 

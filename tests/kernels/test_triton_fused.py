@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, movable
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.store import PoolView, view_pool
+from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, movable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -15,14 +15,14 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
+from engine.runtime import decode_graphs, decode_inputs
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.cuda import decode_inputs, graphs
-from engine.runtime.cuda.decode_inputs import DecodeInputs
-from engine.runtime.cuda.graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
+from engine.runtime.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
+from engine.runtime.decode_inputs import DecodeInputs
+from engine.runtime.drawn import Drawn
 from engine.runtime.runner import ModelRunner
 from engine.runtime.sampling import sampler
-from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.sampler import Sampler, is_plain
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import StepGrammar
@@ -153,7 +153,7 @@ def test_filters_are_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_long_contexts_have_graphs_that_are_cut_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many splits as a graph for short contexts has would leave a long one to a few programs."""
-    monkeypatch.setattr(graphs, "_PLANNED_CONTEXT", 16)
+    monkeypatch.setattr(decode_graphs, "_PLANNED_CONTEXT", 16)
     config = settings(max_num_seqs=5)
     planned, launched = [], []
     prepare, launch = TritonPagedAttention.prepare, DecodeGraphs.launch

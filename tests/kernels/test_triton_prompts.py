@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
 from engine.runtime.cuda.attention_tuning import Cut, PromptTile, choose_tuning
 from engine.runtime.cuda.store import view_pool
+from engine.runtime.kv_layout import AttentionSpec
 from tests.kernels.test_triton_attention import CAPABILITY, DEVICE, GRID, HEAD_DIMS, VARIANTS, Case, make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities that are meant

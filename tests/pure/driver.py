@@ -181,7 +181,7 @@ class Driver:
         if len(self.launched) <= self.depth and self.scheduler.plan(self.now) is None and not self.launched:
             return set()
         self.launched.clear()
-        events = self.scheduler.take_back(self.now, failure)
+        events = self.scheduler.roll_back(self.now, failure)
         self.take(events)
         assert all(str(event.error) == failure for event in events)
         return {event.request_id for event in events}

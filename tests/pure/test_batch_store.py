@@ -19,8 +19,7 @@ from server.batches.folder import DataFolder
 from server.batches.lines import Line
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.outputs import write_files
-from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Store
-from server.batches.thread import Result, StoreThread
+from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Result, Store, StoreThread
 from server.batches.worker import BatchWorker
 from server.http.bodies import BodyReader
 from server.tenancy.tenancy import Tenancy

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.budget import StepTime
-from engine.core.in_flight import InFlightStep, take_back
+from engine.core.in_flight import InFlightStep, roll_back
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.prefix_cache import name_block
@@ -211,7 +211,7 @@ class FaultMachine(RuleBasedStateMachine):
         self.device.launched.clear()
         for step in self.steps:
             self.kv.rolled_back(step)
-        for seq, is_whole in take_back(self.steps).items():
+        for seq, is_whole in roll_back(self.steps).items():
             if seq in self.leaving:
                 self.settle(seq)
             elif not is_whole:

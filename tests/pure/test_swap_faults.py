@@ -37,7 +37,7 @@ def copies_fail(driver: Driver, num_out: int, num_in: int | None) -> None:
         swap_in=plan.swap_in[: num_in or 0],
     )
     driver.runner.run(partly).wait()
-    driver.take(driver.scheduler.take_back(driver.now))
+    driver.take(driver.scheduler.roll_back(driver.now))
     driver.scheduler.give_up_copies()
 
 

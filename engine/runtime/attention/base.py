@@ -14,22 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """One layer's attention, as the model defines it.
-
-    `window` w lets position p see p - w + 1 .. p; None sees all. `softcap` c replaces a score s by c * tanh(s / c).
-    `sinks`, shape [num_heads], joins the softmax as one more score a head that carries no value.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+from engine.runtime.kv_layout import AttentionSpec
 
 
 @dataclass(slots=True)

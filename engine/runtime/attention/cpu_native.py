@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
-from engine.runtime.attention.pool import SCALE_BYTES, head_major_shape
+from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, head_major_shape
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
 

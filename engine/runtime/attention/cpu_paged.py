@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
-from engine.runtime.attention.pool import head_major_shape, store
+from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
+from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
 MIN_TILED = 6  # number of sequences from which one batch of tiles is faster than a fused call for each
 MAX_TILED_RUN = 1024  # tokens from which reading adjacent blocks in place is faster than gathering them

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.base import Batch
 from engine.runtime.attention.prompt_library import HALVES
+from engine.runtime.kv_layout import AttentionSpec
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20  # as its documentation advises

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.base import Batch
 from engine.runtime.attention.reference import dense_attention
+from engine.runtime.kv_layout import AttentionSpec
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
-from engine.runtime.attention.pool import from_pool, to_pool
+from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

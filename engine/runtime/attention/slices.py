@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.attention.pool import from_pool
+from engine.runtime.kv_layout import AttentionSpec, from_pool
 from engine.runtime.transfer import to_device
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch
-from engine.runtime.attention.pool import head_major_shape, store
+from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
+from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
 
 
 class TorchPagedAttention(AttentionBackend):

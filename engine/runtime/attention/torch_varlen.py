@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionSpec, Batch
+from engine.runtime.attention.base import Batch
 from engine.runtime.attention.prompt_library import HALVES
+from engine.runtime.kv_layout import AttentionSpec
 
 _FA3_MODULE = "flash_attn_interface"
 _FIRST_CUDNN = 92_400  # with pages for causal attention of grouped heads

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionBackend, AttentionSpec, BackendCapabilities, Batch, Rotation
-from engine.runtime.attention.pool import PEAKS
+from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch, Rotation
 from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
 from engine.runtime.cuda.attention_tuning import PromptTile, Tuning, choose_tuning
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.store import PoolView, block_major_shape, store_kv, view_pool
+from engine.runtime.kv_layout import PEAKS, AttentionSpec
 from engine.runtime.transfer import to_device
 
 MAX_HEAD_DIM = 256

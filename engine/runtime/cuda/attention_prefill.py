@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
 from engine.runtime.cuda.attention_merge import merge_row
 from engine.runtime.cuda.attention_tile import LOG2E, add_sink, attend_keys
 from engine.runtime.cuda.attention_tuning import Cut, PromptTile, Tuning
 from engine.runtime.cuda.store import PoolView
+from engine.runtime.kv_layout import AttentionSpec
 
 
 class PromptWork(NamedTuple):

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES
 from engine.runtime.cuda.store import PoolView, quantise
+from engine.runtime.kv_layout import PEAKS, SCALE_BYTES
 
 _HEADS = 4  # of a program; with 128 dimensions a warp each, 4 values a thread. To be tuned on a GPU, with 2 and 8.
 

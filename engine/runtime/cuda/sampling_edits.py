@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.core.step import SequenceSlice
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
-from engine.runtime.sampling.bans import Ban
 
 _ENTRIES = 256  # a program's
 _DRAWN = -1  # in place of a token: the last one drawn for the slot
@@ -34,8 +33,11 @@ def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> N
     _add_to_tokens[grid](logits, logits.stride(0), entries, len(amounts), BLOCK=_ENTRIES)
 
 
-def ban_tokens(logits: Tensor, bans: Sequence[Ban], last_ids: Tensor) -> None:
-    """Set logits [R, V] to -inf for each ban that applies, by `last_ids` [slots] int64."""
+def ban_tokens(logits: Tensor, bans: Sequence[tuple[int, int, int, int]], last_ids: Tensor) -> None:
+    """Set logits [R, V] to -inf for each ban that applies, by `last_ids` [slots] int64.
+
+    A ban is (row, token, slot, drawn), as in sampling/bans.py.
+    """
     entries = _to_device(np.array(bans, np.int32).T, logits.device)
     grid = (triton.cdiv(len(bans), _ENTRIES),)
     _ban_tokens[grid](logits, logits.stride(0), entries, len(bans), last_ids, BLOCK=_ENTRIES)

@@ -2,7 +2,7 @@
 
 The layout is [num_blocks, num_kv_heads, block_size, head_dim]. A program reads one head's rows of a block, a contiguous run
 (4 KiB for 16 x 128 numbers of 16 bits), and a whole block is contiguous too, so it is copied in one piece. In a narrow pool,
-whose rows are four bytes longer (attention/pool.py), a head's run has the numbers of all its rows first, then their float32
+whose rows are four bytes longer (kv_layout.py), a head's run has the numbers of all its rows first, then their float32
 scales, so the numbers are aligned and read 16 at a time. Engine thread.
 """
 
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.attention.pool import PEAKS, SCALE_BYTES, SMALLEST_PEAK
+from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, SMALLEST_PEAK, AttentionSpec
 
 
 class PoolView(NamedTuple):
@@ -54,7 +53,7 @@ _SMALLEST = tl.constexpr(SMALLEST_PEAK)
 def quantise(rows, PEAK: tl.constexpr, DTYPE: tl.constexpr):
     """Return rows [R, dims] as numbers up to PEAK in DTYPE, and their scales [R].
 
-    The definition is in attention/pool.py. A row with NaN or infinity gets a scale that makes it NaN.
+    The definition is in kv_layout.py. A row with NaN or infinity gets a scale that makes it NaN.
     """
     rows = rows.to(tl.float32)
     peak = tl.maximum(tl.max(tl.abs(rows), 1), _SMALLEST)

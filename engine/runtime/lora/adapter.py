@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.core.step import SequenceSlice
-from engine.runtime.models.config import Activation
-from engine.runtime.models.linear import Addend, Linear
+from engine.runtime.activation import Activation
+from engine.runtime.linear import Addend, Linear
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
 from engine.runtime.transfer import to_device
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
+from engine.runtime.linear import Linear
 from engine.runtime.lora.adapter import LoraAdapter, LowRank, Place, Target
 from engine.runtime.lora.config import WEIGHTS, LoraConfig, check_folder
-from engine.runtime.models.linear import Linear
 from engine.runtime.native.arena import Arena
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec, Rotation
+from engine.runtime.attention.base import Rotation
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.native.decoder import PagedStep
 

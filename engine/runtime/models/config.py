@@ -8,15 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from engine.runtime.activation import Activation
 from engine.runtime.models.rope_config import RopeConfig
-
-
-class Activation(Enum):
-    """The activation function of an MLP's gate."""
-
-    SILU = auto()
-    GELU_TANH = auto()
-    GELU = auto()
 
 
 class NormPlacement(Enum):

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionSpec
-from engine.runtime.lora.adapter import AdapterRows, Place, Target, addends
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.linear import Linear, Quantization
+from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Place, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm
-from engine.runtime.models.linear import Linear, Quantization
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import LayerParts, NativeDecoder
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
@@ -186,7 +186,9 @@ class Decoder:
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         if self._native is not None and attention.paged_step is not None:
-            return self._native.forward(ids, positions, attention.paged_step, rows, adapters)
+            described = NativeAdapters(adapters, len(ids)) if adapters else None  # lives as long as the call
+            args = None if described is None else described.args
+            return self._native.forward(ids, positions, attention.paged_step, rows, args)
         x = self._embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.models.config import Activation, LayerConfig, ModelConfig, NormPlacement, QKNorm
-from engine.runtime.models.hf_config import HFConfig
+from engine.runtime.activation import Activation
+from engine.runtime.models.config import LayerConfig, ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.rope_config import RopeConfig, read_rope
+from engine.runtime.weights.hf_config import HFConfig
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,

@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from engine.runtime.activation import Activation
 from engine.runtime.attention.base import Rotation
+from engine.runtime.linear import FP8_MULTIPLE, Addend, Linear, Quantization
 from engine.runtime.lora.adapter import Place
 from engine.runtime.models.base import LayerAttention
-from engine.runtime.models.config import Activation, ModelConfig, QKNorm
-from engine.runtime.models.linear import FP8_MULTIPLE, Addend, Linear, Quantization
-from engine.runtime.models.ops import add_rms_norm
+from engine.runtime.models.config import ModelConfig, QKNorm
 from engine.runtime.models.rope import rotate
+from engine.runtime.ops import add_rms_norm
 from engine.runtime.weights.checkpoint import Keep
 
 Named = Iterator[tuple[str, Tensor]]

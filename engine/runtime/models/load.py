@@ -15,11 +15,11 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
-from engine.runtime.models.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Quantization
 from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.library import Isa, native
 from engine.runtime.weights.checkpoint import Checkpoint, Keep, Report, check_size, fill
@@ -184,7 +184,7 @@ def _open(path: Path, load_format: str) -> Checkpoint:
         return GGUFCheckpoint(path)
     if load_format == "gguf":
         raise ModelLoadError(f"{path} is a folder; with --load-format gguf, name the .gguf file itself.")
-    return SafetensorsCheckpoint(path)
+    return SafetensorsCheckpoint(path, read_model_config(path))
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.attention.base import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
@@ -52,7 +52,7 @@ def load_adapter(
     if dummy:
         check_room(num_weights, dtype, device)
     else:
-        check_size(SafetensorsCheckpoint(path), num_weights)
+        check_size(SafetensorsCheckpoint(path, read_model_config(path)), num_weights)
     model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
     _fix_ropes(model, config.max_model_len or max_positions, path)
     return TransformersModel(model, max_positions, str(path))

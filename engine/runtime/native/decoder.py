@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runtime.lora.adapter import AdapterRows, NativeAdapters
 from engine.runtime.native.library import (
     DTYPES,
+    AdaptersArgs,
     AttendArgs,
     DecoderArgs,
     ForwardArgs,
@@ -92,7 +92,7 @@ class NativeDecoder:
         positions: Tensor,
         step: PagedStep,
         rows: Tensor | None,
-        adapters: Sequence[AdapterRows],
+        adapters: AdaptersArgs | None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
         if self._bound is not step:
@@ -103,9 +103,8 @@ class NativeDecoder:
             addressof(self._decoder), addressof(step.store), addressof(step.attend), ids.data_ptr(),
             positions.data_ptr(), None if rows is None else rows.data_ptr(), hidden.data_ptr(), len(ids), num_rows,
         )  # fmt: skip
-        if adapters:
-            described = NativeAdapters(adapters, len(ids))
-            args.adapters = described.args
+        if adapters is not None:
+            args.adapters = adapters
         self._library.forward(args)
         return hidden
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
+from engine.runtime.drawn import Drawn
 from engine.runtime.native.library import DRAW, Library, SampleArgs, native
-from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
 from engine.runtime.transfer import to_device

@@ -9,6 +9,7 @@ cuda/sampling_edits.py and cuda/sampling.py), elsewhere torch operations. Nothin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,13 +20,12 @@ from torch import Tensor
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.cuda.available import uses_triton
+from engine.runtime.drawn import Drawn
 from engine.runtime.sampling.bans import Ban, bad_endings
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
-from engine.runtime.sampling.drawn import Drawn
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
-from engine.runtime.speculation.base import one_by_one
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def wishes(plan: StepPlan) -> list[Wish]:
 
 
 def _rows(plan: StepPlan) -> list[_Row]:
-    slices = one_by_one(plan.slices) if plan.num_drafts else plan.slices
+    slices = _one_by_one(plan.slices) if plan.num_drafts else plan.slices
     pairs = [(piece, sample) for piece in slices for sample in piece.samples]
     return [
         _Row(place, place, piece, sample, piece.params, piece.start + piece.num_tokens)
@@ -229,3 +229,16 @@ def _too_early(piece: SequenceSlice) -> frozenset[int]:
 
 def _is_too_short(piece: SequenceSlice) -> bool:
     return piece.start + piece.num_tokens - piece.num_prompt < piece.params.min_tokens
+
+
+def _one_by_one(slices: Sequence[SequenceSlice]) -> Iterator[SequenceSlice]:
+    """Split slices with drafts into one slice for each draw; others are unchanged."""
+    for piece in slices:
+        if not piece.drafts:
+            yield piece
+            continue
+        num_certain = piece.num_tokens - len(piece.drafts)
+        row = replace(piece, tokens=[*piece.tokens, *piece.drafts], num_tokens=num_certain, drafts=())
+        yield row
+        for position in range(row.start + num_certain, piece.start + piece.num_tokens):
+            yield row.at(position)

@@ -9,7 +9,7 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -46,19 +46,6 @@ def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan
     return plan._replace(
         slices=slices, num_tokens=plan.num_tokens + more, num_samples=plan.num_samples + more, num_drafts=num_drafts
     )
-
-
-def one_by_one(slices: Sequence[SequenceSlice]) -> Iterator[SequenceSlice]:
-    """Split slices with drafts into one slice for each draw; others are unchanged."""
-    for piece in slices:
-        if not piece.drafts:
-            yield piece
-            continue
-        num_certain = piece.num_tokens - len(piece.drafts)
-        row = replace(piece, tokens=[*piece.tokens, *piece.drafts], num_tokens=num_certain, drafts=())
-        yield row
-        for position in range(row.start + num_certain, piece.start + piece.num_tokens):
-            yield row.at(position)
 
 
 class Shape(NamedTuple):

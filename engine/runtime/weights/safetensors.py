@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.models.config_file import read_model_config, weight_files
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.weight_files import weight_files
 
 _OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")
@@ -26,10 +26,10 @@ _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 class SafetensorsCheckpoint:
     """A folder in the hub's layout; its weight files are opened when needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder = folder
         self.source = str(folder / "config.json")
-        self.config: Mapping[str, Any] = read_model_config(folder)
+        self.config = config
 
     def tensors(self) -> Iterator[StoredTensor]:
         for path in weight_files(self._folder):

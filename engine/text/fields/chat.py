@@ -23,11 +23,14 @@ _PLAIN_ROLES = ("user", "assistant", "system")
 
 
 def _as_text(content: Any) -> Any:
-    """Content may come in parts; text parts are joined, others cannot be read."""
-    if not isinstance(content, list):
-        return content
+    """Return content as text; it may come in parts."""
+    return _joined(content) if isinstance(content, list) else content
+
+
+def _joined(parts: list[Any]) -> str:
+    """Return the text of all parts. Raises UnsupportedError for a part of another type."""
     texts = []
-    for part in content:
+    for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if isinstance(kind, str) and kind != "text":
             raise UnsupportedError("messages", f"content of type {shorten(kind)!r} cannot be read; send text only.")
@@ -72,8 +75,11 @@ class Conversation(RequestBody):
     def _check_conversation(self) -> Conversation:
         if self.tools:
             check_tools(self.tools)
-        if not self.continue_final_message:
-            return self
+        if self.continue_final_message:
+            self._check_continued()
+        return self
+
+    def _check_continued(self) -> None:
         if self.add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt contradict each other; set only one.",
@@ -85,7 +91,6 @@ class Conversation(RequestBody):
                 f"continue_final_message needs a last message of role assistant, not {last}.",
                 param="continue_final_message",
             )
-        return self
 
     @property
     def num_chars(self) -> int:

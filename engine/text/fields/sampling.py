@@ -88,8 +88,9 @@ class ConstraintFields(RequestBody):
 
     def constraints(self) -> list[Constraint]:
         """Return every constraint on the answer; a valid request has one, perhaps in several fields."""
-        if _CONSTRAINING.isdisjoint(self.model_fields_set):
-            return []
+        return [] if _CONSTRAINING.isdisjoint(self.model_fields_set) else self._constraints()
+
+    def _constraints(self) -> list[Constraint]:
         found: list[tuple[str, ResponseFormat | StructuredOutputs | None]] = []
         guided = zip(
             ("json", "regex", "choice", "grammar"),

@@ -1,4 +1,4 @@
-"""POST /v1/responses: its request, and the chat that it asks for."""
+"""The body of POST /v1/responses, and its translation to a chat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from server.openai.responses.items import Item, Items, chat_messages
 from server.openai.translated import TranslatedBody
 
 LOGPROBS = "message.output_text.logprobs"
-# Of tools that are not here, or of thoughts that a client may not read, so they add nothing.
+# Of tools that Quire does not run, or of encrypted reasoning: they add nothing.
 EMPTY_INCLUDES = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -33,7 +33,7 @@ MAX_PAIRS = 16  # of metadata
 
 
 class FunctionTool(Function):
-    """One entry of `tools`; whatever else it holds is for the chat template to read."""
+    """One entry of `tools`; unknown fields are passed on to the chat template."""
 
     type: Literal["function"]
 
@@ -42,7 +42,10 @@ class FunctionTool(Function):
 
 
 class AllowedTools(RequestBody):
-    """Which of `tools` may be called, and whether one must be; None is all of them. `named` is one call of one."""
+    """The tools that may be called, and whether one must be; None is all.
+
+    The mode `named` is exactly one call of one tool.
+    """
 
     mode: Literal["none", "auto", "required", "named"]
     names: frozenset[str] | None = None
@@ -53,7 +56,7 @@ class AllowedTools(RequestBody):
         return {"type": "function", "function": {"name": min(self.names)}}
 
     def told(self) -> str | dict[str, Any]:
-        """As the answer tells it back."""
+        """Return the choice as the answer repeats it."""
         if self.names is None:
             return self.mode
         tools = [{"type": "function", "name": name} for name in sorted(self.names)]
@@ -79,7 +82,7 @@ def _as_choice(value: Any) -> Any:
 
 
 class TextFormat(RequestBody):
-    """OpenAI's response_format with the fields of its schema beside the type."""
+    """OpenAI's response_format, with the schema's fields beside the type."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -101,7 +104,7 @@ class TextConfig(RequestBody):
 
 
 class ReasoningConfig(RequestBody):
-    """A summary `auto` is what happens anyway: there is none, the thoughts themselves are sent."""
+    """The summary `auto` is the default: none, as reasoning is sent itself."""
 
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "summary": ("auto",),
@@ -118,11 +121,11 @@ class ResponseStreamOptions(RequestBody):
 
 
 class InputBody(TranslatedBody):
-    """What makes a prompt, here and in /v1/responses/input_tokens."""
+    """The fields of the prompt, which /v1/responses/input_tokens has too."""
 
-    # The tools of others are not here, so what would limit them or tell more of them changes nothing.
+    # A limit on hosted tools has no effect, as there are none.
     NO_OPS: ClassVar[frozenset[str]] = TranslatedBody.NO_OPS | {"max_tool_calls"}
-    # What would make room for a longer conversation: without it, one that is too long is a 400.
+    # Ways to shorten a conversation: without them, one that is too long is a 400.
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TranslatedBody.HINTS,
         "context_management": ([],),
@@ -181,7 +184,7 @@ class InputBody(TranslatedBody):
         return self
 
     def ignored_fields(self) -> list[str]:
-        """Those of the body and of the objects in it."""
+        """Return also the ignored fields of nested objects."""
         parts = {"text": self.text, "text.format": self.text.format, "reasoning": self.reasoning}
         nested = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
         return super().ignored_fields() + nested
@@ -192,7 +195,10 @@ class InputBody(TranslatedBody):
         return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
-        """The chat, after the items of earlier responses; their instructions are not carried over."""
+        """Return the chat, after the items of earlier responses.
+
+        Their instructions are not carried over.
+        """
         messages = chat_messages([*earlier, *self.input])
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -212,7 +218,7 @@ class InputBody(TranslatedBody):
         )
 
     def _answer_fields(self) -> dict[str, Any]:
-        """What else the chat is asked for."""
+        """Return further fields of the chat."""
         return {}
 
 
@@ -220,7 +226,7 @@ class ResponsesBody(InputBody):
     """The request."""
 
     max_output_tokens: Integer | None = Field(None, ge=1)
-    include: list[str] = Field(default_factory=list)  # LOGPROBS; what else is known adds nothing to an answer
+    include: list[str] = Field(default_factory=list)  # only LOGPROBS has an effect
     top_logprobs: Integer | None = Field(None, ge=0)
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=MAX_PAIRS
@@ -246,7 +252,7 @@ class ResponsesBody(InputBody):
         return super().ignored_fields() + names
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also what is about a stream, without one."""
+        """Return also the options of a stream, without one."""
         is_idle = self.stream_options is not None and not self.stream
         return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])
 

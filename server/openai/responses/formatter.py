@@ -1,4 +1,4 @@
-"""How /v1/responses shapes an answer: a document, or numbered events that end with it. Pure data, no HTTP."""
+"""The formatter of /v1/responses: a document, or numbered events. Pure data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from server.telemetry.timeline import AnswerMetrics
 
 
 class ResponsesFormatter:
-    """Implements ResponseFormatter for the responses API. `keep`, if anything is kept, is handed what has ended well."""
+    """Implements ResponseFormatter for /v1/responses.
+
+    `keep`, if the response is stored, is called with the document of a successful answer.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class ResponsesFormatter:
         return self._writer.add(delta)
 
     def _conclude(self, usage: Usage) -> tuple[str, ResponseDocument]:
-        """The status it ends with, and the whole answer, kept."""
+        """Return the final status and the whole answer, after keeping it."""
         told: dict[str, Any] = {"output": self._writer.items, "usage": ResponseUsage.of(usage)}
         if self._finish_reason is FinishReason.LENGTH:
             status = "incomplete"

@@ -1,4 +1,4 @@
-"""Items of /v1/responses that go in, as clients send them and as they are kept, and the chat's messages made of them."""
+"""Input items of /v1/responses, and the chat's messages made of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.base import RequestBody
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> where its text is
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> the field of its text
 _THOUGHT_PARTS = {"reasoning_text": "text", "summary_text": "text"}
 
 
 def _join(content: Any, kinds: dict[str, str]) -> Any:
-    """Content may come in parts; those of text are joined, others cannot be read."""
+    """Return the joined text of content in parts; other parts are refused."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -45,7 +45,7 @@ Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list
 
 
 class Item(RequestBody):
-    """One item of `input`. Which fields it needs depends on its type."""
+    """One item of `input`. The fields that it needs depend on its type."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
@@ -86,7 +86,7 @@ class Item(RequestBody):
         return self
 
     def document(self) -> dict[str, Any]:
-        """As it is kept, and listed: with an id, and its content in parts."""
+        """Return the item as it is stored and listed: with an id, in parts."""
         head = {"type": self.type, "id": self.id or f"{_ID_PREFIXES[self.type]}_{uuid.uuid4().hex}"}
         if self.type == "function_call":
             call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
@@ -111,9 +111,12 @@ Items = Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=
 
 
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """A conversation. Thoughts, words and calls that follow each other are one message of the assistant's."""
+    """Return a conversation's messages.
+
+    Consecutive reasoning, text and calls are one message of the assistant.
+    """
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's, while it may go on
+    turn: dict[str, Any] | None = None  # the assistant's open message
     names: dict[str, str] = {}  # of calls, by their id
     for item in items:
         if item.type == "function_call_output":

@@ -1,6 +1,6 @@
-"""What /v1/responses answers with: a list of items, and in a stream the events by which it grows.
+"""The output of /v1/responses: items, and the events by which they grow.
 
-One writer an answer, plain or streamed: a plain answer is what a stream has built at its end. Pure data, no HTTP.
+One writer an answer: a plain answer is the state of a stream at its end. Pure data, no HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from server.openai.usage import Usage
 
 
 class OutputPart(ResponseBody):
-    """Text for the user, with annotations and logprobs, or thoughts, without."""
+    """Text with annotations and logprobs, or reasoning, without."""
 
     type: str
     text: str
@@ -28,7 +28,7 @@ class OutputPart(ResponseBody):
 
 
 class OutputItem(ResponseBody):
-    """A message, a call or thoughts; which fields it has depends on its type."""
+    """A message, a call or reasoning; its fields depend on its type."""
 
     id: str
     type: str
@@ -51,7 +51,7 @@ class OutputTokensDetails(ResponseBody):
 
 
 class ResponseUsage(ResponseBody):
-    """The same counts by the names that they have here."""
+    """The token counts under this API's names."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -83,7 +83,7 @@ class ResponseError(ResponseBody):
 
 
 class ResponseDocument(ResponseBody):
-    """The answer, and how far it is in some of a stream's events. What was asked for is told back."""
+    """The answer, complete or in progress. It repeats the request."""
 
     id: str
     object: str
@@ -115,7 +115,7 @@ class ResponseDocument(ResponseBody):
 
 
 class ResponseEvent(ResponseBody):
-    """One event of a stream; which fields it has depends on its type."""
+    """One event of a stream; its fields depend on its type."""
 
     type: str
     sequence_number: int = 0
@@ -132,7 +132,7 @@ class ResponseEvent(ResponseBody):
 
 
 class OutputWriter:
-    """add deltas, then finish; each returns the events of what it did to `items`."""
+    """Call `add` with deltas, then `finish`; both return the new events."""
 
     def __init__(self, tokenizer: Tokenizer, new_call_id: Callable[[], str], *, tells_logprobs: bool) -> None:
         self.items: list[OutputItem] = []
@@ -142,10 +142,10 @@ class OutputWriter:
         self._is_open = False
         self._texts: list[str] = []  # of the open item
         self._logprobs: list[ChatLogprob] = []  # of the open item
-        self._waiting: list[ChatLogprob] = []  # of tokens whose text is still to come
+        self._waiting: list[ChatLogprob] = []  # of tokens whose text has not come yet
 
     def add(self, delta: Delta) -> list[ResponseEvent]:
-        """Take in what is new."""
+        """Add a delta."""
         self._note(delta)
         events: list[ResponseEvent] = []
         for piece in pieces_of(delta):
@@ -156,20 +156,20 @@ class OutputWriter:
         return events
 
     def finish(self, reason: FinishReason | None) -> list[ResponseEvent]:
-        """No more comes; an answer that says nothing is a message without words."""
+        """End the answer; an empty one becomes a message without text."""
         events = self._begin(Content("")) if not self.items else []
         return events + self._close("incomplete" if reason is FinishReason.LENGTH else "completed")
 
     def _note(self, delta: Delta) -> None:
         if not self._tells_logprobs or delta.reasoning or delta.calls:
-            self._waiting.clear()  # of tokens that are not the text's
+            self._waiting.clear()  # of tokens outside the text
             return
         ends = self._tokenizer.eos_token_ids
         told = chat_logprobs(self._tokenizer, delta, as_ids=False).content
         self._waiting += [one for one, token_id in zip(told, delta.logprob_ids, strict=True) if token_id not in ends]
 
     def _fits(self, piece: Piece) -> bool:
-        """True if it goes on with the open item."""
+        """Return whether a piece continues the open item."""
         if not self._is_open or isinstance(piece, CallBegin):
             return False
         kinds = {Content: "message", Reasoning: "reasoning"}

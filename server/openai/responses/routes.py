@@ -1,4 +1,4 @@
-"""POST /v1/responses, the responses that are stored, and POST /v1/responses/input_tokens."""
+"""POST /v1/responses, stored responses, and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ITEMS = TypeAdapter(list[Item])
 
 
 class Page(BaseModel):
-    """A page of a list, as its query asks for it."""
+    """The query of a page of a list."""
 
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
@@ -46,7 +46,7 @@ class Page(BaseModel):
 async def create_response(
     http: Request, context: InContext, owner: InOwner, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 ) -> Response:
-    """Answer input, or go on from an earlier answer."""
+    """Answer input, or continue an earlier response."""
     model = context.check_model(body.model)
     if body.store and not context.responses.is_open:
         raise UnsupportedError("store", "this server stores no responses (--max-stored-responses); leave it out.")
@@ -62,7 +62,7 @@ async def create_response(
 async def count_input_tokens(
     context: InContext, owner: InOwner, body: Annotated[InputBody, Depends(json_body(InputBody))]
 ) -> dict[str, Any]:
-    """How many tokens the prompt has."""
+    """Count the prompt's tokens."""
     context.check_model(body.model)
     with body.own_names():
         ids = await prompt_ids(context, await _chat(context, owner, body))
@@ -71,7 +71,7 @@ async def count_input_tokens(
 
 @router.get("/v1/responses/{response_id}", responses=answers(ResponseDocument))
 async def retrieve_response(http: Request, context: InContext, owner: InOwner, response_id: str) -> Response:
-    """A stored response, as it was answered."""
+    """Return a stored response."""
     if http.query_params.get("stream", "false") != "false":
         raise UnsupportedError("stream", "a stored response is whole; leave it out.")
     return Response(context.responses.find(owner, response_id).document, media_type="application/json")
@@ -79,14 +79,14 @@ async def retrieve_response(http: Request, context: InContext, owner: InOwner, r
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
-    """Forget a stored response; what continues it cannot be gone on from any more."""
+    """Delete a stored response; its continuations can no longer be continued."""
     context.responses.delete(owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(http: Request, context: InContext, owner: InOwner, response_id: str) -> dict[str, Any]:
-    """What a stored response was asked, without what it continues."""
+    """List a stored response's input, without that of responses before it."""
     page = Page.model_validate(dict(http.query_params))
     stored = context.responses.find(owner, response_id)
     items = await _unless_small(stored.num_bytes, lambda: json.loads(stored.input_items))
@@ -104,7 +104,7 @@ async def list_input_items(http: Request, context: InContext, owner: InOwner, re
 
 
 async def _chat(context: Context, owner: str, body: InputBody) -> ChatBody:
-    """The chat, with all turns that this one continues. Raises a 404 if one of them is gone."""
+    """Return the chat, with all earlier turns. Raises a 404 if one is gone."""
     previous = body.previous_response_id
     turns = [] if previous is None else context.responses.chain(owner, previous)
 
@@ -119,7 +119,7 @@ async def _chat(context: Context, owner: str, body: InputBody) -> ChatBody:
 
 
 async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Result:
-    """Run what works on so many stored bytes, on a worker thread if they, or the request's body, are many."""
+    """Run work on stored bytes, on a worker thread if there are many."""
     return await (run_slowly(function) if num_bytes > INLINE_BYTES else aside(function))
 
 
@@ -134,7 +134,7 @@ async def _formatter(
 
     loop = asyncio.get_running_loop()
 
-    def keep(document: bytes) -> None:  # a long answer is written on another thread
+    def keep(document: bytes) -> None:  # called on another thread for a long answer
         name = f"{meta.id_prefix}_{meta.answer_id}"
         stored = StoredResponse(name, body.previous_response_id, items, document)
         loop.call_soon_threadsafe(context.responses.put, owner, stored)

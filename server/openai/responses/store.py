@@ -1,8 +1,8 @@
-"""Responses that are kept so that a client can go on from them, in memory alone.
+"""Stored responses, which later requests may continue, in memory only.
 
-Bounded by count, by bytes and by age; the one used longest ago goes first, and going on from one uses all that it
-continues. Each belongs to an owner (server/tenancy/tenancy.py) and does not exist for others. Event loop. Knows bytes and ids,
-nothing of what is in them.
+Bounded by count, bytes and age; the least recently used one is dropped first, and continuing a response uses all before
+it. Each belongs to an owner (server/tenancy/tenancy.py); other owners cannot see it. Event loop. Knows bytes and ids, not
+their content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TTL_S = 24 * 3600.0  # since last used
 
 
 class StoredResponse(NamedTuple):
-    """What was asked and answered in one turn, as JSON."""
+    """The input and the answer of one turn, as JSON."""
 
     response_id: str
     previous_id: str | None
@@ -41,7 +41,7 @@ class _Shelf:
     """One owner's responses."""
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[str, _Kept] = OrderedDict()  # used longest ago first
+        self.kept: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
         self.num_bytes = 0
 
     def put(self, stored: StoredResponse, now_s: float) -> None:
@@ -56,9 +56,9 @@ class _Shelf:
 
 
 class ResponseStore:
-    """put, find and delete an owner's responses; `chain` is a conversation, first turn first.
+    """Stores responses by owner; `chain` returns a conversation, first turn first.
 
-    The bounds are of all owners together. Where they are exceeded, the owner that keeps most loses its oldest.
+    The bounds cover all owners. Beyond them, the owner that stores most loses its oldest.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class ResponseStore:
 
     @property
     def is_open(self) -> bool:
-        """False where nothing is ever kept."""
+        """Return whether anything is stored at all."""
         return self._max_responses > 0
 
     def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keep it, and forget others where there is no more room."""
+        """Store a response, and drop others beyond the bounds."""
         self._shelves[owner].put(stored, self._clock())
         self._expire()
         shelves = self._shelves.values()
@@ -91,17 +91,17 @@ class ResponseStore:
             max(shelves, key=lambda shelf: shelf.num_bytes).forget_oldest()
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
-        """Raises a 404 if the owner has none of that id, or no longer."""
+        """Return a response. Raises a 404 if the owner does not have it."""
         self._expire()
         return self._use(owner, response_id, "response_id")
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Raises a 404 if the owner has none of that id, or no longer."""
+        """Delete a response. Raises a 404 if the owner does not have it."""
         self.find(owner, response_id)
         self._shelves[owner].forget(response_id)
 
     def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
-        """A response after all that it continues. Raises a 404 if the owner has any of them not, or no longer."""
+        """Return a response after all that it continues. Raises a 404 if one is gone."""
         self._expire()
         turns: list[StoredResponse] = []
         wanted: str | None = response_id

@@ -8,8 +8,8 @@ from functools import partial
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from engine.runtime.activation import Activation
 from engine.runtime.cuda.available import uses_triton
-from engine.runtime.models.config import Activation
 from engine.runtime.native import ops as native
 
 _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {

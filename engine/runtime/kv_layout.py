@@ -11,16 +11,33 @@ apply it to scores and weights: one product for each of these instead of one for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-
-from engine.runtime.attention.base import AttentionSpec
 
 SCALE_BYTES = 4
 PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow pools, and the largest number of each
 # Least peak of a row. Smaller ones, such as zeros, are stored as if they had it; otherwise the scale or its inverse would not
 # be a normal float32.
 SMALLEST_PEAK = 2.0**-116
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One layer's attention, as the model defines it.
+
+    `window` w lets position p see p - w + 1 .. p; None sees all. `softcap` c replaces a score s by c * tanh(s / c).
+    `sinks`, shape [num_heads], joins the softmax as one more score a head that carries no value.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.models.config import Activation
-from engine.runtime.models.ops import act_mul
+from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import PackedAddend, PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
+from engine.runtime.ops import act_mul
 from engine.runtime.weights.checkpoint import StoredTensor
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionBackend
-from engine.runtime.cuda.decode_inputs import DecodeInputs
 from engine.runtime.cuda.sampling import sample
+from engine.runtime.decode_inputs import DecodeInputs
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 
