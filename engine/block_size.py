@@ -1,4 +1,4 @@
-"""Which block size suits a machine and its requests: `--block-size auto`, chosen once at the start.
+"""Chooses the block size for a machine and its requests: `--block-size auto`, once at the start.
 
 The last block of a sequence is seldom full, and memory in it is wasted. Small blocks waste less, but attention may read
 them more slowly. Speeds are timed at the start and lengths are those of the last run, so both are weighed together. Pure.
@@ -18,7 +18,7 @@ _NEARLY = 0.05  # speeds that differ by no more may be the same
 
 
 def waste(lengths: Iterable[int], block_size: int) -> float:
-    """The share of the blocks of sequences of such lengths that stays empty at their end, 0 to 1."""
+    """Return the share of their blocks that sequences of these lengths leave empty, 0 to 1."""
     used = held = 0
     for length in lengths:
         used += length
@@ -27,7 +27,7 @@ def waste(lengths: Iterable[int], block_size: int) -> float:
 
 
 def with_block_size(config: SchedulerConfig, block_size: int) -> SchedulerConfig:
-    """The same pool in other blocks."""
+    """Return the settings of the same pool in blocks of another size."""
     num_blocks = config.num_blocks * config.block_size // block_size
     return replace(config, block_size=block_size, num_blocks=num_blocks)
 

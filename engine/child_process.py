@@ -1,4 +1,4 @@
-"""A process for work that may hang, explode or crash: killed when it takes too long, restarted when next needed.
+"""Runs work that may hang, explode or crash in a process that can be killed.
 
 `ChildProcess` is the daemon's end, `serve` the process's. Both send messages, lists of byte strings, over pipes: a count
 of the parts, their sizes, and the parts themselves, so nothing is escaped and nothing is unpickled. The process inherits
@@ -49,7 +49,10 @@ class ChildLostError(ChildError):
 
 
 class ChildProcess:
-    """A process that runs a module. Any thread may ask; one question is answered at a time."""
+    """A process that runs a module.
+
+    Any thread may ask; one question is answered at a time.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,9 @@ class ChildProcess:
         idle_s: float = 60.0,
         set_up: Callable[[Ask], object] | None = None,
     ) -> None:
-        """`module` calls `serve` when it is run. The process starts with the first question and ends when idle for `idle_s`.
+        """`module` calls `serve` when it is run.
+
+        The process starts with the first question and ends when idle for `idle_s`.
 
         `set_up` asks each new process the questions that come before all others; whatever it raises, `ask` raises.
         """
@@ -80,7 +85,9 @@ class ChildProcess:
         return None if process is None else process.pid
 
     def ask(self, question: Parts) -> Parts:
-        """Send a message and return the answer. Each part is cleared once it is sent, so that nothing is held twice.
+        """Send a message and return the answer.
+
+        Each part is cleared once it is sent, so that nothing is held twice.
 
         Raises ChildError; a child that gave no answer is killed, and the next question starts another.
         """
@@ -170,7 +177,7 @@ class ChildProcess:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it forked, unless it has been waited for: its id may then be another's."""
+    """Kill a process and its forks, unless it was reaped: its id may be reused."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -238,7 +245,9 @@ class _Pipes:
 
 
 def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int] | None = None) -> None:
-    """Answer messages from standard input until it ends. `memory` returns how much a message of so many bytes may take.
+    """Answer messages from standard input until it ends.
+
+    `memory` returns how much a message of so many bytes may take.
 
     A MemoryError or RecursionError ends the process: the rest of its memory cannot be relied on.
     """
@@ -278,7 +287,7 @@ def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int
 
 
 def _limit_memory(more: int) -> None:
-    """Let the process grow by so many bytes from now on, where Linux says how large it is."""
+    """Let the process grow by so many bytes from now on, if its size is known."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except OSError:

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its keys and values, and the positions of its tensors.
+"""Reads the header of a GGUF file: keys, values and the positions of tensors.
 
 The runtime needs it for weights, the text side for the tokenizer. The gguf package's general reader makes an object of
 each of the tokenizer's hundred thousand strings and takes 2.2 s on the default model; this module takes 0.1 s. Every
@@ -23,7 +23,7 @@ _MAX_ALIGNMENT = 1 << 20
 
 
 class TensorInfo(NamedTuple):
-    """`shape` is outermost first, as in torch; `kind` is GGML's number of the block format; `start` a file offset."""
+    """A tensor: shape as in torch, GGML's number of the block format, file offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,10 @@ class GGUFHeader(NamedTuple):
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return the header of a file. Raises ModelLoadError for a damaged or truncated one."""
+    """Return the header of a file.
+
+    Raises ModelLoadError for a damaged or truncated one.
+    """
     try:
         check_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,4 +1,4 @@
-"""Checks a model from its small files alone, before torch is imported, a port is bound and weights are read.
+"""Checks a model from its small files, before torch is imported.
 
 Main thread, at start-up. What only the weights can show is left to engine/runtime.
 """
@@ -31,7 +31,10 @@ class ModelFacts(NamedTuple):
 
 
 def check_model(config: EngineConfig) -> ModelFacts:
-    """Check the model, its draft model and its adapters. Raises ModelLoadError or ConfigError."""
+    """Check the model, its draft model and its adapters.
+
+    Raises ModelLoadError or ConfigError.
+    """
     facts = _check_one(config)
     if facts.max_positions is not None:
         config.check_length(facts.max_positions)
@@ -69,7 +72,7 @@ def _check_one(config: EngineConfig) -> ModelFacts:
 
 
 def _gguf_positions(config: EngineConfig, path: Path) -> int | None:
-    """Return the model's context length; None if no length is configured, as the header takes 0.1 s to read."""
+    """Return the model's context length; None if none is configured."""
     if config.max_model_len is None:
         return None
     metadata = HFConfig(read_header(path).metadata, str(path))
@@ -77,7 +80,7 @@ def _gguf_positions(config: EngineConfig, path: Path) -> int | None:
 
 
 def check_entries(folder: Path) -> None:
-    """Raise ModelLoadError for a folder with files that would block a library, or that have no end."""
+    """Raise ModelLoadError for files that block a library, or have no end."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:

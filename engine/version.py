@@ -1,4 +1,4 @@
-"""The running version, reported by /version, the answers' fingerprint and the metrics."""
+"""The running version, as /version, answers and metrics report it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What an adapter looks like to the engine: an opaque handle that says whose K/V may be shared.
 
 The runner's side makes adapters (engine/runtime/lora/) and engine/adapters.py keeps them by name; a request carries one
-inside its SamplingParams. What is in it lives as long as somebody holds the handle: an adapter that was unloaded is gone
-when the last request that uses it has ended.
+inside its SamplingParams. Its weights live as long as the handle: an adapter that was unloaded is freed when the last
+request that uses it has ended.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Adapter(Protocol):
 
     @property
     def name(self) -> str:
-        """What requests call it."""
+        """Return the name that requests use."""
         ...
 
     @property
     def digest(self) -> bytes:
-        """Of all that is in it, 32 bytes: what was computed with one adapter is nothing to any other."""
+        """Return 32 bytes that depend on all of its content: K/V of one adapter is never shared with another."""
         ...

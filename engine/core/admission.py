@@ -1,4 +1,4 @@
-"""What may ever run: pure formulas over lengths, asked at the door and again by the scheduler."""
+"""Which requests can ever run: pure formulas over lengths, used at submission and again by the scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.core.types import Request
 
 
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
-    """Positions whose K/V a sequence holds at most: the last generated token is never fed back."""
+    """Return the most positions whose K/V a sequence holds: the last generated token is never fed back."""
     return num_prompt + max(max_tokens - 1, 0)
 
 
@@ -44,13 +44,13 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
     if params.num_sequences > config.max_num_seqs:
         name = "n" if params.num_sequences == params.n else "best_of"
         raise NeverFitsError(
-            f"{name} is {params.num_sequences}, but this server runs at most {config.max_num_seqs} sequences at once "
+            f"{name} is {params.num_sequences}, but this server runs at most {config.max_num_seqs} sequences concurrently "
             f"(--max-num-seqs); lower {name}.",
             param=name,
         )
     needed = blocks_for(peak_positions(num_prompt, max_tokens), config.block_size)
     if params.beam is not None:
-        # Nothing of a search can wait for the rest of it, so all of its beams have to fit, sharing the prompt's full blocks.
+        # No beam can wait for the others, so all have to fit; they share the prompt's full blocks.
         num_shared = num_prompt // config.block_size
         needed = num_shared + params.beam.width * (needed - num_shared)
     if needed > config.num_blocks:

@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """A well-spread 64-bit hash of integers, the same in every process."""
+    """Return a 64-bit hash of integers, the same in every process."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = ((state ^ (value & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -33,12 +33,12 @@ def mix(*values: int) -> int:
 
 
 def hidden_state(history: Sequence[int]) -> list[int]:
-    """That of the last of some tokens, which depends on all of them; in units of POOLED_UNIT, from -1 to 1."""
+    """Return a hidden state that depends on all of these tokens; in units of POOLED_UNIT, from -1 to 1."""
     return [mix(index, *history) % (1 << 25) - (1 << 24) for index in range(4)]
 
 
 def likeliest(first: int, history: Sequence[int], num: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """A beam's next tokens as its whole history has it, `first` before its neighbours, at uneven distances."""
+    """Return a beam's likeliest next tokens, which depend on its whole history; `first` is the best."""
     state, logprob, top = mix(*history), 0.0, []
     for i in range(num):
         logprob -= (mix(state, i) % 1000 + 1) / 1000
@@ -48,14 +48,14 @@ def likeliest(first: int, history: Sequence[int], num: int, vocab_size: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a step takes, in seconds: a fixed part, a part a computed token, a part a token of context attended to."""
+    """Seconds of a step: a fixed part, one for each computed token, one for each token of context."""
 
     step_s: float = 0.005
     token_s: float = 0.0001
     context_s: float = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
-        """The simulated duration of a step."""
+        """Return the simulated duration of a step."""
         context = sum(piece.start + piece.num_tokens for piece in plan.slices) if self.context_s else 0
         num_tokens = plan.num_tokens + sum(plan.num_drafts.values())
         return self.step_s + self.token_s * num_tokens + self.context_s * context
@@ -66,7 +66,7 @@ Choose = Callable[[Sequence[int], int], int]
 
 
 class FakeStep:
-    """A launched fake step; `before_wait` stands for the time it takes."""
+    """A launched fake step; `before_wait` spends the time it takes."""
 
     __slots__ = ("_before_wait", "_result")
 
@@ -75,7 +75,7 @@ class FakeStep:
         self._before_wait = before_wait
 
     def wait(self) -> StepResult:
-        """The result, after the simulated time."""
+        """Return the result, after the simulated time."""
         if self._before_wait is not None:
             self._before_wait()
         return self._result
@@ -115,7 +115,7 @@ class FakeRunner:
         self._acceptance = acceptance
 
     def begin(self) -> None:
-        """Nothing to get ready."""
+        """Do nothing."""
 
     def run(self, plan: StepPlan) -> FakeStep:
         """Compute a step; nothing of the plan is kept."""
@@ -164,23 +164,23 @@ class FakeRunner:
             self._host_pages[transfer.host_block] = list(slots[transfer.slot])
 
     def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
-        """Tokens instead of K/V, four bytes each."""
+        """Copy blocks out: tokens instead of K/V, four bytes each."""
         assert self._pages is not None
         for block, row in zip(blocks, rows, strict=True):
             row[:] = memoryview(array("i", self._pages[block])).cast("B")
 
     def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
-        """The same, the other way round."""
+        """Copy blocks in."""
         assert self._pages is not None
         for block, row in zip(blocks, rows, strict=True):
             self._pages[block] = list(array("i", row.tobytes()))
 
     def use_idle_moment(self) -> bool:
-        """Nothing to do."""
+        """Return False: there is nothing to do."""
         return False
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def _timer(self, plan: StepPlan) -> Callable[[], None] | None:
         cost, sleep = self._cost, self._sleep
@@ -190,7 +190,7 @@ class FakeRunner:
         return lambda: sleep(seconds)
 
     def _move_blocks(self, plan: StepPlan, pages: list[list[int]]) -> None:
-        """As early as may be out of the pool, and as late as may be into it."""
+        """Move blocks out of the pool as early, and into it as late, as the contract allows."""
         self._arrive(pages)
         for source, host in plan.swap_out:
             self._host_pages[host] = list(pages[source])
@@ -219,7 +219,7 @@ class FakeRunner:
         return [token for block in blocks for token in self._pages[block]][:stop]
 
     def _draw_drafted(self, piece: SequenceSlice, history: list[int], num_drafts: int) -> Drafted:
-        """Draft, write what was drafted behind the slice, and draw from what is read back at every position."""
+        """Draft, write the drafts behind the slice, and sample from what is read back at every position."""
         seed, start, future = piece.samples[0].seed, piece.start, list(history)
         drafts: list[int] = []
         for ahead in range(num_drafts):
@@ -231,7 +231,7 @@ class FakeRunner:
         read = self._write(replace(piece, tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
         drawn = [self._draw(row, read[: row.start + 1], seed) for row in rows]
         failed = (ahead for ahead, row in enumerate(rows) if self._fail is not None and self._fail(row) is not None)
-        drawn = drawn[: next(failed, len(rows))]  # whoever fails does so when it comes first in a step
+        drawn = drawn[: next(failed, len(rows))]  # a row that fails does so when it is the first of a step
         token_ids = drawn[: count_agreeing(drawn, drafts)]
         num_top = piece.params.logprobs
         logprobs = None if num_top is None else tuple([self._logprob(token, num_top) for token in token_ids])
@@ -250,6 +250,6 @@ class FakeRunner:
         return token
 
     def _logprob(self, token: int, num_top: int) -> TokenLogprob:
-        """A made-up but well-formed entry: the chosen token first, its neighbours after it."""
+        """Return a made-up but well-formed entry: the sampled token first, its neighbours after it."""
         top = tuple(((token + i) % self.vocab_size, -0.5 - i) for i in range(num_top))
         return TokenLogprob(token, -0.5, 1, top)

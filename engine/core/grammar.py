@@ -11,26 +11,26 @@ from typing import Protocol
 
 
 class Matcher(Protocol):
-    """Where one sequence stands in its grammar. Engine thread."""
+    """The state of one sequence in its grammar. Engine thread."""
 
     def accept(self, token_id: int) -> None:
-        """Take in a drawn token. Never raises: one that does not fit shows in `error()`, from then on."""
+        """Advance by a sampled token. Never raises: after a token that does not fit, `error()` says so."""
         ...
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of some tokens it would take in one after the other; it stays where it is."""
+        """Return the length of the longest accepted prefix, without advancing."""
         ...
 
     def rollback(self, count: int) -> None:
-        """Be where it was before the last `count` tokens, all of which it could take in."""
+        """Undo the last `count` tokens, all of which were accepted."""
         ...
 
     def is_complete(self) -> bool:
-        """True once nothing but the end of the answer can follow."""
+        """Return whether only the end of the answer can follow."""
         ...
 
     def error(self) -> str | None:
-        """What went wrong; such a matcher allows nothing any more."""
+        """Return why the matcher failed, if it did; then it allows nothing any more."""
         ...
 
 
@@ -39,15 +39,15 @@ class Grammar(Protocol):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end an answer; a matcher allows them where the answer so far is whole."""
+        """Return the tokens that end an answer; a matcher allows them where the answer is complete."""
         ...
 
     def start(self) -> Matcher:
-        """A matcher before the first token. Takes microseconds: what is slow was done when the grammar was made."""
+        """Return a matcher before the first token. Takes microseconds: the slow work was done before."""
         ...
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
-        """Write what each of some matchers, of this grammar or of others of its class, allows next.
+        """Write the masks of tokens that these matchers, of any grammar of this class, allow next.
 
         Row i at `address` has `num_words` 32-bit words; token t is bit t % 32 of word t // 32, set where it is allowed.
         """

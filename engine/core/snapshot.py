@@ -1,8 +1,7 @@
-"""How things stand between two steps, frozen: every living sequence's page table, and what the prefix cache keeps.
+"""The state of an engine between two steps: every living sequence's page table, and the cached blocks.
 
-Made by the engine thread when somebody asked to look (Engine.look), then read by any thread. Copies integers and nothing
-else, so that a look costs the engine well under a millisecond; shaping it for readers is the asker's work. No token and
-no text is in it.
+The engine thread makes a snapshot on request (Engine.look); any thread may read it. Only integers are copied, which takes
+well under a millisecond; the reader formats them. It has no tokens and no text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from engine.core.kv.block_pool import BlockPool
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import Stats
 
-MAX_WAITING = 64  # sequences shown of those that hold nothing; their number is told in full
+MAX_WAITING = 64  # sequences without blocks that are listed: a long queue would make snapshots slow
 
 
 class SequenceView(NamedTuple):
@@ -34,7 +33,7 @@ class SequenceView(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The pool and who holds it. Sums and counts grow over the engine's life; a reader takes differences."""
+    """The pool and its holders. Sums and counts grow over the engine's life; a reader takes differences."""
 
     time_s: float
     steps: int
@@ -50,18 +49,15 @@ class Snapshot(NamedTuple):
     num_preempted: int
     num_free_blocks: int
     num_held_blocks: int
-    cached_blocks: tuple[int, ...]  # held by nobody, still findable
+    cached_blocks: tuple[int, ...]  # not held, but found by prompts
     sequences: tuple[SequenceView, ...]
-    queue: tuple[str, ...]  # ids of the requests that wait, the next one first
+    queue: tuple[str, ...]  # ids of the waiting requests, the next one first
 
 
 def take_snapshot(
     stats: Stats, pool: BlockPool, living: Iterable[Sequence], queue: Iterable[Sequence], now: float
 ) -> Snapshot:
-    """`living` are all sequences that hold something or wait, the ones that leave with a plan in flight included.
-
-    `queue` are those that wait, in order.
-    """
+    """Return a snapshot. `living` are all sequences that hold blocks or wait, `queue` those that wait, in order."""
     views: list[SequenceView] = []
     num_empty = 0
     for seq in living:

@@ -36,14 +36,14 @@ class FailureCause(str, Enum):
 
 
 class PreemptionKind(str, Enum):
-    """How a preempted sequence comes by its K/V again; a label of the preemption counter."""
+    """How a preempted sequence gets its K/V back; a label of the preemption counter."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"  # from host memory
 
 
 class Target(str, Enum):
-    """What an answer may be held to; a label of the counters of missed targets and of dropped requests."""
+    """What an answer is measured against; a label of the counters of missed targets and dropped requests."""
 
     TTFT = "ttft"  # --target-ttft-ms: its first token
     ITL = "itl"  # --target-itl-ms: the mean gap between its tokens
@@ -66,7 +66,7 @@ class TransferKind(str, Enum):
 
 
 class Histogram:
-    """Cumulative-free bucket counts: counts[i] are the observations in (bounds[i-1], bounds[i]], the last is +inf."""
+    """Bucket counts, not cumulative: counts[i] is for (bounds[i-1], bounds[i]], the last for the rest."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -76,7 +76,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times over."""
+        """Count `value` so many `times`."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -86,7 +86,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """0 of nothing."""
+        """Return the mean, 0 if nothing was observed."""
         return self.sum / max(self.count, 1)
 
 
@@ -104,7 +104,7 @@ def _counts() -> Histogram:
 
 @dataclass(slots=True)
 class Stats:
-    """Everything worth knowing about an engine's life so far. Durations are seconds."""
+    """What an engine has done so far. Durations are seconds."""
 
     # gauges
     num_running: int = 0
@@ -138,7 +138,7 @@ class Stats:
     failed_copies: int = 0  # steps taken back since blocks could not be copied to the host or from there
     out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
     yielded: int = 0  # preemptions for the sake of a tenant that held far less; counted in `preempted` too
-    rejected: int = 0  # refused at the door, the queue being full
+    rejected: int = 0  # because the queue was full
     spec_drafts: int = 0  # times that tokens were drafted for a sequence
     spec_draft_tokens: int = 0
     spec_accepted_tokens: int = 0  # of these, those that were drawn
@@ -171,7 +171,7 @@ class Stats:
     length_error_tokens: Histogram = field(default_factory=_counts)  # by how much answers were mispredicted, for sjf
 
     def end(self, reason: FinishReason, num_sequences: int, num_prompt: int, num_generated: int) -> None:
-        """Count sequences that ended alike, whatever ended them: the one source of all that counts ends.
+        """Count sequences that ended alike, for any reason; everything that counts ends relies on it.
 
         Their tokens were counted in `generation_tokens` as they were drawn. So when none is open that is the sum of
         `request_generation_tokens`, and each of both histograms has counted as many as `finished`.
@@ -182,16 +182,16 @@ class Stats:
 
     @property
     def num_completed(self) -> int:
-        """Sequences that came to the end of their answers."""
+        """Return how many sequences completed their answers."""
         return self.finished[FinishReason.STOP] + self.finished[FinishReason.LENGTH]
 
     @property
     def preemptions(self) -> int:
-        """Of both kinds."""
+        """Return the preemptions of both kinds."""
         return sum(self.preempted.values())
 
     @property
     def kv_cache_usage_ratio(self) -> float:
-        """Share of the pool that live sequences hold; cached blocks are free to take and do not count."""
+        """Return the share of the pool that live sequences hold; cached blocks are available and do not count."""
         total = self.blocks_free + self.blocks_cached + self.blocks_held
         return self.blocks_held / total if total else 0.0

@@ -1,4 +1,4 @@
-"""The contract between the scheduler and whatever computes: a StepPlan goes down, a StepResult comes back.
+"""The contract between the scheduler and a runner: a StepPlan goes down, a StepResult comes back.
 
 A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
 runs. The engine thread makes plans and hands them to a Runner; a Runner reads them until the end of `wait` and keeps
@@ -19,10 +19,10 @@ POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which 
 
 
 class Sample(NamedTuple):
-    """One token to draw from a slice's last position.
+    """One token to sample from a slice's last position.
 
-    The drawn id belongs to `slot`, where the next step finds it if it is planned before this one is committed.
-    Randomness is keyed by (seed, position of the drawn token), by nothing else.
+    The sampled id is kept for `slot`, where the next step finds it if it was planned before this one is committed.
+    Randomness is keyed by (seed, position of the sampled token), by nothing else.
     """
 
     slot: int
@@ -53,7 +53,7 @@ class SequenceSlice:
     drafts: Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
 
     def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
-        """The same, of other positions; dataclasses.replace takes six times as long."""
+        """Return this slice with other positions; dataclasses.replace takes six times as long."""
         return SequenceSlice(
             self.slot,
             self.tokens,
@@ -70,7 +70,7 @@ class SequenceSlice:
 
     @property
     def pooled_positions(self) -> range:
-        """Positions within the slice whose hidden states are asked for."""
+        """Return the positions within the slice whose hidden states are wanted."""
         if self.params.pooling is None:
             return range(0)
         if self.params.pooling is Pooling.MEAN:
@@ -106,9 +106,9 @@ class Fault(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What came of a slice's drafts: what would have been drawn one step after the other without them.
+    """What became of a slice's drafts: the tokens that would have been sampled one by one without them.
 
-    A draw is made behind every draft; they stand up to and with the first that differs from the draft in its place.
+    A token is sampled behind every draft; those up to and with the first that differs from its draft are valid.
     """
 
     token_ids: Sequence[int]  # none if even the first draw failed: then the drafts may be why, and it is tried without
@@ -118,7 +118,7 @@ class Drafted(NamedTuple):
 
 
 def count_agreeing(drawn: Sequence[int], drafts: Sequence[int]) -> int:
-    """How many draws, one before and one behind each draft, stand."""
+    """Return how many sampled tokens are valid, given the drafts that they should equal."""
     for count, (token, draft) in enumerate(zip(drawn, drafts, strict=False), start=1):
         if token != draft:
             return count
@@ -162,11 +162,11 @@ class Runner(Protocol):
     """Computes steps. Called by the engine thread only."""
 
     def begin(self) -> None:
-        """Get ready on the thread that calls all else, before its first step."""
+        """Prepare for the first step, on the thread that makes all other calls."""
         ...
 
     def run(self, plan: StepPlan) -> PendingStep:
-        """Launch a step. At overlap depth 1 the next `run` may come before this step's `wait`.
+        """Launch a step. With overlap the next `run` may be called before this step's `wait`.
 
         Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
         later plan, with the same positions and blocks, repeats it. Any other exception ends the engine.
@@ -182,9 +182,9 @@ class Runner(Protocol):
         ...
 
     def use_idle_moment(self) -> bool:
-        """Do a few milliseconds of what makes later steps faster; False if there is nothing of the kind to do."""
+        """Spend a few milliseconds on making later steps faster; False if there is nothing to do."""
         ...
 
     def close(self) -> None:
-        """Give back threads and memory."""
+        """Release threads and memory."""
         ...

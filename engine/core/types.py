@@ -23,7 +23,7 @@ class FinishReason(str, Enum):
     LENGTH = "length"  # max_tokens were generated
     ABORT = "abort"  # the client left, or the daemon shut down
     ERROR = "error"  # this request alone failed; the event says why
-    DROPPED = "dropped"  # nothing of it was computed, for it could not be in time; the event says why
+    DROPPED = "dropped"  # not computed, because it could not be in time; the event says why
 
 
 class AbortCause(str, Enum):
@@ -46,13 +46,13 @@ class EarlyStopping(Enum):
     """When a beam search with enough finished answers is over; the values are the API's."""
 
     NO = False  # when no beam, as long as it is now, would be better than the worst of them
-    YES = True  # at once
+    YES = True  # immediately
     NEVER = "never"  # when no beam can become better than the worst of them, however long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """How to search; beam_search.py says what it means."""
+    """How to search; see beams.py."""
 
     width: int
     length_penalty: float = 1.0
@@ -98,17 +98,17 @@ class SamplingParams:
 
     @property
     def rules_out_tokens(self) -> bool:
-        """Whether the client restricts which tokens can be sampled."""
+        """Return whether the client restricts which tokens can be sampled."""
         return self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def num_sequences(self) -> int:
-        """How many run at once."""
+        """Return how many sequences run concurrently."""
         return self.n if self.beam is None else self.beam.width
 
 
 class Pin(NamedTuple):
-    """A wish that the K/V of a prompt's beginning stays cached, after everything else; as far as there is room."""
+    """A wish that the K/V of a prompt's beginning stays cached longer than other K/V, if there is room."""
 
     num_tokens: int
     seconds: float  # from the request's arrival; without end it is the operator's
@@ -144,11 +144,11 @@ class TokenLogprob(NamedTuple):
 
 
 class PromptInfo(NamedTuple):
-    """What is known once a prompt has been computed; rides on the first event of each choice."""
+    """What is known once a prompt has been computed; part of the first event of each choice."""
 
     num_cached_tokens: int
     logprobs: tuple[TokenLogprob | None, ...] | None  # one entry a prompt token, None for the first
-    queue_s: float = 0.0  # as in RequestTimings, told early: of an answer that is cut short they are all there is
+    queue_s: float = 0.0  # as in RequestTimings, but known early, for answers that are cut short
     prefill_s: float = 0.0
     num_host_tokens: int = 0  # of the cached ones, those that came from host memory ...
     num_disk_tokens: int = 0  # ... and from a store behind it
@@ -157,7 +157,7 @@ class PromptInfo(NamedTuple):
 
 
 class RequestTimings(NamedTuple):
-    """A finished sequence's history in seconds and counts; rides on its terminal event."""
+    """A finished sequence's history in seconds and counts; part of its terminal event."""
 
     queue_s: float  # arrival until first scheduled
     prefill_s: float  # first scheduled until first token
@@ -187,10 +187,10 @@ PlainToken = tuple[str, int, int]  # request id, choice, token id: an event that
 
 
 class StepEvents:
-    """What happened in a step, in plan order; to be iterated over, by any thread.
+    """The events of a step, in plan order; any thread may iterate over them.
 
-    Most of it are tokens of sequences that just go on. These are kept as plain tuples, and made events when somebody
-    looks: that costs three times as much, and whoever looks is not who the next step waits for.
+    Most are single tokens of sequences that go on. These are kept as plain tuples and become events in the iterator, which
+    costs three times as much, but not on the engine thread.
     """
 
     __slots__ = ("entries",)
@@ -212,14 +212,14 @@ class StepEvents:
 
     @property
     def ends(self) -> Iterator[TokenEvent]:
-        """The terminal ones."""
+        """Return the terminal events."""
         for entry in self.entries:
             if isinstance(entry, TokenEvent) and entry.finish_reason is not None:
                 yield entry
 
 
 class Progress(NamedTuple):
-    """A line of the start-up story: a stage, what it found, and how far it is where that can be counted."""
+    """Progress of the start: a stage, what it found, and how far it is where that can be counted."""
 
     stage: str  # "weights", "kv_pool", "warm_up", ...
     detail: str = ""

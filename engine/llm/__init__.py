@@ -1,4 +1,4 @@
-"""The engine without HTTP: `LLM(model).generate(prompts, SamplingParams(...))`, in a script or a notebook.
+"""The engine without HTTP: `LLM(model).generate(prompts, SamplingParams())`.
 
 The engine thread is the daemon's; the calling thread takes the place of the event loop. Fields, ranges, sentences,
 templates, parsers and grammars are those of engine/text, which the daemon uses too, so a prompt means the same in both.

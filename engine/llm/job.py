@@ -1,4 +1,7 @@
-"""One prompt of an offline run: from the engine's events to a result. Runs on the calling thread."""
+"""One prompt of an offline run: from the engine's events to a result.
+
+Runs on the calling thread.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of a prompt's answers. In a conversation, `text` is without thoughts and tool calls."""
+    """One of a prompt's answers.
+
+    In a conversation, `text` is without thoughts and tool calls.
+    """
 
     index: int
     text: str
@@ -70,7 +76,7 @@ class RequestOutput:
 
 
 class Job:
-    """A prompt that is being answered: its choices, and how many of them the engine has not ended yet."""
+    """A prompt that is being answered, and how many of its choices are open."""
 
     def __init__(
         self, text: str | None, request: Request, rules: TextRules, tokenizer: Tokenizer, *, call_id_length: int = 0
@@ -84,7 +90,10 @@ class Job:
         self._timings: dict[int, RequestTimings | None] = {}
 
     def accept(self, event: TokenEvent) -> bool:
-        """Process an event; return True if a stop string just ended its choice. Raises the event's error."""
+        """Process an event; return True if a stop string just ended its choice.
+
+        Raises the event's error.
+        """
         choice = self._choices[event.choice]
         if event.finish_reason is FinishReason.DROPPED:
             choice.drop()

@@ -1,4 +1,7 @@
-"""LLM: an engine in this process, fed by the calling threads. The engine's events arrive through a queue."""
+"""LLM: an engine in this process, fed by the calling threads.
+
+The engine's events arrive through a queue.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model and its engine. A context manager; `close` or the end of the program ends the engine.
+    """A model and its engine.
+
+    A context manager; `close` or the end of the program ends the engine.
 
     `model` is what `quire serve` takes, None for the embedded one; `engine` takes the daemon's flags by their Python
     names (`dtype="float32"`, `num_threads=2`, ...). `lora_modules` maps the names that `lora` takes to folders of
@@ -124,7 +129,7 @@ class LLM:
         lora: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt, a text or its token ids, with the adapter `lora`; results come in the prompts' order.
+        """Continue each prompt, a text or token ids, and return results in order.
 
         Raises ClientError before anything runs, or the error of a request that fails. An error or Ctrl-C ends all
         requests of the call; the LLM can be used again.
@@ -194,7 +199,10 @@ class LLM:
         return None if loaded is None else loaded.adapter
 
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
-        """Return the job of a prompt. Raises ClientError for a prompt that cannot be answered."""
+        """Return the job of a prompt.
+
+        Raises ClientError for a prompt that cannot be answered.
+        """
         limits, body = self._limits, params.to_fields()
         text = None
         if isinstance(prompt, str):
@@ -221,7 +229,10 @@ class LLM:
         return self._job(text, ids, engine_params, text_rules(body, engine_params), body)
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
-        """Return the job of a conversation. Raises ClientError for one that cannot be answered."""
+        """Return the job of a conversation.
+
+        Raises ClientError for one that cannot be answered.
+        """
         body = params.to_chat(conversation)
         self._limits.check_logprobs(params.logprobs, "logprobs")
         chat = self._preprocessor.prepare(body)
@@ -229,7 +240,10 @@ class LLM:
         return self._job(chat.text, chat.prompt, replace(chat.params, adapter=adapter), chat.rules, body)
 
     def _compile(self, constraint: Constraint | None) -> Grammar | None:
-        """Return the grammar that a field asks for. Raises InvalidRequestError for one that cannot be used."""
+        """Return the grammar that a field asks for.
+
+        Raises InvalidRequestError for one that cannot be used.
+        """
         return None if constraint is None else self._grammars.compile_now(*constraint)
 
     def _job(

@@ -1,4 +1,4 @@
-"""The sampling parameters of the offline API, checked by the fields of engine/text. Pure, any thread."""
+"""The offline API's sampling parameters, checked by engine/text's fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OfflineFields(SamplingFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop: names, ranges and meanings of /v1/completions.
+    """How to choose tokens and when to stop, as in /v1/completions.
 
     `max_tokens` None is as many as the context holds; other Nones are the daemon's defaults. A `seed` of None draws a
     new one for every prompt. `structured_outputs` ({"json": ...}, {"regex": ...}, {"choice": [...]},
@@ -66,7 +66,10 @@ class SamplingParams:
         return checked(OfflineFields, self._values())
 
     def to_chat(self, conversation: Mapping[str, Any]) -> ChatFields:
-        """Return the checked fields of a conversation, whose own fields are given. Raises InvalidRequestError."""
+        """Return the checked fields of a conversation, whose own fields are given.
+
+        Raises InvalidRequestError.
+        """
         values = self._values()
         num_top = values.pop("logprobs")
         values |= {"logprobs": num_top is not None, "top_logprobs": num_top}

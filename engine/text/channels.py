@@ -1,4 +1,4 @@
-"""Separates answers in channels, as gpt-oss writes them (OpenAI's harmony format): thoughts, content and calls.
+"""Separates thoughts, content and calls in OpenAI's harmony format (gpt-oss).
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary to=functions.name
     <|constrain|>json<|message|>{...}<|call|>        or        ...<|channel|>final<|message|>words<|return|>
@@ -32,7 +32,10 @@ def speaks_in_channels(template: str) -> bool:
 
 
 class ChannelParser(PieceParser):
-    """`push` text as it arrives, `finish` at its end. Calls are thoughts unless it `reads_calls`."""
+    """`push` text as it arrives, `finish` at its end.
+
+    Calls are thoughts unless it `reads_calls`.
+    """
 
     def __init__(self, *, reads_calls: bool) -> None:
         super().__init__(self._beginning)

@@ -1,4 +1,4 @@
-"""How the served model writes chats: the format of its tool calls and thoughts, and the switches of its chat template.
+"""The served model's chat format: tool calls, thoughts, template switches.
 
 Detected once at start-up from the template and two settings, then only read. A MessageParser, one for each choice,
 separates the text of an answer into content, thoughts and calls.
@@ -30,7 +30,10 @@ Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the 
 
 
 class MessageParser:
-    """`push` text as it arrives, `finish` at its end. Thoughts come first; calls are found in the rest."""
+    """`push` text as it arrives, `finish` at its end.
+
+    Thoughts come first; calls are found in the rest.
+    """
 
     def __init__(
         self, thoughts: ReasoningParser | ChannelParser | None, calls: JsonToolParser | XmlToolParser | None
@@ -77,7 +80,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
-        """Detect the format from the chat template, or take the parsers that the settings name. Raises ConfigError."""
+        """Return the format of the template and the settings. Raises ConfigError."""
         template = tokenizer.chat_template
         source = template.source if template else ""
         variables = template.variables if template else frozenset[str]()
@@ -135,17 +138,17 @@ class ChatFormat:
         return variables | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
 
     def knows_effort(self, effort: str) -> bool:
-        """Return True if the template implements an effort, so that no budget of tokens is needed."""
+        """Return True if the template implements an effort."""
         return _EFFORT_SWITCH in self.switches or (effort == "none" and bool(self.switches))
 
     def has_thought(self, prompt: str) -> bool:
-        """Return True if the prompt ends with closed thoughts: the template was asked for an answer without any."""
+        """Return True if the prompt ends with closed thoughts."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags.closing)
 
     def parser_factory(
         self, tool_format: ToolFormat | None, tools: Tools, *, begins_within: bool
     ) -> Callable[[], MessageParser]:
-        """Return a function that makes a parser for each choice of an answer; it finds calls in `tool_format`, if any."""
+        """Return a function that makes a parser for each choice of an answer."""
 
         def make() -> MessageParser:
             thoughts: ReasoningParser | ChannelParser | None = None
@@ -188,7 +191,7 @@ def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
 def _hidden_ids(
     tokenizer: Tokenizer, tool_format: ToolFormat | None, tags: ReasoningTags | None, more: Sequence[str]
 ) -> frozenset[int] | None:
-    """Return the special tokens to leave out of the text, if a mark is a special token, which must reach the text."""
+    """Return the special tokens to hide, if a mark is one, which must be shown."""
     marks = {mark for pair in tool_format.marks for mark in pair} | {tool_format.name_end} if tool_format else set()
     marks |= {*more}
     if tags is not None:

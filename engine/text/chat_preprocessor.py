@@ -1,4 +1,4 @@
-"""From the fields of a conversation to the engine's input: prompt, parameters, parser and grammar, in one call.
+"""Makes a conversation's prompt, parameters, parser and grammar in one call.
 
 Used by every API that has messages and by the offline LLM. The fields only declare; what the model and its chat format
 make of them is decided here. Pure, any thread: long conversations are prepared on a worker thread.
@@ -28,7 +28,7 @@ from engine.text.tools.formats import ToolFormat, forced_format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChat:
-    """A conversation as the engine takes it, except that the grammar, if there is one, is not compiled yet."""
+    """A conversation as the engine takes it, before its grammar is compiled."""
 
     text: str  # the rendered prompt
     prompt: list[int]
@@ -39,14 +39,14 @@ class PreparedChat:
     end_ids: frozenset[int]
 
     def constrained(self, grammar: Grammar | None) -> PreparedChat:
-        """Return the chat with the compiled grammar, and with thoughts before what it constrains."""
+        """Return the chat with the compiled grammar, and thoughts before it."""
         if self.thinking is not None and (grammar is not None or self.thinking.budget is not None):
             grammar = ThinkingGrammar(self.thinking, inner=grammar, end_ids=self.end_ids)
         return self if grammar is None else replace(self, params=replace(self.params, grammar=grammar))
 
 
 class ChatPreprocessor:
-    """`prepare` a conversation; `render` and `encode` are its first steps, for callers that only need the prompt."""
+    """`prepare` a conversation, or only `render` and `encode` its prompt."""
 
     def __init__(self, limits: ModelLimits) -> None:
         self.limits = limits
@@ -54,7 +54,10 @@ class ChatPreprocessor:
         self._format = limits.chat_format
 
     def render(self, chat: Conversation) -> str:
-        """Return the prompt's text. Raises InvalidRequestError if the template refuses it, or it cannot fit."""
+        """Return the prompt's text.
+
+        Raises InvalidRequestError if the template refuses it, or it cannot fit.
+        """
         template, chat_format = self._tokenizer.chat_template, self._format
         if template is None:
             raise InvalidRequestError(
@@ -78,13 +81,18 @@ class ChatPreprocessor:
         )
 
     def encode(self, chat: ChatFields, text: str) -> list[int]:
-        """Return the token ids of a rendered prompt. Raises ContextLengthError for a text that cannot fit."""
+        """Return the token ids of a rendered prompt.
+
+        Raises ContextLengthError for a text that cannot fit.
+        """
         self.limits.check_length(text, "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
         return truncated(chat, ids, self.limits)
 
     def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
-        """Return what the engine takes. `text` is the rendered prompt, if `render` was called before.
+        """Return what the engine takes.
+
+        `text` is the rendered prompt, if `render` was called before.
 
         Raises ClientError for a conversation that cannot be answered.
         """
@@ -127,7 +135,7 @@ class ChatPreprocessor:
     def _plan_calls(
         self, chat: ChatFields, constraint: Constraint | None
     ) -> tuple[Constraint | None, ToolFormat | None]:
-        """Return the grammar of the answer, calls included, and the tool_format in which its calls are read.
+        """Return the grammar of the answer, and the format of the calls in it.
 
         Calls that must be made have a grammar, and so have calls that may be made instead of an answer that has one:
         its grammar alone would rule them out. Other calls are free text, unless their tool is strict.
@@ -149,7 +157,10 @@ class ChatPreprocessor:
     def _forced_calls(
         self, chat: ChatFields, choice: ToolChoice, tool_format: ToolFormat, constraint: Constraint | None
     ) -> Constraint:
-        """Return a grammar of calls, or of calls and an answer in JSON. Raises InvalidRequestError for another answer."""
+        """Return a grammar of calls, or of calls and an answer in JSON.
+
+        Raises InvalidRequestError for another answer.
+        """
         answer = None
         if constraint is not None:
             answer, param = constraint
@@ -168,7 +179,7 @@ class ChatPreprocessor:
         return Constraint(GrammarSpec.of_lark(grammar), "tools")
 
     def _strict_calls(self, chat: ChatFields, tool_format: ToolFormat) -> Constraint | None:
-        """Return the grammar of an answer that may call strict tools, or None where no tool is strict."""
+        """Return the grammar of an answer with strict calls, or None without any."""
         tools = [tool.function.offered() for tool in chat.shown_tools]
         if not any(tool.strict for tool in tools):
             return None
@@ -185,7 +196,7 @@ class ChatPreprocessor:
         return self._format.tags is not None and self._format.tags.begins_within(text, continued)
 
     def _thinking(self, chat: ChatFields, text: str, *, begins_within: bool) -> Thinking | None:
-        """Return how thoughts are bounded, or None where they cannot be counted or are over in the prompt."""
+        """Return how thoughts are bounded, or None if they cannot be, or are over."""
         chat_format, budget = self._format, chat.thinking_token_budget
         if chat_format.tag_ids is None or chat_format.has_thought(text):
             return None

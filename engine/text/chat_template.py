@@ -1,4 +1,4 @@
-"""Renders a conversation into a prompt with the model's Jinja template, in a sandbox.
+"""Renders a conversation with the model's Jinja template, in a sandbox.
 
 The template comes with the model, the messages come from a client: neither may reach Python, or work without end
 (template_budget.py). Pure; any thread.
@@ -25,7 +25,7 @@ _OURS = ("messages", "tools", "add_generation_prompt")
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what training learns from; for serving its body is plain text."""
+    """`{% generation %}` is for training; in serving its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - declared by jinja2 as an instance variable
 
@@ -35,7 +35,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` maps names that templates use, such as bos_token, to texts."""
+    """A compiled template; `special_tokens` are names like bos_token."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if not isinstance(source, str):  # a model's file may hold any value
@@ -70,7 +70,7 @@ class ChatTemplate:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """Return the prompt. With `continue_final_message` it ends with the text of the last message.
+        """Return the prompt; `continue_final_message` ends it in the last message.
 
         Raises InvalidRequestError, with the template's own message where it refuses the conversation.
         """

@@ -1,4 +1,4 @@
-"""One choice of an answer: turns the engine's events into text, thoughts, tool calls and log probabilities.
+"""Turns the engine's events into the text of one choice of an answer.
 
 A stream takes a delta whenever there is something new, a plain answer takes one at the end: the same code serves both.
 One object for each choice, on one thread. Independent of HTTP and JSON.
@@ -44,7 +44,10 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """The new part of a choice. Tokens appear when they are drawn; their text may follow later, once it is certain."""
+    """The new part of a choice.
+
+    Tokens appear when they are drawn; their text may follow later, once it is certain.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

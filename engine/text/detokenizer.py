@@ -1,4 +1,7 @@
-"""From token ids to text: incremental detokenization, and stop strings. Pure; one object of each for a choice."""
+"""From token ids to text: incremental detokenization, and stop strings.
+
+Pure; one object of each for a choice.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text that is still held back, U+FFFD for an incomplete character. Ends the stream."""
+        """Return the text that is still held back, U+FFFD for an incomplete character.
+
+        Ends the stream.
+        """
         return self._decode()[self._known :] if len(self._window) > self._num_settled else ""
 
     def _decode(self) -> str:
@@ -54,7 +60,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the stop string that is completed first, and holds back text that may still become one.
+    """Finds the stop string that is completed first, and holds back text for it.
 
     Of two that end at the same character, the longer one wins. The result does not depend on how the text was cut.
     """

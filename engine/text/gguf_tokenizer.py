@@ -1,4 +1,4 @@
-"""Builds a `tokenizers.Tokenizer` from a GGUF file's metadata: vocabulary, merges, types and special tokens.
+"""Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
 Two families cover the supported models: byte-level BPE ("gpt2", with several ways to split text into words before the
 merges) and SentencePiece BPE ("llama", scores instead of merges). An unknown kind is refused: a nearly right tokenizer
@@ -99,7 +99,10 @@ def check_types(metadata: Mapping[str, Any]) -> None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a GGUF file's metadata. Raises ModelLoadError for a missing or unknown one."""
+    """Return the tokenizer of a GGUF file's metadata.
+
+    Raises ModelLoadError for a missing or unknown one.
+    """
     check_types(metadata)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -122,7 +125,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_token(metadata: Mapping[str, Any], role: str) -> int | None:
-    """Return the id of "bos", "eos", "eot", "eom", "unknown" or "padding", or None without a valid one."""
+    """Return the id of a role such as "bos" or "eot", or None without a valid one."""
     token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
     return token_id if token_id is not None and token_id < len(metadata["tokenizer.ggml.tokens"]) else None
 
@@ -171,7 +174,7 @@ def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **option
 
 
 def _merges_of_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return merge rules equivalent to SentencePiece: of all neighbours that form a token, the best score first."""
+    """Return merge rules equivalent to SentencePiece: the best score first."""
     merges: list[tuple[float, int, int, str, str]] = []
     for token, token_id in vocabulary.items():
         for cut in range(1, len(token)):

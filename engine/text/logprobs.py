@@ -1,4 +1,4 @@
-"""Log probabilities by token id, in the shape that vLLM gives them; for HTTP and the offline API. Pure."""
+"""Log probabilities by token id, in vLLM's shape. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token as text; part of a character becomes `bytes:\\xNN`, as OpenAI spells it."""
+    """Return a token as text; part of a character is spelled as OpenAI does."""
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
@@ -39,7 +39,7 @@ def finite(logprob: float) -> float:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
-    """Return the log probabilities of some tokens by id, each with its `num_top` best alternatives."""
+    """Return the log probabilities of tokens, with `num_top` alternatives each."""
     return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""Rewrites messages for chat templates that cannot show them: unknown roles, tools, tool calls and their results.
+"""Rewrites messages for chat templates without their roles, or without tools.
 
 Templates differ in their treatment of `developer` messages and of `system` messages after the first turn, both of which
 coding agents send: many refuse the latter, and some drop a role they do not know. Each is therefore tried once, at
@@ -72,7 +72,7 @@ ALL_ROLES = KnownRoles()
 
 
 def spell_out_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation with tools, calls and results in plain text, for a template without a section for them."""
+    """Return the conversation with tools, calls and results in plain text."""
     spelled: list[dict[str, Any]] = []
     for message in messages:
         plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}

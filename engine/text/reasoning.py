@@ -1,4 +1,4 @@
-"""Separates thoughts from the answer, for models that first think between <think> and </think> or similar tags.
+"""Separates thoughts between tags like <think> and </think> from the answer.
 
 Space around the tags belongs to them. A text that does not begin with thoughts has none: a later tag is text. Pure.
 """
@@ -21,7 +21,7 @@ class ReasoningTags:
     always: bool = False  # an answer begins with thoughts even without the opening tag
 
     def begins_within(self, prompt: str, continued: str = "") -> bool:
-        """Return True if the answer to a prompt begins within thoughts: the chat template or the continued message opened them."""
+        """Return True if the prompt or the continued message has opened thoughts."""
         end = prompt.rstrip()
         if continued.rfind(self.opening) > continued.rfind(self.closing) or end.endswith(self.opening):
             return True
@@ -80,7 +80,7 @@ class ReasoningParser(PieceParser):
         return True
 
     def _think(self) -> bool:
-        """Read thoughts, holding back the closing tag, its beginning, and space that may precede it."""
+        """Read thoughts, holding back the beginning of the closing tag, and space."""
         thoughts, tag, answer = self._buffer.partition(self._tags.closing)
         if tag:
             self._give(Reasoning, thoughts.rstrip())

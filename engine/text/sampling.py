@@ -1,4 +1,7 @@
-"""Makes the engine's sampling parameters and the text rules of a request's fields. Pure, any thread."""
+"""Makes the engine's sampling parameters and the text rules of a request's fields.
+
+Pure, any thread.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MAX_BAD_CHARS = 8192  # of all bad words; they are encoded in 10 ms
 
 
 def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits) -> list[int]:
-    """Return the end of a prompt, if truncate_prompt_tokens asks for less than all; -1 keeps what leaves room."""
+    """Return the end of a prompt that truncate_prompt_tokens keeps; -1: what fits."""
     keep = fields.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -32,7 +35,10 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the engine's parameters. Raises InvalidRequestError for what only the model or the server can refuse."""
+    """Return the engine's parameters.
+
+    Raises InvalidRequestError for what only the model or the server can refuse.
+    """
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
@@ -93,7 +99,7 @@ def beam_params(fields: SamplingFields) -> BeamParams:
 
 
 def _check_width(fields: SamplingFields, limits: ModelLimits) -> None:
-    """Each step of a search needs a token for every beam besides the tokens that end an answer."""
+    """Refuse a search with more beams than tokens that do not end an answer."""
     width, num_ends = fields.beam_width, len(limits.tokenizer.eos_token_ids | set(fields.stop_token_ids))
     if width + num_ends > limits.vocab_size:
         _refuse(
@@ -120,7 +126,7 @@ def _allowed_ids(fields: SamplingFields, limits: ModelLimits, bad_words: tuple[t
 
 
 def _bad_words(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
-    """Return every word's tokens at the beginning of a text and, behind a space, within one."""
+    """Return every word's tokens, with and without a space before it."""
     if sum(map(len, fields.bad_words)) > MAX_BAD_CHARS:
         _refuse("bad_words", f"bad_words has more than {MAX_BAD_CHARS} characters altogether; shorten it.")
     words = [word.lstrip() or word for word in fields.bad_words]

@@ -1,4 +1,4 @@
-"""Bounds the work of a chat template: one that loops without end, or makes endless text, stops with an error message.
+"""Bounds the work of a chat template, which may loop or write without end.
 
 Each rendering gets a budget that depends on the size of its input. Steps are charged for every turn of a loop, call,
 filter and operator. Sizes are charged for every text or list that is made, beforehand where it can be larger than its
@@ -49,7 +49,10 @@ class BudgetError(Exception):
 
 
 def count(value: Any, max_values: float, max_chars: float) -> tuple[int, int]:
-    """Return the number of values in a value, and of their characters. Raises BudgetError beyond the limits."""
+    """Return the number of values in a value, and of their characters.
+
+    Raises BudgetError beyond the limits.
+    """
     num_values = num_chars = 0
     rest = [value]
     while rest:
@@ -109,7 +112,7 @@ class Budget:
             self.take(sum(count(value, self.steps_left, self.chars_left)))
 
     def check_whole(self, value: Any) -> None:
-        """Raise BudgetError for a value too large to be written out; a few nested lists can be endless."""
+        """Raise BudgetError for a value that is too large to be written out."""
         if isinstance(value, _CONTAINERS):
             self.step(1 + count(value, self.steps_left, self.chars_left)[0] // 16)
 
@@ -155,7 +158,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget
 
     def turn(self, num_chars: int) -> bool:
-        """Charge a turn of a loop or a call of a macro, with the template text in it. Returns True, for use in a condition."""
+        """Charge a turn of a loop or a call of a macro, with the template text in it.
+
+        Returns True, for use in a condition.
+        """
         self.budget.take(num_chars)
         return True
 
@@ -319,7 +325,7 @@ def _check_numbers(values: Iterable[Any]) -> None:
 def _check_method(
     budget: Budget, name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Charge a method of a text or number; return its arguments, with iterators made into lists."""
+    """Charge a method of a text or number; return its arguments as lists."""
     if name in ("format", "format_map"):
         _check_format(budget, owner, [args, dict(kwargs)])
         return args

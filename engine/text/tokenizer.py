@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a Hugging Face folder or id, or of a GGUF file, over the `tokenizers` library.
+"""Loads the tokenizer of a Hugging Face folder or id, or of a GGUF file.
 
 Loaded on the main thread at start-up. Nothing of transformers is kept after loading: one class serves both sources.
 """
@@ -35,7 +35,7 @@ PROBE = (
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Return the byte of each letter of byte-level BPE: printable bytes are themselves, others begin at U+0100."""
+    """Return byte-level BPE's letters: printable bytes, and U+0100 on for others."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -47,7 +47,7 @@ _LONG_DECODE = 1024  # tokens, about 0.3 ms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
-    """The parts of a source's tokenizer configuration that the `tokenizers` library does not hold."""
+    """The tokenizer configuration that the `tokenizers` library does not hold."""
 
     special_tokens: Mapping[str, str]  # "bos_token" and the like, as chat templates call them
     eos_token_ids: frozenset[int]
@@ -56,7 +56,10 @@ class TokenizerConfig:
 
 
 class TextTokenizer:
-    """A `tokenizers.Tokenizer` with the model's chat template and end tokens. Implements Tokenizer."""
+    """A `tokenizers.Tokenizer` with the model's chat template and end tokens.
+
+    Implements Tokenizer.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig) -> None:
         backend.no_truncation()
@@ -78,7 +81,10 @@ class TextTokenizer:
         self.sampling_defaults = vocabulary.sampling_defaults
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text, never truncated. Raises InvalidRequestError for invalid Unicode."""
+        """Return the token ids of a text, never truncated.
+
+        Raises InvalidRequestError for invalid Unicode.
+        """
         try:
             # Unlike `encode` this releases the GIL; otherwise a long text would stop the engine on any thread.
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -98,7 +104,7 @@ class TextTokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def hold_to(self, vocab_size: int) -> None:
-        """Refuse from now on text with ids beyond the model's vocabulary, which would index past its embeddings.
+        """Refuse from now on text with ids beyond the model's vocabulary.
 
         Raises ConfigError if ordinary text has such ids, because the tokenizer is another model's.
         """
@@ -116,7 +122,7 @@ class TextTokenizer:
         return self._backend.to_str()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id, perhaps part of a character; empty for an id without a token."""
+        """Return the bytes of an id; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id)
@@ -132,7 +138,9 @@ class TextTokenizer:
 def load_tokenizer(
     source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False
 ) -> TextTokenizer:
-    """Return the tokenizer of a .gguf file, or of a Hugging Face folder or id. Raises ModelLoadError.
+    """Return the tokenizer of a .gguf file, or of a Hugging Face folder or id.
+
+    Raises ModelLoadError.
 
     `chat_template` replaces the source's. Sampling defaults are OpenAI's unless `model_sampling` asks for those of the
     source's generation_config, so that a request means the same on every model.
@@ -151,7 +159,7 @@ def load_tokenizer(
 
 
 def check_draft_tokenizer(tokenizer: Tokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for a draft model whose tokenizer encodes text differently: few of its drafts would be right."""
+    """Raise ConfigError for a draft model whose tokenizer encodes differently."""
     asked = None if speculative_config is None else SpeculativeConfig.read(speculative_config)
     if asked is None or asked.model is None:
         return
@@ -228,7 +236,7 @@ def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the values that a generation_config recommends; one that does not sample is greedy."""
+    """Return the values that a generation_config recommends."""
     names = [field.name for field in fields(SamplingDefaults)]
     named = {name: generation[name] for name in names if generation.get(name) is not None}
     for name, value in named.items():

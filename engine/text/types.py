@@ -1,4 +1,4 @@
-"""Types that the parts of engine/text share: the Tokenizer protocol, and the pieces of an answer. Pure."""
+"""The Tokenizer protocol, and the pieces of an answer. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.text.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """The sampling values that the model's generation_config recommends, for fields that a request leaves out."""
+    """The sampling values of a model's generation_config, by default OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
     @property
     def description(self) -> Mapping[str, str | None]:
-        """The special tokens' texts by role, and the chat template, as in a tokenizer_config.json."""
+        """The special tokens by role, and the chat template."""
         ...
 
     @property
@@ -59,11 +59,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text, never truncated. Must not hold the GIL for long texts."""
+        """Return the token ids of a text, never truncated.
+
+        Must not hold the GIL for long texts.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of some ids, with U+FFFD for broken UTF-8. Called for each token: must take microseconds."""
+        """Return the text of some ids, with U+FFFD for broken UTF-8.
+
+        Called for each token: must take microseconds.
+        """
         ...
 
     def to_json(self) -> str:
@@ -71,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id, perhaps part of a character; for a special token, its name.
+        """Return the bytes of one id, perhaps part of a character.
 
         Empty for an id that the model has and the tokenizer has not.
         """

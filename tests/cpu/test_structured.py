@@ -150,7 +150,7 @@ def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatc
         compiler = GrammarCompiler(real.tokenizer, real.model.vocab_size, observe=times.append)
         try:
             await compiler.warm_up()
-            monkeypatch.setattr("engine.text.grammars.guidance.Vocabulary", made_anew)
+            monkeypatch.setattr("engine.text.grammars.guidance.GuidanceVocabulary", made_anew)
             await compiler.compile(SPECS["regex"], "structured_outputs")
         finally:
             compiler.close()

@@ -1,4 +1,4 @@
-"""Scheduling policies: who is admitted next, and who is preempted first. A policy is one queue, and one line here.
+"""Scheduling policies: which request is admitted next, and which is preempted first. A policy is one line here.
 
 There are two queues of a policy: background work waits in the second, which is served when the first is empty.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Queue(Protocol):
-    """What waits under one policy, and what the policy says of what runs. Owned by the scheduler, engine thread."""
+    """The waiting sequences under one policy, and its order of those that run. Owned by the scheduler, engine thread."""
 
     may_yield: bool  # whether `victims` may name any sequence
 
@@ -35,37 +35,37 @@ class Queue(Protocol):
         ...
 
     def peek(self) -> Sequence | None:
-        """Return the next one to be admitted."""
+        """Return the next sequence to be admitted."""
         ...
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out."""
+        """Remove a waiting sequence."""
         ...
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, in the order of their admission if no other arrived and answers cost nothing."""
+        """Yield all in the order of admission, as if no other arrived and answers cost nothing."""
         ...
 
     def __bool__(self) -> bool: ...
 
     def started(self, seq: Sequence) -> None:
-        """A sequence runs from now on: charge its prompt if it does for the first time, and give it its place."""
+        """Give a started sequence its place, and charge its prompt if it starts for the first time."""
         ...
 
     def stopped(self, seq: Sequence) -> None:
-        """A sequence does not run any more."""
+        """Note that a sequence runs no more."""
         ...
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """A step was committed: charge what it has drawn."""
+        """Charge the tokens that a committed step sampled."""
         ...
 
     def arrange(self, running: list[Sequence]) -> None:
-        """Sort what runs so that the last is the first to be preempted. Called before any sequence may have to be."""
+        """Sort the running sequences so that the last is preempted first. Called before any may have to be."""
         ...
 
     def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:
-        """Return what may be preempted, all of it if need be, so that a waiting sequence can run; first to go first."""
+        """Return sequences that may be preempted for a waiting one, the first to go first."""
         ...
 
     def check_integrity(self) -> None:

@@ -13,12 +13,12 @@ tenant that guesses (or lies) low in max_tokens gains by it. Counters charge wha
 What is free: prompt tokens found in the prefix cache, for they were not computed, and all that is recomputed after a
 preemption, for that is no service. Background work has counters of its own, in a queue of its own.
 
-Seats and blocks follow a second rule, for counters alone would let long answers of one tenant keep everybody else from
-the batch until they end. A sequence's place among the running is how many of its own tenant's stand before it, divided by
-the weight: the last place is the last sequence of the tenant that holds most, and it goes first when memory is exhausted. It also
-goes if a tenant waits that was served no more and would hold, with the newcomer, at most 1 / YIELD_RATIO of what this
-one does. That ratio is the hysteresis: each such exchange lowers the sum of num_running^2 / weight, so exchanges come to
-an end by themselves, and none is ever taken back at once.
+Slots and blocks follow a second rule, because with counters alone long answers of one tenant would keep all others out of
+the batch until they end. A sequence's place among the running is how many of its tenant's stand before it, divided by the
+weight: the last place is the last sequence of the tenant that holds most, which is preempted first when memory is
+exhausted. It is also preempted if a tenant waits that was served no more and would hold, with the newcomer, at most
+1 / YIELD_RATIO of what this one does. That ratio is the hysteresis: each such exchange lowers the sum of
+num_running^2 / weight, so exchanges end, and none is reversed by the next.
 
 Within a tenant `priority` orders, with its ageing. Owned by the scheduler, engine thread.
 """
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
-YIELD_RATIO = 2.0
+YIELD_RATIO = 2.0  # holdings this far apart are evened out: less would preempt back and forth
 MAX_IDLE_ACCOUNTS = 1024  # a tenant that is forgotten comes back as a new one does: at the least counter of all
 
 
 class FairQueue:
-    """A Queue with a lane for each tenant, sorted by `priority`; the next one is the first of the tenant served least."""
+    """A Queue with a lane for each tenant, sorted by `priority`; the tenant served least is next."""
 
     may_yield = True
 
@@ -76,7 +76,7 @@ class FairQueue:
         }
 
     def push(self, seq: Sequence) -> None:
-        """See Queue. A tenant that did not wait until now is lifted: idleness earns no credit."""
+        """See Queue. The counter of a tenant that did not wait is raised: idleness earns no credit."""
         account = seq.account
         if account not in self._lanes:
             floor = min([other.served for other in self._lanes], default=self._last_left.served)
@@ -95,7 +95,7 @@ class FairQueue:
         self._last_left = account
 
     def peek(self) -> Sequence | None:
-        """See Queue. Of tenants served alike it is the one that holds least, then the one that came first."""
+        """See Queue. Of tenants served equally, the one that holds least is next, then the one that came first."""
         lanes = self._lanes
         if len(lanes) <= 1:
             return next(iter(lanes.values()))[0] if lanes else None
@@ -141,7 +141,7 @@ class FairQueue:
                 seq.account.charge(OUTPUT_COST * drawn)
 
     def arrange(self, running: list[Sequence]) -> None:
-        """See Queue. All tenants' first ones come first, then the second ones, and so on."""
+        """See Queue. The first sequences of all tenants come first, then the second ones, and so on."""
         seen = Counter[Account]()
         running.sort(key=by_order)
         for seq in running:
@@ -150,7 +150,7 @@ class FairQueue:
         running.sort(key=lambda seq: seq.place)
 
     def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:
-        """See Queue. They are of tenants that hold far more than the candidate's, and were served no less."""
+        """See Queue. They belong to tenants that hold far more than the candidate's and were served no less."""
         account, found = candidate.account, list["Sequence"]()
         least = YIELD_RATIO * (account.num_running + candidate.num_slots) / account.weight
         num_left = {
@@ -176,5 +176,5 @@ class FairQueue:
 
 
 def _place(seq: Sequence, rank: int) -> tuple[float, ...]:
-    """The place of a tenant's rank-th running sequence, from 1; background work comes behind all other."""
+    """Return the place of a tenant's rank-th running sequence, from 1; background work comes last."""
     return (seq.is_background, rank / seq.account.weight, *seq.order)

@@ -33,29 +33,29 @@ by_order = attrgetter("order")
 
 
 def fcfs(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a key's parameters
-    """First come, first served."""
+    """Return the key of fcfs: first come, first served."""
     return request.arrival_s
 
 
 def sjf(request: Request, num_expected: float) -> float:
-    """Shortest job first: the prompt, and the answers that lengths.py expects."""
+    """Return the key of sjf: the shortest prompt and expected answers first; lengths.py predicts them."""
     work_s = TOKEN_STEP_S * (len(request.prompt) + request.params.num_sequences * num_expected)
     return request.arrival_s + min(work_s, MAX_WORK_S)
 
 
 def priority(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a key's parameters
-    """Lower `priority` first; a request gains one level for every PRIORITY_STEP_S it has waited."""
+    """Return the key of priority: lower first; a request gains one level for every PRIORITY_STEP_S it waits."""
     return request.arrival_s + PRIORITY_STEP_S * request.priority
 
 
 def sort_key(key: Key, request: Request, num_expected: float | None = None) -> float:
-    """A request's key with its deadline's part. None expects max_tokens."""
+    """Return a request's key, its deadline considered. With None, max_tokens are expected."""
     found = key(request, request.params.max_tokens if num_expected is None else num_expected)
     return found if request.deadline_s is None else found - max(DEADLINE_S - request.deadline_s, 0.0)
 
 
 class KeyedQueue:
-    """A Queue whose policy is a key. What runs is preempted in the order of the keys, the largest first."""
+    """A Queue sorted by a key. Running sequences are preempted in its order, the largest key first."""
 
     may_yield = False
 

@@ -10,19 +10,19 @@
 /* Strips of rows that go through a chunk together; their peaks fit one vector. */
 enum { BLOCK_STRIPS = 2, BLOCK_ROWS = BLOCK_STRIPS * STRIP_ROWS };
 
-/* What a span comes to, row by row. */
+/* The result of a span, row by row. */
 struct state {
     float *sums, *peak, *mass; /* [R][head_dim], [R], [R][W]: a mass is summed up only at the very end */
 };
 
 struct scratch {
-    float *rows;   /* queries as the kernel wants them, strip by strip of rows: [lanes][rows of the strip] */
+    float *rows;   /* queries in the kernel's layout, by strips of rows: [lanes][rows of the strip] */
     float *scores; /* [BLOCK_ROWS][CHUNK] scores, then weights */
     float *fade;   /* [R] */
-    struct state span, joined; /* of the span at hand, of all spans so far */
+    struct state span, joined; /* of the current span, of all spans so far */
     struct copies copies;
     size_t num_rows, strip_rows; /* of the task; of each strip but the last */
-    int64_t position;            /* of the task's first query; all keys lie before it where they are shared */
+    int64_t position;            /* of the task's first query; shared keys are all before it */
 };
 
 INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->pool.num_kv_heads; }
@@ -56,7 +56,7 @@ static struct scratch carve(const struct attend_args *a, float *at) {
     return s;
 }
 
-/* What a score is multiplied by to be an exponent of 2. With a softcap, scores are capped first, in units of the cap. */
+/* The factor that turns a score into an exponent of 2. With a softcap, scores are capped first, in units of the cap. */
 INLINE float bits_of(const struct attend_args *a) { return (a->softcap > 0 ? a->softcap : a->scale) * 1.44269504f; }
 
 /* The token that a row (query * group + head of the group) belongs to. */
@@ -65,7 +65,7 @@ INLINE int64_t token_of(const struct attend_args *a, const struct attend_task *t
     return a->query_starts[task->slice] + task->first_query + query;
 }
 
-/* Rows go in strips of about the same size, for few rows keep few registers busy. */
+/* Rows are taken in strips of about equal size, because few rows use few registers. */
 INLINE void cut_rows(struct scratch *s, size_t num_rows) {
     size_t strips = (num_rows + STRIP_ROWS - 1) / STRIP_ROWS;
     s->num_rows = num_rows, s->strip_rows = (num_rows + strips - 1) / strips;
@@ -90,13 +90,13 @@ INLINE void load_rows(const struct attend_args *a, const struct attend_task *tas
             if (++head == group) head = 0, query++;
         }
         for (size_t r = num; r < STRIP_ROWS; r++) from[r] = from[0];
-        float *to = s->rows + begin * lanes * width; /* all that a strip may have, as a loop of known length is faster */
+        float *to = s->rows + begin * lanes * width; /* all possible rows of a strip: a loop of constant length is faster */
         for (size_t l = 0; l < lanes; l++, to += num * width)
             UNROLL for (size_t r = 0; r < STRIP_ROWS; r++) memcpy(to + r * width, from[r] + l * width, width * sizeof(float));
     }
 }
 
-/* Scores that want more than a factor: those of an int8 pool, capped ones, hidden ones. Visible are [low, high). */
+/* Adjust scores that need more than a factor: of an int8 pool, capped or hidden. Visible are [low, high). */
 INLINE vf adjust(const struct attend_args *a, const float *scales, vf x, size_t c, int64_t low, int64_t high) {
     if (scales) x *= load_f(scales + c);
     if (a->softcap > 0) x = tanh_f(x * (a->scale / a->softcap));
@@ -106,7 +106,7 @@ INLINE vf adjust(const struct attend_args *a, const float *scales, vf x, size_t 
     return select_f((at >= (int32_t)low) & (at < (int32_t)high), x, splat(-INFINITY));
 }
 
-/* The highest score of a row, after scores that want it have been adjusted. */
+/* The highest score of a row, after adjustment. */
 INLINE float highest(const struct attend_args *a, const struct chunk *chunk, float *row, size_t columns, int64_t low,
                      int64_t high) {
     vf peak = splat(-INFINITY);
@@ -157,14 +157,14 @@ INLINE vf weights_of(float *row, size_t columns, float bits, float top, const fl
     return mass;
 }
 
-/* The scores of a block of rows, `num` from row r on, become weights; peak, mass and fade of the rows move on. Lanes of
- * other rows, behind them, keep their peak. */
+/* Turn the scores of a block of rows, `num` from row r on, into weights, and update peak, mass and fade of the rows.
+ * Lanes of other rows after them keep their peak. */
 __attribute__((noinline)) static void soften(const struct attend_args *a, struct scratch *s, const struct chunk *chunk,
                                              size_t r, size_t num, int64_t key, int64_t end, enum kind kind) {
     int64_t group = group_of(a), first = s->position;
     size_t columns = chunk->num_tiles * TILE;
     int all_see_all = end <= first + 1 && !a->window;
-    if (columns % (2 * W)) { /* pairs of vectors are made into weights: the odd one gets a hidden neighbour */
+    if (columns % (2 * W)) { /* weights are made from pairs of vectors: an odd one gets a hidden neighbour */
         for (size_t i = 0; i < num; i++) store_f(s->scores + i * CHUNK + columns, splat(0));
         columns += W;
     }
@@ -282,7 +282,7 @@ static void write_record(const struct state *state, size_t rows, size_t dim, flo
     }
 }
 
-/* The span at hand joins those before it, if there are any. */
+/* Join the current span to those before it, if there are any. */
 static void end_span(struct scratch *s, size_t rows, size_t dim, int is_first) {
     struct state span = s->span;
     if (is_first) {

@@ -1,11 +1,10 @@
-/* Attention of a batch: find the keys that sequences share, cut the work into tasks (attend_task), let the team take
- * them, join what was cut. */
+/* Attention of a batch: find shared keys, cut the work into tasks (attend_task), run them on the team, join the parts. */
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "attend_prefix.h"
 
-/* Where a slice finds what its query has of the keys it shares. */
+/* Where a slice finds its query's results over the shared keys. */
 struct share {
     int64_t num_keys; /* 0: it shares none */
     const float *records;
@@ -15,9 +14,9 @@ struct share {
 struct plan {
     const struct attend_args *args;
     struct share *shares;        /* [num_slices] */
-    struct prefixes prefixes;    /* what the shares are of */
-    struct attend_task *covers;  /* a slice and a tile of its queries each, with all the keys they see by themselves */
-    struct attend_task *tasks;   /* those of prefixes first, for the others begin where they end */
+    struct prefixes prefixes;    /* the prefixes of the shares */
+    struct attend_task *covers;  /* a slice and a tile of its queries each, with all their unshared keys */
+    struct attend_task *tasks;   /* prefixes first, because the others begin where they end */
     float *prefix_records, *records;
     int64_t num_covers, num_tasks, num_prefix_tasks;
     int64_t group, heads, width; /* width: floats of a row's record */
@@ -54,7 +53,7 @@ static enum status run_tasks(const struct plan *plan, int64_t begin, int64_t end
     return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
 }
 
-/* The keys that queries [first, first + num) of a slice see between them, but for those it shares. */
+/* The unshared keys that any of the queries [first, first + num) of a slice sees. */
 static struct attend_task cover(const struct plan *plan, int64_t slice, int64_t first, int64_t num) {
     const struct attend_args *a = plan->args;
     int64_t num_queries = a->query_starts[slice + 1] - a->query_starts[slice];
@@ -69,7 +68,7 @@ static struct attend_task cover(const struct plan *plan, int64_t slice, int64_t 
     };
 }
 
-/* All (slice, tile of queries): latest queries first, for they see most and should start early. */
+/* All (slice, tile of queries), latest queries first: they see most keys and should start early. */
 static enum status make_covers(struct plan *plan) {
     const struct attend_args *a = plan->args;
     int64_t per_tile = plan->group < ROWS ? ROWS / plan->group : 1;
@@ -121,13 +120,13 @@ static struct attend_task *add_prefix(struct plan *plan, const struct prefix *pr
     return next;
 }
 
-/* The keys from `begin` that one task takes: up to a multiple of SPAN, `spans` of them or what is left. */
+/* The keys from `begin` that one task takes: up to a multiple of SPAN, at most `spans` of them. */
 static int64_t part_end(const struct attend_task *cover, int64_t begin, int64_t spans) {
     int64_t end = (begin / SPAN + spans) * SPAN;
     return end < cover->key_end ? end : cover->key_end;
 }
 
-/* A cover's tasks: one a head, or where it is cut several, which leave records. */
+/* A cover's tasks: one a head, or several that leave records if it is cut. */
 static struct attend_task *add_cover(const struct plan *plan, const struct attend_task *cover, struct attend_task *next,
                                      float **records) {
     const struct share *share = &plan->shares[cover->slice];

@@ -1,14 +1,14 @@
-/* Finding shared prefixes: slices are thrown into buckets by the blocks of their first chunk; inside a bucket the first
- * one is compared with all others, and those that have enough in common with it become a prefix. */
+/* Finds shared prefixes. Slices are hashed into buckets by the blocks of their first chunk. Inside a bucket the first one is
+ * compared with all others, and those that share enough with it become a prefix. */
 #include "attend_prefix.h"
 
 #include <stdlib.h>
 
-enum { WORTH_JOINING = 256 }; /* keys that need not be read again, below which a prefix costs as much as it saves */
+enum { WORTH_JOINING = 256 }; /* saved key reads below which a prefix costs as much as it saves */
 
 /* Slices still to be placed: linked lists, one a bucket. */
 struct buckets {
-    int32_t *heads, *next, *runs; /* runs: keys in common with the slice at hand, by slice */
+    int32_t *heads, *next, *runs; /* runs: keys in common with the current slice, by slice */
     uint32_t mask;
 };
 
@@ -32,7 +32,7 @@ static int32_t common_keys(const struct attend_args *a, int64_t one, int64_t oth
     return (int32_t)((keys < most ? keys : most) / CHUNK * CHUNK);
 }
 
-/* The run of keys that saves most if all that have it in common with the slice at hand share it, 0 if none is worth it. */
+/* The length of the run whose sharing with the current slice saves most, 0 if none is worth it. */
 static int32_t best_run(const struct buckets *b, int32_t head) {
     int32_t best = 0, below = INT32_MAX;
     for (int64_t most_saved = WORTH_JOINING - 1;;) {
@@ -71,7 +71,7 @@ static void empty_bucket(const struct attend_args *a, struct buckets *b, int32_t
     }
 }
 
-/* Keys of a window begin anywhere, so those that slide are not looked at. */
+/* Keys of a window begin anywhere, so sliding slices are skipped. */
 enum status find_prefixes(const struct attend_args *a, struct prefixes *found) {
     int64_t num = a->num_slices, num_buckets = 2;
     if (a->window || num < 2) return QUIRE_OK;

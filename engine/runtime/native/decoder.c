@@ -5,28 +5,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where a step's intermediate results lie. */
+/* The intermediate results of a step. */
 struct workspace {
     float *stream, *delta;      /* [T, hidden] */
-    char *qkv, *attended, *mlp; /* of the model's type, [T, as wide as their matrices] */
-    void *rows;                 /* what is multiplied next, packed for that */
+    char *qkv, *attended, *mlp; /* in the model's type, [T, width of their matrices] */
+    void *rows;                 /* input of the next product, packed */
     float *cos, *sin;                             /* [rotaries][T, dim], the sign of the negated half inside sin */
-    float *kept_stream;                           /* [num_rows, hidden], of the last layer */
+    float *kept_stream;                           /* [num_rows, hidden], in the last layer */
     char *kept_attended;                          /* likewise */
-    struct adapter_rows adapters;                 /* without adapters these are not there, ... */
-    char *normed;                                 /* ... and what a norm gives for qkv and gate_up is packed at once */
+    struct adapter_rows adapters;                 /* only with adapters, ... */
+    char *normed;                                 /* ... like this; without them norms for qkv and gate_up are packed directly */
 };
 
 static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
 
-/* The next `count` values of `size` bytes, on a cache line of their own; counts only, where there is no memory yet. */
+/* Allocate `count` values of `size` bytes, aligned to a cache line; only counts bytes while there is no memory. */
 static void *carve(char *base, size_t *used, int64_t count, size_t size) {
     void *at = base ? base + *used : NULL;
     *used += ((size_t)count * size + 63) / 64 * 64;
     return at;
 }
 
-/* Bytes that rows take at most, packed for any of the matrices. */
+/* Most bytes of packed rows, for any of the matrices. */
 static size_t packed_bytes(const struct decoder *d, int64_t rows) {
     size_t most = 0;
     for (int64_t i = 0; i < d->num_layers; i++) {
@@ -79,7 +79,7 @@ static void fill_angles(const struct forward_args *f, struct workspace *w) {
     }
 }
 
-/* y = x . weight, which is matrix `place` of layer `layer`; without x, of the rows that are packed already. */
+/* y = x . weight, for matrix `place` of layer `layer`; without x, the rows are packed already. */
 static int32_t linear(const struct forward_args *f, int64_t layer, enum place place, const void *x,
                       struct workspace *w, void *y, int64_t rows, int32_t y_dtype) {
     const struct layer *at = &f->decoder->layers[layer];
@@ -93,8 +93,8 @@ static int32_t linear(const struct forward_args *f, int64_t layer, enum place pl
     return quire_gemm(&args);
 }
 
-/* stream += scale * delta unless delta is NULL; then the norm of it, or where there is no norm it itself, goes to `out`,
- * or without that is packed for the matrix `next`. */
+/* stream += scale * delta unless delta is NULL. Then the stream, normalised if there is a norm, is written to `out`, or
+ * packed for the matrix `next` if there is no `out`. */
 static void add_norm(const struct decoder *d, struct norm norm, float *stream, const float *delta, void *out,
                      int32_t out_dtype, int64_t rows, const struct linear *next, struct workspace *w) {
     struct gemm_args packs;
@@ -163,7 +163,7 @@ static int32_t attention(const struct forward_args *f, int64_t index, struct wor
     return quire_attend(&attend);
 }
 
-/* Nothing reads the last layer's other rows: go on with those that are asked for, one perhaps more than once. */
+/* Nothing reads the last layer's other rows: continue with the requested ones, which may repeat. */
 static void keep_rows(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     size_t stream = (size_t)d->hidden * sizeof(float);
@@ -177,8 +177,8 @@ static void keep_rows(const struct forward_args *f, struct workspace *w) {
     if (f->adapters.num) adapter_rows_sort(&w->adapters, f->rows, f->num_rows);
 }
 
-/* What a part of the layer has put into w->delta joins the stream (normed first, where the family does), and what comes
- * next is made, the norm `before` it of the stream: in `out`, or without that as rows packed for the matrix `next`. */
+/* Add w->delta to the stream (normalised first, in some families), and compute the norm `before` the next part: into
+ * `out`, or packed for the matrix `next` if there is no `out`. */
 static void join(const struct decoder *d, struct norm after, struct norm before, struct workspace *w,
                  const struct linear *next, void *out, int64_t rows) {
     if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, w);
@@ -195,7 +195,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         int is_last = i + 1 == d->num_layers;
         int32_t status = attention(f, i, w, rows);
         if (status) return status;
-        if (is_last && f->num_rows == 0) return QUIRE_OK; /* a prompt's chunk: keys and values were all it was for */
+        if (is_last && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
         if (is_last && f->rows) {
             keep_rows(f, w);
             rows = f->num_rows;

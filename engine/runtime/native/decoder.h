@@ -1,5 +1,5 @@
-/* The forward pass of a decoder of the Llama lineage as one call: what models/decoder.py does in Python, layer by layer.
- * The residual stream, and what is added to it, stay in float32; what matrices multiply is of the model's type. */
+/* The forward pass of a decoder of the Llama lineage as one call: models/decoder.py in C, layer by layer. The residual
+ * stream and its addends are float32; the inputs of matrices have the model's type. */
 #ifndef QUIRE_DECODER_H
 #define QUIRE_DECODER_H
 
@@ -31,7 +31,7 @@ struct layer {
 struct decoder {
     const struct layer *layers;
     const struct rotary *rotaries;
-    const void *embedding; /* [vocab, hidden], perhaps packed, as struct embed_args has it */
+    const void *embedding; /* [vocab, hidden], possibly packed, see struct embed_args */
     struct norm norm;
     int64_t num_layers, num_rotaries, hidden, intermediate, num_heads, num_kv_heads, head_dim;
     int32_t dtype, qk_norm, is_embedding_packed;
@@ -41,8 +41,8 @@ struct decoder {
 /* One step: a flat batch in, the normed hidden states of some of its rows out. */
 struct forward_args {
     const struct decoder *decoder;
-    const struct store_args *store;   /* slots of the tokens; pool, k and v are filled in for each layer */
-    const struct attend_args *attend; /* slices, contexts and tables; the rest likewise */
+    const struct store_args *store;   /* slots of the tokens; pool, k and v are set for each layer */
+    const struct attend_args *attend; /* slices, contexts and tables; the rest is set for each layer */
     const int64_t *ids, *positions;   /* [num_tokens] */
     const int64_t *rows;              /* [num_rows]; NULL: all */
     void *hidden;                     /* [num_rows, hidden] */

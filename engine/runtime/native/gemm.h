@@ -1,6 +1,6 @@
 /* y = x w^T + bias. Weights lie in panels of PANEL rows, [lanes][PANEL]: one stream through memory for each panel. Rows
- * of x are packed in groups, [lanes][rows of the group], so that a whole group meets a panel in registers; the panel is
- * taken in slices of k that stay in the first cache until the last group has passed, while the next slice is fetched.
+ * of x are packed in groups, [lanes][rows of the group], so that a whole group is multiplied with a panel in registers. The
+ * panel is taken in slices of k that stay in the first cache until the last group has passed, while the next slice is fetched.
  *
  * A sum runs over k in order in one register, put aside in float32 between slices: a row of y is the same bits however
  * many rows there are, whichever thread takes them. */
@@ -17,7 +17,7 @@ INLINE enum kind kind_of_weight(const struct gemm_args *a) {
     return kind_of(a->w.format == WEIGHT_F32 ? DT_F32 : DT_BF16);
 }
 
-/* What a lane of x takes: pairs that the machine cannot multiply as they are become two float32. */
+/* Bytes of a lane of x: pairs that the machine cannot multiply directly become two float32. */
 INLINE size_t row_lane_bytes(enum kind kind) { return kind == KIND_BF16 ? 8 : 4; }
 
 static int64_t gemm_num_groups(const struct gemm_args *a) {
@@ -130,7 +130,7 @@ static void low_dot_rows(const struct linear *up, int64_t num, int64_t panel, co
 #undef LOW_CASE
 }
 
-/* What is to be added to the sums of some rows and one panel, neighbours of one adapter together. */
+/* Add addends to the sums of some rows and one panel, neighbours of one adapter together. */
 static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_rows, int64_t panel, float *sums) {
     for (int64_t r = 0, num; r < num_rows; r += num) {
         const struct addend *at = a->addends + first + r;
@@ -139,13 +139,13 @@ static void add_low_rank(const struct gemm_args *a, int64_t first, int64_t num_r
     }
 }
 
-/* Where one row's results of a panel go. */
+/* The address of one row's results of a panel. */
 INLINE char *gemm_target(const struct gemm_args *a, int64_t row, int64_t panel) {
     int64_t column = panel * panel_columns_of(&a->w);
     return (char *)a->y + (size_t)(row * a->y_stride + column) * (a->y_dtype == DT_F32 ? 4 : 2);
 }
 
-/* Ask for the lines that the results will be written to: rows lie pages apart. */
+/* Prefetch the lines that the results are written to: rows are pages apart. */
 INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t num_rows, int64_t panel) {
     for (int64_t r = first_row; r < first_row + num_rows; r++) {
         char *y = gemm_target(a, r, panel);

@@ -1,14 +1,14 @@
 /* Where the keys and values of a chunk are: tiles of TILE keys, in the pool or in copies.
  *
- * A tile is read in place if it lies whole in one block. Else (the context's end, or blocks shorter than a tile) its
- * keys are first copied with zeros behind them, so what a pool holds beyond a sequence's end is never computed with.
+ * A tile is read in place if it is inside one block. Otherwise (the context's end, or blocks shorter than a tile) its
+ * keys are first copied and padded with zeros, so values beyond a sequence's end are never used.
  * An int8 pool holds numbers from -127 to 127 and a float32 scale a row; its tiles are always widened into copies, to
  * bfloat16 or float32, which hold these numbers exactly. The scales are not multiplied in: K's belong to a column of
  * scores and V's to a column of weights, and there they cost one product a column. */
 
-/* How a pool's numbers lie inside a block of one head. */
+/* The layout of a pool's numbers inside a block of one head. */
 struct layout {
-    size_t dim, block_size, size, pair, lane; /* size, lane: bytes of a number, and of the `pair` that lie together */
+    size_t dim, block_size, size, pair, lane; /* size, lane: bytes of a number, and of a `pair` of adjacent ones */
 };
 
 INLINE struct layout layout_of(const struct pool *p) {
@@ -16,7 +16,7 @@ INLINE struct layout layout_of(const struct pool *p) {
     return (struct layout){(size_t)p->head_dim, (size_t)p->block_size, size, pair, pair * size};
 }
 
-/* Neighbouring keys of a block lie together in V, as many as a pair, if the block has so many. */
+/* Neighbouring keys of a block are adjacent in V, as many as a pair, if the block has so many. */
 INLINE size_t v_pair_of(struct layout l) { return l.pair < l.block_size ? l.pair : l.block_size; }
 
 struct chunk {
@@ -188,8 +188,8 @@ INLINE int is_fetching(const struct attend_args *a, const struct attend_task *ta
     return a->pool.block_size >= TILE && task->num_queries == 1;
 }
 
-/* What is to be fetched while the chunk is computed with: its V, and K of [key, end). Line by line between products,
- * for lines asked for in a burst wait for one another, and the products behind them. */
+/* Prefetch during the chunk: its V, and K of [key, end). Line by line between products, because lines requested in a
+ * burst wait for one another, and the products wait for them. */
 INLINE void look_ahead(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
                        struct chunk *c) {
     struct layout l = layout_of(&a->pool);
@@ -201,7 +201,7 @@ INLINE void look_ahead(const struct attend_args *a, const struct attend_task *ta
     }
 }
 
-/* Ask for what lies whole in [key, end) of an int8 pool's K, or V, ahead of its being widened. */
+/* Prefetch the whole tiles in [key, end) of an int8 pool's K, or V, before they are widened. */
 INLINE void prefetch_int8(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
                           int64_t end) {
     struct layout l = layout_of(&a->pool);

@@ -1,12 +1,12 @@
-/* Low-rank adapters (lora.h): rows are gathered adapter by adapter and multiplied with the first of its two matrices; the
- * model's own product goes on from there. */
+/* Low-rank adapters (lora.h): rows are gathered by adapter and multiplied with the first of its two matrices; the model's
+ * product continues from there. */
 #include "lora.h"
 
 #include <string.h>
 
 static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
 
-/* What the products of an adapter's layer need at most. */
+/* The most that products of an adapter's layer need. */
 struct room {
     size_t x, low, packed;
 };
@@ -56,7 +56,7 @@ void adapter_rows_sort(struct adapter_rows *r, const int64_t *rows, int64_t num_
     memset(r->addends, 0, (size_t)num_rows * sizeof(*r->addends));
 }
 
-/* The rows of an adapter one behind the other; x itself, if those are all. */
+/* The contiguous rows of an adapter; x itself, if those are all. */
 static const void *gather(const struct adapter_rows *r, const void *x, const int64_t *order, int64_t num, size_t bytes) {
     if (num == r->num_rows) return x;
     for (int64_t i = 0; i < num; i++)

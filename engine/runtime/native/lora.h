@@ -1,4 +1,4 @@
-/* Low-rank adapters in a forward pass: what they add to the products of those rows that have one. */
+/* Low-rank adapters in a forward pass: their terms in the products of the rows that have one. */
 #ifndef QUIRE_LORA_H
 #define QUIRE_LORA_H
 
@@ -7,7 +7,7 @@
 /* The matrices of a layer that adapters may change. */
 enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, NUM_PLACES };
 
-/* y += (x down^T) up^T, as struct addend has it; down.packed NULL: nothing. */
+/* y += (x down^T) up^T, see struct addend; down.packed NULL: nothing. */
 struct low_rank {
     struct linear down, up;
 };
@@ -16,14 +16,14 @@ struct adapter_layer {
     struct low_rank at[NUM_PLACES];
 };
 
-/* The adapters of a step: their layers, and which of them each row has. */
+/* The adapters of a step: their layers, and the adapter of each row. */
 struct adapters {
     const struct adapter_layer *const *layers; /* [num] */
     const int32_t *of_rows;                    /* [rows], -1: none */
-    int64_t num;                               /* 0: the rest has no meaning */
+    int64_t num;                               /* 0: the other fields are undefined */
 };
 
-/* Rows sorted by adapter, and room for what is computed of them. */
+/* Rows sorted by adapter, and room for their results. */
 struct adapter_rows {
     const struct adapters *adapters;
     int64_t num_rows;
@@ -42,7 +42,7 @@ size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapt
 /* Sort a step's rows, or those of them that `rows` names. */
 void adapter_rows_sort(struct adapter_rows *r, const int64_t *rows, int64_t num_rows);
 
-/* See to what is to be added to the product of x with a matrix. */
+/* Compute the addends of the product of x with a matrix. */
 int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x);
 
 #endif

@@ -1,4 +1,4 @@
-/* How quantised weights lie in memory: what packing (quant_pack.c) and the kernels (quant.h) agree on.
+/* The layout of quantised weights in memory, for packing (quant_pack.c) and the kernels (quant.h).
  *
  * A panel is a row of blocks, each QBLOCK inputs of PANEL weight rows: for every `group` of inputs a float16 scale
  * (and, with `has_min`, a float16 minimum) of each row, then the codes. Four codes of one row are neighbours, as the

@@ -44,7 +44,7 @@ static uint16_t f32_to_f16(float value) {
     if (bits >= 0x38800000) return (uint16_t)(sign | ((bits + 0xc8000fff + ((bits >> 13) & 1)) >> 13));
     float shifted;
     memcpy(&shifted, &bits, sizeof shifted);
-    shifted += 0.5f; /* what is left of the mantissa is that of a subnormal, rounded */
+    shifted += 0.5f; /* the remaining mantissa is that of a subnormal, rounded */
     memcpy(&bits, &shifted, sizeof bits);
     return (uint16_t)(sign | (bits - 0x3f000000));
 }

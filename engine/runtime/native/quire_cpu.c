@@ -44,8 +44,8 @@ EXPORT int32_t quire_best_isa(void) {
     return 0;
 }
 
-/* Let the process keep, once it has it, what it frees: a step's results are tens of megabytes, and asking the system for
- * them anew, cleared, would cost every step some percent. */
+/* Keep freed memory in the process: a step's results are tens of megabytes, and allocating them again, cleared, would
+ * cost every step a few percent. */
 EXPORT void quire_keep_memory(void) {
 #ifdef __GLIBC__
     mallopt(M_MMAP_THRESHOLD, KEPT_BYTES);
@@ -53,7 +53,7 @@ EXPORT void quire_keep_memory(void) {
 #endif
 }
 
-/* Ranges of [0, count), each to whichever thread is free: large ones first, small ones to even out the end. */
+/* Ranges of [0, count) for free threads: large ones first, small ones to even out the end. */
 struct range_job {
     void (*run)(const void *args, int64_t begin, int64_t end);
     const void *args;

@@ -1,4 +1,4 @@
-/* The native CPU library: what its files share.
+/* The native CPU library: shared declarations.
  *
  * C11 with GCC/Clang vector extensions, no Python or torch headers: pointers, sizes and strides come in, results are
  * written in place. Every pointer is the caller's; nothing is kept after a call. The kernels are compiled once for
@@ -21,7 +21,7 @@ enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_N
 
 enum {
     TILE = 16,   /* keys in one tile, on every instruction set */
-    PANEL = 32,  /* weight rows that lie side by side */
+    PANEL = 32,  /* weight rows that are interleaved */
     CHUNK = 128, /* keys between two updates of the running softmax */
     SPAN = 256,  /* keys whose result is joined to that of the spans before; a task is cut between spans only */
     ROWS = 96,   /* query rows (queries x heads of a group) that share one pass over the keys */
@@ -34,7 +34,7 @@ struct pool {
     int64_t head_stride, block_stride;
     int64_t num_kv_heads, head_dim, block_size;
     int32_t dtype;   /* of queries, new keys and values, and results */
-    int32_t is_int8; /* what the pool holds: int8 with scales, or else `dtype` */
+    int32_t is_int8; /* the pool's type: int8 with scales, else `dtype` */
 };
 
 /* New keys and values, [num_tokens, num_kv_heads, head_dim] with a free stride between tokens. */
@@ -59,18 +59,18 @@ struct attend_args {
     float scale, softcap;        /* softcap 0: none */
 };
 
-/* A share of attention: some queries of one kv head against some of the keys of one slice, which may be others' too.
+/* A share of attention: some queries of one kv head against some keys of one slice, which other slices may share.
  *
  * Chunks and spans begin at multiples of their size in the sequence, wherever a task begins, and spans are joined first
  * to last by one function. So a query's result is a function of its own sequence: the same bits alone or in a batch, as
  * a decode step or inside a prompt chunk, on one thread or many, with keys that it shares or without.
  *
- * A record is what a span comes to, row by row: head_dim sums, what is to be added up to the mass, the peak. */
+ * A record is the result of a span, row by row: head_dim sums, the parts of the mass, the peak. */
 #define RECORD_FLOATS(head_dim) ((head_dim) + TILE + 1)
 
 struct attend_task {
     int64_t slice, head, first_query, num_queries, key_begin, key_end;
-    const int32_t *sharers; /* NULL; or num_queries slices, whose one query each sees all these keys */
+    const int32_t *sharers; /* NULL; or num_queries slices, each with one query that sees all these keys */
     float *records;         /* NULL: join and write out; else leave a record a span */
     const float *before;    /* NULL; or the task's first row in the records of the spans before key_begin, the last of */
     int64_t before_stride;  /* which may have been cut at a chunk; records lie so many floats apart */
@@ -98,7 +98,7 @@ enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };
 /* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n].
  *
  * One with an activation is n / 2 gates and then as many ups, and its product is activation(gates x) * ups x. Its panels
- * are PANEL / 2 gates and their ups, so that what belongs together is summed at the same time. */
+ * are PANEL / 2 gates and their ups, so that a gate and its up are summed at the same time. */
 struct linear {
     const void *packed, *scales, *bias;
     int64_t n, k;
@@ -106,11 +106,11 @@ struct linear {
     int32_t activation;
 };
 
-/* Columns of the product, and how many of them a panel makes. */
+/* The number of columns of the product, and of a panel. */
 static inline int64_t num_columns_of(const struct linear *w) { return w->activation ? w->n / 2 : w->n; }
 static inline int64_t panel_columns_of(const struct linear *w) { return w->activation ? PANEL / 2 : PANEL; }
 
-/* Where row `row` of a matrix with n rows lies among the rows of its panels. */
+/* The position of row `row`, of n, among the rows of the panels. */
 static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
     if (!activation) return row;
     int64_t half = PANEL / 2, is_up = row >= n / 2, pair = is_up ? row - n / 2 : row;
@@ -128,17 +128,17 @@ struct quant_source {
     int32_t kind, format, activation;
 };
 
-/* What goes on from the sums of a row, before bias and activation: += low up^T. `up` has the order of the rows that it is
- * added to (its n and activation are theirs), and is float32 or bfloat16. */
+/* A term added to a row's sums before bias and activation: += low up^T. `up` is float32 or bfloat16, with the n, the
+ * activation and so the row order of the matrix that it is added to. */
 struct addend {
     const struct linear *up; /* NULL: nothing */
-    const void *low;         /* [up->k], as quire_low_dtype has it; neighbours with the same `up` lie behind one another */
+    const void *low;         /* [up->k], of quire_low_dtype; neighbours with the same `up` are contiguous */
 };
 
 /* y [m, columns] = x [m, k] w^T + bias.
  *
- * Rows of x are first packed as the weight's format wants to meet them (gemm.h): into `rows`, or where that is NULL into
- * memory of the call's own. Without x they have been packed there before. */
+ * Rows of x are first packed for the weight's format (gemm.h), into `rows`, or into memory of the call if that is NULL.
+ * If x is NULL, `rows` holds them already. */
 struct gemm_args {
     struct linear w;
     const void *x;
@@ -148,7 +148,7 @@ struct gemm_args {
     const struct addend *addends; /* [m], or NULL */
 };
 
-/* What one thread takes of a product: some panels, for some groups of rows. */
+/* A thread's share of a product: some panels, for some groups of rows. */
 struct gemm_share {
     int64_t panel_begin, panel_end, group_begin, group_end;
 };
@@ -158,7 +158,7 @@ struct norm_args {
     const void *delta;  /* [rows, width] */
     const void *weight; /* [width]; NULL: out = residual, no norm */
     void *out;          /* [rows, width], or NULL: */
-    const struct gemm_args *packs; /* what is to be multiplied is packed for that at once */
+    const struct gemm_args *packs; /* the results are packed directly for this product */
     int64_t rows, width, residual_stride, delta_stride, out_stride;
     int32_t dtype, weight_dtype; /* dtype: of out */
     int32_t stream_dtype;        /* of residual and delta: as `dtype`, or float32 */
@@ -177,7 +177,7 @@ struct rope_args {
 
 /* out = scale * table[ids], in float32 */
 struct embed_args {
-    const void *table;  /* [vocab, width], or is_packed: the same in panels, as a head that is tied to it has them */
+    const void *table;  /* [vocab, width], or if is_packed the panels of a head that is tied to it */
     const int64_t *ids; /* [rows] */
     float *out;         /* [rows, width] */
     int64_t rows, width;
@@ -202,7 +202,7 @@ struct sample_args {
     int64_t rows, vocab_size;
 };
 
-/* What one instruction set offers. Ranges are [begin, end) of rows, tokens or tiles. */
+/* The kernels of one instruction set. Ranges are [begin, end) of rows, tokens or tiles. */
 struct kernels {
     const char *name;
     void (*store_int8)(const struct store_args *, int64_t begin, int64_t end);
@@ -225,7 +225,7 @@ extern const struct kernels kernels_portable;
 extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 #endif
 
-/* team.c: run `work` on every thread of the team at once; returns when all have. */
+/* team.c: run `work` on every thread of the team; returns when all have finished. */
 typedef void (*team_work)(void *context);
 void team_run(team_work work, void *context, int num_threads);
 int team_size(void);

@@ -24,10 +24,10 @@ INLINE int any_of(vi mask) {
 
 INLINE vu score_key(vf score) { return (vu)score & 0x7fffffff; }
 
-/* Where the largest value is first; `is_finite` tells whether it is finite and no value is NaN. */
+/* The first index of the largest value; `is_finite` is set if it is finite and no value is NaN. */
 static int64_t first_peak(const float *x, int64_t n, uint8_t *is_finite) {
     float peak = -INFINITY;
-    int64_t at = 0; /* the first stretch that holds the peak: only there it has to be looked for */
+    int64_t at = 0; /* the first stretch that holds the peak: only this one is searched */
     vi is_nan = {0};
     for (int64_t begin = 0; begin < n; begin += STRETCH) {
         vf best = splat(-INFINITY);

@@ -1,9 +1,9 @@
-/* Threads: a team of our own, made for many short calls on a machine that others use too.
+/* A team of threads for many short calls on a shared machine.
  *
- * Work is handed out in pieces that any thread may take, so a worker that the system has not scheduled is simply not
- * waited for: it joins a call while the call's gate is open, and the caller, who works as well, closes the gate when the
- * pieces have run out and waits only for those inside. Between calls a worker watches for the next one for a while, for
- * a step makes one every few microseconds, and then sleeps. */
+ * Work is handed out in pieces that any thread may take, so a call does not wait for a worker that the system has not
+ * scheduled. A worker joins a call while its gate is open. The caller works too, closes the gate when the pieces have run
+ * out, and waits only for the workers inside. Between calls a worker polls for the next one for a while, because a step
+ * makes one every few microseconds, and then sleeps. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -13,14 +13,14 @@
 enum {
     MAX_WORKERS = 255,
     WATCHES = 20000, /* looks at `epoch` before a worker sleeps: some 50 us */
-    PATIENCE = 2000, /* looks at `gate` before the caller lets others run on its core */
+    PATIENCE = 2000, /* looks at `gate` before the caller yields its core */
 };
 static const unsigned CLOSED = 1u << 31;
 
 static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake_up = PTHREAD_COND_INITIALIZER;
 static atomic_uint epoch;              /* calls so far */
-static atomic_uint gate = 1u << 31;    /* how many workers are inside the current call; CLOSED: none may join */
+static atomic_uint gate = 1u << 31;    /* number of workers inside the current call; CLOSED: none may join */
 static atomic_int num_asleep, num_wanted = 1; /* wanted: threads of a call, the caller included */
 static int num_workers;
 static team_work job_work;
@@ -77,7 +77,7 @@ int team_size(void) { return atomic_load(&num_wanted); }
 void team_run(team_work work, void *context, int num_threads) {
     static atomic_flag is_taken = ATOMIC_FLAG_INIT;
     if (num_threads < 2 || team_size() < 2 || atomic_flag_test_and_set(&is_taken)) {
-        work(context); /* also if another thread of the process has the team just now */
+        work(context); /* also while another thread of the process uses the team */
         return;
     }
     job_work = work;

@@ -98,7 +98,7 @@ struct view {
     enum dtype dtype;
 };
 
-/* Copy a vector, or what is left of one. A copy of known size is one instruction, any other is a call. */
+/* Copy a vector, or the rest of one. A copy of constant size is one instruction, any other is a call. */
 INLINE void copy_values(void *to, const void *from, int64_t count, size_t size) {
     if (__builtin_expect(count >= W, 1))
         memcpy(to, from, W * size);
@@ -149,7 +149,7 @@ INLINE vf exp_f(vf x) {
 }
 
 /* 2^x for x <= 0 (or a rounding above), exactly 1 at 0 and 0 below -126.5, NaN for NaN: to a unit in the last place if
- * `is_exact`, else to 3e-6, far within what a bfloat16 or float16 can tell. */
+ * `is_exact`, else to 3e-6, far below the resolution of bfloat16 and float16. */
 INLINE vf exp2_f(vf x, int is_exact) {
     x = max_f(splat(-127.f), x);
     vf t = x + (12582912.f + 127.f); /* the nearest integer, in the low bits of a float; an exponent, with its bias */

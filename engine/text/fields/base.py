@@ -1,4 +1,4 @@
-"""Base of the objects that a request is made of: null means absent, nothing is coerced, no field is dropped silently.
+"""Base of request objects: null is absent, nothing is coerced or lost.
 
 A field is one of five things: declared and honoured; a no-op, which by its meaning cannot change the answer; a hint, which
 is dropped, and named in a header, where it cannot be followed; unsupported, which is refused because the answer would be
@@ -28,7 +28,7 @@ MAX_FAULTS = 10  # in one message
 
 
 def _fail_fast(schema: Any) -> None:
-    """Make every list and dict within a core schema stop at its first fault, so that a million are never made."""
+    """Make every list and dict within a core schema stop at its first fault."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
@@ -46,7 +46,7 @@ def check_num_fields(data: Any) -> None:
 
 
 def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> PydanticCustomError:
-    """Return an error for a validator to raise: the field of that name, "" for the value itself, is refused.
+    """Return the error for a field that a validator refuses; "" is the value.
 
     Pydantic adds the path, so a nested field is named in full wherever its object is.
     """
@@ -110,7 +110,10 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def checked(kind: type[Body], values: Mapping[str, Any]) -> Body:
-    """Return a body made of Python values. Raises InvalidRequestError with the sentence that a client would get."""
+    """Return a body made of Python values.
+
+    Raises InvalidRequestError with the sentence that a client would get.
+    """
     with plain_errors():
         return kind.model_validate(values)
 
@@ -146,7 +149,10 @@ def _describe_fault(fault: ErrorDetails) -> tuple[str, str]:
 
 
 def _culprit(fault: ErrorDetails) -> str:
-    """Return the number that pydantic's own sentences leave out. Text is never repeated: it may be a secret."""
+    """Return the number that pydantic's own sentences leave out.
+
+    Text is never repeated: it may be a secret.
+    """
     value = fault["input"]
     if fault["type"] == "value_error" or not isinstance(value, int | float):
         return ""

@@ -28,7 +28,10 @@ def _as_text(content: Any) -> Any:
 
 
 def _joined(parts: list[Any]) -> str:
-    """Return the text of all parts. Raises UnsupportedError for a part of another type."""
+    """Return the text of all parts.
+
+    Raises UnsupportedError for a part of another type.
+    """
     texts = []
     for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
@@ -41,14 +44,17 @@ def _joined(parts: list[Any]) -> str:
 
 
 class Message(RequestBody):
-    """One turn of a conversation. Its other fields (name, tool_call_id, ...) are for the chat template to read."""
+    """One turn of a conversation.
+
+    Its other fields (name, tool_call_id, ...) are for the chat template to read.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = ""
     tool_calls: list[ToolCall] = Field(default_factory=list)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with earlier thoughts under the name that they read."""
+        """Return the message as chat templates expect it."""
         shown = {**(self.model_extra or {}), "role": self.role, "content": self.content}
         if "reasoning" in shown:
             shown.setdefault("reasoning_content", shown["reasoning"])
@@ -106,7 +112,7 @@ class Conversation(RequestBody):
 
     @property
     def is_plain(self) -> bool:
-        """True if every chat template can show the messages: user and assistant, behind a system prompt at most."""
+        """True if every template can show the roles: user, assistant, a system prompt."""
         return all(
             message.role in _PLAIN_ROLES and not message.tool_calls and (message.role != "system" or not index)
             for index, message in enumerate(self.messages)
@@ -124,7 +130,10 @@ class Conversation(RequestBody):
 
 
 class ChatFields(SamplingFields, Conversation):
-    """A conversation to answer. `logprobs` switches them on, `top_logprobs` counts alternatives."""
+    """A conversation to answer.
+
+    `logprobs` switches them on, `top_logprobs` counts alternatives.
+    """
 
     logprobs: bool = False
     top_logprobs: Integer | None = Field(None, ge=0)
@@ -175,7 +184,7 @@ class ChatFields(SamplingFields, Conversation):
         return self.max_tokens
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the fields about thoughts, where the model has none or they cannot be counted."""
+        """Return also the fields about thoughts, if the model has no such thoughts."""
         chat_format = limits.chat_format
         is_idle = {
             "reasoning_effort": self.reasoning_effort not in (None, "none") and not chat_format.takes_effort,

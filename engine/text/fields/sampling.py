@@ -1,4 +1,4 @@
-"""The fields of a request that say how tokens are chosen and when an answer ends: names, types, ranges. Pure data.
+"""The fields of sampling, stopping and queueing: names, types and ranges.
 
 engine/text/sampling.py makes the engine's parameters of them.
 """
@@ -76,7 +76,7 @@ class Constraint(NamedTuple):
 
 
 class ConstraintFields(RequestBody):
-    """The fields of a request that constrain the answer; `guided_*` is from older versions of vLLM."""
+    """The fields that constrain the answer; `guided_*` is of older vLLMs."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -87,7 +87,7 @@ class ConstraintFields(RequestBody):
     guided_whitespace_pattern: WhitespacePattern | None = None
 
     def constraints(self) -> list[Constraint]:
-        """Return every constraint on the answer; a valid request has one, perhaps in several fields."""
+        """Return every constraint; a valid request has one, perhaps in several fields."""
         return [] if _CONSTRAINING.isdisjoint(self.model_fields_set) else self._constraints()
 
     def _constraints(self) -> list[Constraint]:

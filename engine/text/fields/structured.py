@@ -1,4 +1,4 @@
-"""The fields that constrain an answer: OpenAI's response_format and vLLM's structured_outputs. Pure data.
+"""OpenAI's response_format and vLLM's structured_outputs. Pure data.
 
 Each becomes a GrammarSpec, or None where it constrains nothing. The answer is valid whether or not the prompt asks for
 the format, but better if it does.
@@ -52,7 +52,7 @@ WhitespacePattern = Annotated[str, Field(max_length=200)]
 
 
 class JsonSchemaFormat(RequestBody):
-    """`strict` refuses keywords that cannot be enforced, which are otherwise left out, and closes objects.
+    """`strict` refuses keywords that cannot be enforced, and closes objects.
 
     See `close_schema` in engine/text/grammars/spec.py.
     """
@@ -73,7 +73,7 @@ class Structure(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """OpenAI's field of that name; `structural_tag` is vLLM's addition, with its fields beside the type."""
+    """OpenAI's field of that name, with vLLM's type `structural_tag`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -106,7 +106,10 @@ class ResponseFormat(RequestBody):
         return self._tags() if self.structures else None
 
     def _tags(self) -> GrammarSpec:
-        """Return the grammar of tags in free text. A tag belongs to the longest trigger that it begins with."""
+        """Return the grammar of tags in free text.
+
+        A tag belongs to the longest trigger that it begins with.
+        """
         tags = []
         for structure in self.structures:
             fitting = [trigger for trigger in self.triggers if trigger and structure.begin.startswith(trigger)]
@@ -119,7 +122,7 @@ class ResponseFormat(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """vLLM's field of that name: exactly one of json, json_object, regex, choice, grammar and structural_tag."""
+    """vLLM's field of that name: exactly one constraint, and its whitespace."""
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool = False
@@ -152,7 +155,7 @@ class StructuredOutputs(RequestBody):
 
     @classmethod
     def of_guided(cls, kind: str, value: Any, whitespace_pattern: str | None) -> StructuredOutputs:
-        """Return the meaning of the field guided_`kind`, which older versions of vLLM have."""
+        """Return the meaning of the field guided_`kind` of older vLLMs."""
         return cls.model_validate({kind: value, "whitespace_pattern": whitespace_pattern})
 
     def _constraints(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fields of tools: which may be called, whether one must be, and calls of earlier turns. Pure data."""
+"""The fields of tools, tool choice and earlier tool calls. Pure data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tool(RequestBody):
 
 
 def without_hosted(data: Any, own: Collection[str | None]) -> Any:
-    """Return a body without the tools that a provider would run, if tools of the types `own` stand beside them.
+    """Return a body without a provider's tools, if some of the types `own` remain.
 
     The model can do without them. Each dropped type remains as an unknown field, which is reported to the client.
     """
@@ -106,7 +106,7 @@ class CalledFunction(RequestBody):
     arguments: str | dict[str, Any] = ""
 
     def arguments_object(self) -> Any:
-        """Return them as chat templates expect them; text that is not JSON stays the string that the model wrote."""
+        """Return them as chat templates expect them; text that is not JSON stays."""
         if not isinstance(self.arguments, str):
             return self.arguments
         try:

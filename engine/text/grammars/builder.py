@@ -1,4 +1,4 @@
-"""Builds grammars on two worker threads: spec -> trial in a process -> llguidance in this process -> grammar.
+"""Builds grammars on two worker threads, each after a trial in a process.
 
 A grammar first gets the quick worker's short time. One that needs longer goes to the slow worker, so a queue of grammars
 made to be slow delays no other by more than these short times. Only a grammar that passed its trial, within the limits of
@@ -52,7 +52,7 @@ class _Job:
 
 
 class GrammarBuilder:
-    """Two workers, their trial processes, and the model's vocabulary in llguidance's form."""
+    """Two workers with trial processes, and the vocabulary for llguidance."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, observe: Callable[[float], None]) -> None:
         """`observe` gets the seconds that each grammar took, from a worker thread."""
@@ -74,7 +74,7 @@ class GrammarBuilder:
         self._num_slow = 0
 
     def check(self, spec: GrammarSpec, param: str) -> None:
-        """Raise InvalidRequestError about `param` for a grammar that is refused without a trial."""
+        """Raise InvalidRequestError for a grammar that is refused without a trial."""
         if len(spec.text) > MAX_TEXT:
             raise InvalidRequestError(
                 f"{param} has {len(spec.text)} characters; a grammar may have at most {MAX_TEXT}.", param=param
@@ -88,11 +88,11 @@ class GrammarBuilder:
             )
 
     def submit(self, spec: GrammarSpec) -> Future[GuidanceGrammar]:
-        """Return a future of the grammar; it fails with GrammarError, or OverloadedError if the grammar was not tried."""
+        """Return a future, which may fail with GrammarError or OverloadedError."""
         return self._start(self._quick, _Job(spec))
 
     def warm_up(self) -> Future[GuidanceGrammar]:
-        """Prepare what the first grammar would wait for: the trial process and the vocabulary. May fail with GrammarError."""
+        """Start the trial process and load the vocabulary; may fail with GrammarError."""
         return self._start(self._quick, _Job(ANY_OBJECT, is_counted=False))
 
     def close(self) -> None:

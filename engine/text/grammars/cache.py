@@ -1,4 +1,4 @@
-"""Caches compiled grammars, and the reasons why others cannot be compiled, within bounds of memory. One thread at a time."""
+"""Caches grammars and refusals within a bound of memory. One thread at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RETRY_S = 10.0
 
 
 class GrammarCache:
-    """Grammars and errors by their spec; the least recently used entry is dropped first.
+    """Grammars and errors by spec; the least recently used is dropped first.
 
     A grammar's memory counts for as long as a request follows it, even after it was dropped.
     """
@@ -31,7 +31,10 @@ class GrammarCache:
         self._alive: weakref.WeakSet[GuidanceGrammar] = weakref.WeakSet()
 
     def get(self, spec: GrammarSpec) -> GuidanceGrammar | None:
-        """Return a usable grammar, or None. Raises GrammarError for a spec that is known not to compile."""
+        """Return a usable grammar, or None.
+
+        Raises GrammarError for a spec that is known not to compile.
+        """
         found = self._entries.get(spec)
         if found is None:
             return None
@@ -44,7 +47,10 @@ class GrammarCache:
         return found
 
     def check_room(self) -> None:
-        """Drop what is too much. Raises OverloadedError if the grammars of running requests exceed the bound."""
+        """Drop what is too much.
+
+        Raises OverloadedError if the grammars of running requests exceed the bound.
+        """
         self._trim()
         if self.num_bytes > self._max_bytes:
             raise OverloadedError(

@@ -1,4 +1,4 @@
-"""Compiles grammars without holding up the caller's thread or the engine, and caches them.
+"""Compiles grammars on worker threads, and caches them.
 
     compile(spec) -> cached? -> being built? -> builder.py, on a worker thread -> Grammar
 
@@ -31,7 +31,7 @@ MAX_WAITING = 64
 
 
 class GrammarCompiler:
-    """Turns specs into grammars: `compile` on an event loop, `compile_now` on any other thread."""
+    """`compile` specs on an event loop, or `compile_now` on another thread."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, observe: Callable[[float], None] = lambda _: None
@@ -43,7 +43,7 @@ class GrammarCompiler:
         self._waiting: dict[GrammarSpec, Future[GuidanceGrammar]] = {}
 
     async def compile(self, spec: GrammarSpec, param: str) -> Grammar:
-        """Return the grammar. Raises InvalidRequestError about `param`, or OverloadedError if too many wait."""
+        """Return the grammar. Raises InvalidRequestError or OverloadedError."""
         try:
             # Shielded, because other requests may wait for the same grammar.
             return await asyncio.shield(asyncio.wrap_future(self._find(spec, param)))
@@ -58,7 +58,10 @@ class GrammarCompiler:
             raise _about(error, param) from error
 
     async def warm_up(self) -> None:
-        """Prepare what the first grammar would wait for. Holds the GIL for 0.2 s with 49,152 tokens."""
+        """Prepare what the first grammar would wait for.
+
+        Holds the GIL for 0.2 s with 49,152 tokens.
+        """
         try:
             await asyncio.wrap_future(self._builder.warm_up())
         except OverloadedError:
@@ -71,7 +74,7 @@ class GrammarCompiler:
         self._builder.close()
 
     def _find(self, spec: GrammarSpec, param: str) -> Future[GuidanceGrammar]:
-        """Return a future of the grammar: cached, being built for another request, or started now."""
+        """Return a future of the grammar, which is cached, being built, or started."""
         self._builder.check(spec, param)
         with self._lock:
             grammar = self._cache.get(spec)

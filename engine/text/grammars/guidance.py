@@ -1,4 +1,4 @@
-"""Implements engine/core/grammar.py over llguidance: a compiled grammar, and a matcher for each sequence.
+"""Implements engine/core/grammar.py over llguidance.
 
 Built by the builder's worker threads, then used by the engine thread alone.
 
@@ -88,10 +88,13 @@ class GuidanceMatcher:
 
 
 class GuidanceVocabulary:
-    """The model's tokens in llguidance's form, and the threads that fill masks together."""
+    """The model's tokens in llguidance's form, and the threads that fill masks."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """Takes 0.2 s for 49,152 tokens, holding the GIL. The trial process has done the same before."""
+        """Takes 0.2 s for 49,152 tokens, holding the GIL.
+
+        The trial process has done the same before.
+        """
         self.tokens = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(end_ids) or None)
         self.end_ids = end_ids
         self.executor = LLExecutor()
@@ -101,7 +104,10 @@ class GuidanceGrammar:
     """A compiled grammar, from which matchers start."""
 
     def __init__(self, vocabulary: GuidanceVocabulary, grammar: str, num_bytes: int) -> None:
-        """Build a grammar that passed its trial, where it took `num_bytes`. Raises GrammarError."""
+        """Build a grammar that passed its trial, where it took `num_bytes`.
+
+        Raises GrammarError.
+        """
         self._executor = vocabulary.executor
         self.end_ids = vocabulary.end_ids
         self.is_broken = False  # a matcher failed, perhaps with the lexer that all share
@@ -140,7 +146,7 @@ class GuidanceGrammar:
         self._num_quiet = 0 if num_bytes > _NOTICED_BYTES else self._num_quiet + 1
 
     def share(self, num_bytes: int, num_grammars: int) -> None:
-        """Count its share of the memory of masks filled together; if that is much, its masks are filled alone from now on."""
+        """Count a share of memory; after a large one its masks are filled alone."""
         self._grown_bytes += max(num_bytes, 0) // num_grammars
         self._is_suspect = self._is_suspect or num_bytes > _SUSPECT_BYTES
 

@@ -1,4 +1,4 @@
-"""What constrains an answer, as text: the key under which a compiled grammar is cached. Pure data."""
+"""The source of a grammar: the key under which it is cached. Pure data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class GrammarKind(str, Enum):
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar that is not compiled yet. `whitespace` and `is_lenient` are for JSON: see `of_json_schema`."""
+    """A grammar that is not compiled yet.
+
+    `whitespace` and `is_lenient` are for JSON: see `of_json_schema`.
+    """
 
     kind: GrammarKind
     text: str
@@ -45,7 +48,7 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of_lark(cls, text: str) -> GrammarSpec:
-        """Return a grammar in llguidance's Lark, which can embed JSON schemas (`%json {...}`) and tokens (`<|name|>`)."""
+        """Return a grammar in Lark, with `%json {...}` for schemas and `<|name|>`."""
         return cls(GrammarKind.LARK, text)
 
 
@@ -61,7 +64,7 @@ _LISTED = ("anyOf", "oneOf", "prefixItems", "items")
 
 
 def close_schema(schema: Any) -> Any:
-    """Return a strict schema with `additionalProperties: false` where an object does not say whether it has others.
+    """Return a strict schema with its objects closed to further properties.
 
     OpenAI asks that every object of a strict schema says so itself. An object that does not is taken to mean it, because
     a small model would add properties until its tokens end. A schema that joins incomplete parts with `allOf` stays

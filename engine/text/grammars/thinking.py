@@ -1,4 +1,6 @@
-"""Bounds a model's thoughts, and applies a grammar to the answer behind them. Implements engine/core/grammar.py.
+"""Bounds a model's thoughts, and applies a grammar to the answer behind them.
+
+Implements engine/core/grammar.py.
 
 A matcher counts tokens and looks for two of them, the tags; once the budget is spent, the closing tag is the only token
 allowed. An inner grammar begins where the thoughts end, or immediately if there are none. Made on the event loop, then
@@ -65,7 +67,7 @@ class ThinkingMatcher:
             self._inner.accept(token_id)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return the length of the longest accepted prefix: thoughts within the budget, then the inner grammar's."""
+        """Return the length of the longest accepted prefix, without advancing."""
         state, num_thoughts = self._state, self._num_thoughts
         for count, token_id in enumerate(token_ids):
             if state is _State.THOUGHTS:

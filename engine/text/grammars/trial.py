@@ -1,4 +1,4 @@
-"""Tries a grammar in a process of its own, so that one that hangs, explodes or crashes harms nothing else.
+"""Tries a grammar in a process: one that hangs or crashes harms nothing else.
 
 The daemon's end of trial_process.py; used by the worker threads of builder.py.
 """
@@ -28,7 +28,7 @@ _FORCED = "forced bytes"  # the library reads forced text that spells a special 
 
 
 class GrammarError(InvalidRequestError):
-    """A grammar that cannot be used; the message says why, but not yet which field named it."""
+    """A grammar that cannot be used; the message does not name the field yet."""
 
 
 class SlowError(GrammarError):
@@ -54,7 +54,7 @@ class GrammarTrial:
     """Tries one grammar at a time, in a process that starts with the first one."""
 
     def __init__(self, source: Callable[[], VocabularySource], *, idle_s: float = math.inf) -> None:
-        """The process ends when no grammar came for `idle_s`; `source` is called whenever one starts."""
+        """`source` is called for each process; it ends when idle for `idle_s`."""
         self._source = source
         module = "engine.text.grammars.trial_process"
         self._process = ChildProcess(module, limit_s=_MAX_ANSWER_S, idle_s=idle_s, set_up=self._set_up)
@@ -120,7 +120,7 @@ def _reason(number: int, cpu_s: float) -> Exception:
 
 
 def _where(spec: GrammarSpec, message: str) -> str:
-    """Return " at PATH" for the keyword that a message names; the library does not say where it is."""
+    """Return " at PATH" for the keyword that the library's message names."""
     found = _KEYWORD.search(message) if spec.kind is GrammarKind.JSON_SCHEMA else None
     path = _path_of(json.loads(spec.text), found[1]) if found else None
     return f" at {path}" if path else ""
@@ -138,7 +138,7 @@ def _path_of(schema: Any, keyword: str, path: str = "$") -> str | None:
 
 
 def clean(message: str, *, is_in_lark: bool = True) -> str:
-    """Return llguidance's message in one line, without its drawing of the source and its internal names."""
+    """Return llguidance's message in one line, without its drawing of the source."""
     lines = []
     for line in message.splitlines():
         if line.lstrip()[:1].isdigit() and " | " in line:

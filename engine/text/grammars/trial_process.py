@@ -1,4 +1,4 @@
-"""The process in which grammars are tried: what hangs, explodes or crashes here harms nothing else.
+"""The process in which grammars are tried.
 
 The process loads the model's vocabulary once and then forks a child for each grammar. A child does with the grammar what
 the daemon would do (`build`, then masks along random answers), under limits of CPU time, wall time and memory that the
@@ -38,7 +38,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def limits() -> LLParserLimits:
-    """Return what one grammar may cost to build, and at each token: at most about 50 ms of CPU time."""
+    """Return the limits of one grammar: at most about 50 ms of CPU time a step."""
     return LLParserLimits(
         initial_lexer_fuel=400_000,  # a schema of 64 KiB with 300 properties takes 200,000
         step_lexer_fuel=100_000,  # an enum of 4,000 words takes 60,000
@@ -49,7 +49,9 @@ def limits() -> LLParserLimits:
 
 
 def build(tokens: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher before its first token. Raises ValueError with the library's message.
+    """Return a matcher before its first token.
+
+    Raises ValueError with the library's message.
 
     The first mask fills tables that all matchers of this grammar share; no request waits for it here.
     """
@@ -63,13 +65,16 @@ def build(tokens: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def private_bytes(statm: bytes) -> int:
-    """Return the resident memory that is not a file's, from a process's /proc/PID/statm."""
+    """Return the resident memory that is no file's, from /proc/PID/statm."""
     fields = statm.split()
     return (int(fields[1]) - int(fields[2])) * _PAGE
 
 
 def to_guidance(task: dict[str, Any]) -> str:
-    """Return the task in llguidance's own form. Raises any kind of Exception for text it cannot read."""
+    """Return the task in llguidance's own form.
+
+    Raises any kind of Exception for text it cannot read.
+    """
     kind, text = task["kind"], task["text"]
     if kind == "json_schema":
         options: dict[str, Any] = {"whitespace_pattern": task["whitespace"], "lenient": task["is_lenient"]}
@@ -86,7 +91,7 @@ def to_guidance(task: dict[str, Any]) -> str:
 
 
 def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
-    """Build one grammar and follow it: {"grammar": for llguidance, "bytes": what it takes}, or {"error": why not}."""
+    """Build and follow one grammar; return {"grammar", "bytes"} or {"error"}."""
     before = _statm()
     built: list[tuple[str, LLMatcher]] = []
 
@@ -106,7 +111,10 @@ def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
 
 
 def _walk(first: LLMatcher) -> None:
-    """Compute masks along a few random answers. Raises ValueError where the grammar cannot be followed."""
+    """Compute masks along a few random answers.
+
+    Raises ValueError where the grammar cannot be followed.
+    """
     chance = random.Random(0)
     for _ in range(_NUM_WALKS):
         matcher = first.deep_copy()
@@ -158,7 +166,7 @@ def _statm() -> bytes:
 
 
 def _limit(cpu_s: float) -> None:
-    """Have the kernel end this process when it takes too much; the signal shows which limit it was."""
+    """Have the kernel end this process at its limits, each by its own signal."""
     num_pages = int(_statm().split()[0])
     if num_pages:
         size = num_pages * _PAGE + MAX_BUILT_BYTES + _SPARE_BYTES
@@ -168,7 +176,7 @@ def _limit(cpu_s: float) -> None:
 
 
 class GrammarTrials:
-    """Answers the first question, the model's vocabulary, and then one question a grammar."""
+    """Answers a first question with the vocabulary, then one for each grammar."""
 
     def __init__(self) -> None:
         self._tokens: LLTokenizer | None = None

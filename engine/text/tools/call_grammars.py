@@ -63,12 +63,15 @@ class OfferedTool(NamedTuple):
         return _embedded(close_schema(schema) if self.strict else schema, {**options, "lenient": not self.strict})
 
     def free_arguments(self) -> str:
-        """Return Lark for the arguments of a call in free text: any object, unless the tool is strict."""
+        """Return Lark for arguments in free text: any object, or the strict schema's."""
         return self.arguments(_BETWEEN) if self.strict else _embedded({"type": "object"}, _BETWEEN)
 
 
 def _embedded(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Return Lark that embeds a schema. Text that looks like a rule of GBNF is spelled so that it does not."""
+    """Return Lark that embeds a schema.
+
+    Text that looks like a rule of GBNF is spelled so that it does not.
+    """
     return "%json " + json.dumps({**schema, "x-guidance": options}).replace("::=", ":\\u003a=")
 
 
@@ -91,7 +94,10 @@ def forced_grammar(
     max_calls: int | None,
     answer: GrammarSpec | None = None,
 ) -> str:
-    """Return Lark for one or more calls of `tools`, or for a JSON `answer` instead. The format is forced_format's."""
+    """Return Lark for one or more calls of `tools`, or for a JSON `answer` instead.
+
+    The format is forced_format's.
+    """
     more = (max_calls or MAX_CALLS) - 1
     lines = [
         "start: calls" + (" | answer" if answer else ""),
@@ -189,7 +195,10 @@ def _bare_head(tools: Sequence[OfferedTool]) -> str:
 
 
 def _channel_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int]) -> str:
-    """Return Lark for messages of which some call `tools`. Raises InvalidRequestError if the marks are not tokens."""
+    """Return Lark for messages of which some call `tools`.
+
+    Raises InvalidRequestError if the marks are not tokens.
+    """
     if not special_tokens.keys() >= set(MARKS):
         raise InvalidRequestError(
             "tools cannot be used: the marks of this model's channels are no tokens, so strict cannot be enforced; leave it out.",
@@ -233,7 +242,10 @@ _MAX_PARTS = 1024  # ... which multiply: a few references can make billions
 
 
 def _xml_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
-    """Return Lark for any text with calls of `tools` in it. Raises InvalidRequestError for unenforceable schemas."""
+    """Return Lark for any text with calls of `tools` in it.
+
+    Raises InvalidRequestError for unenforceable schemas.
+    """
     is_token, space = OPENING in special_tokens, f"/{_SPACE}/"
     opening = _literal(OPENING, special_tokens)
     lines = [
@@ -298,7 +310,7 @@ def _refusal(why: str, instead: str) -> InvalidRequestError:
 
 
 def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value must meet one, without references and alternatives.
+    """Yield the schemas of which a value must meet one, without alternatives.
 
     Keywords beside an alternative apply in each part. Each alternative yields a part or is refused, so a caller that
     stops taking parts stops the work.
@@ -326,7 +338,10 @@ def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int)
 
 
 def _both(name: str, key: str, beside: Mapping[str, Any], within: Any) -> Mapping[str, Any]:
-    """Return a schema that demands what two demand, of the values that both name. Refuses other differences."""
+    """Return a schema that demands what two demand, of the values that both name.
+
+    Refuses other differences.
+    """
     if not isinstance(within, Mapping):
         return beside
     within = {one: within[one] for one in within.keys() & _RESTRICTING}
@@ -344,7 +359,7 @@ def _both(name: str, key: str, beside: Mapping[str, Any], within: Any) -> Mappin
 
 
 def _values(schema: Mapping[str, Any]) -> list[str | None] | None:
-    """Return the strings, and null, that a schema names and its type allows; None if it names no values."""
+    """Return the strings and null that a schema allows, or None without a list."""
     named, types = schema.get("enum"), types_at(schema)
     if not isinstance(named, list):
         named = [schema["const"]] if "const" in schema else [None] if types == {"null"} else None

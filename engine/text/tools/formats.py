@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, and which of them a chat template teaches its model. Pure."""
+"""The formats of tool calls, and the one that a chat template teaches. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from engine.text.tools.xml_parser import CLOSING, FUNCTION, OPENING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls. The defaults are JSON objects, each with a name and arguments."""
+    """How a family of models writes calls.
+
+    The defaults are JSON objects, each with a name and arguments.
+    """
 
     name: str
     marks: tuple[tuple[str, str], ...] = ()  # the texts before and after calls; the latter may be empty
@@ -39,7 +42,7 @@ TOOL_FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, JSON, QWEN
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:
-    """Return the format that a chat template with tools teaches, or None for an unknown one."""
+    """Return the format that a template teaches, or None for an unknown one."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
     if "<tool_call>" in template:
@@ -54,11 +57,11 @@ def detect_tool_format(template: str) -> ToolFormat | None:
 
 
 def forced_format(tool_format: ToolFormat | None, *, marks_are_text: bool) -> ToolFormat:
-    """Return how forced calls are written: with Hermes' marks if the model knows them, else as a JSON list."""
+    """Return how forced calls are written: Hermes' marks, or a JSON list."""
     return HERMES if tool_format is HERMES and marks_are_text else FORCED
 
 
 def new_call_id(prefix: str, length: int) -> str:
-    """Return a new id for a call; `length` characters where a model's template insists on a length, else 0."""
+    """Return a new id of `length` characters, or, for 0, with the prefix."""
     unique = uuid.uuid4().hex
     return unique[:length] if length else prefix + unique[:24]

@@ -111,7 +111,10 @@ class CallReader:
 
 
 class ArgumentsReader:
-    """Reads the arguments of a call whose name comes before them. Used like a CallReader."""
+    """Reads the arguments of a call whose name comes before them.
+
+    Used like a CallReader.
+    """
 
     __slots__ = ("_json", "_name", "has_begun", "is_whole", "pieces", "raw")
 
@@ -136,7 +139,7 @@ class ArgumentsReader:
 
 
 def _as_object(value: str) -> str | None:
-    """Return arguments as a JSON object: some models write them as a string, some write null for none."""
+    """Return arguments as a JSON object; models also write a string, or null."""
     if value.startswith('"'):
         value = json.loads(value).strip() or "{}"
     elif value == "null":
@@ -146,7 +149,10 @@ def _as_object(value: str) -> str | None:
 
 
 class JsonToolParser(PieceParser):
-    """`push` text as it arrives, `finish` at its end. `names` are those of the request's tools."""
+    """`push` text as it arrives, `finish` at its end.
+
+    `names` are those of the request's tools.
+    """
 
     def __init__(self, tool_format: ToolFormat, names: frozenset[str]) -> None:
         super().__init__(self._text)
@@ -171,7 +177,7 @@ class JsonToolParser(PieceParser):
         return self._take()
 
     def _is_markup(self, rest: str) -> bool:
-        """Return True if the end of a text with calls is only space, or an end mark that was cut short."""
+        """Return True if the end of a text with calls is only space or a cut mark."""
         if self._step == self._text:
             return not rest.strip()
         return self._step == self._after and self._closing.startswith(rest.strip())
@@ -185,7 +191,10 @@ class JsonToolParser(PieceParser):
             self._is_fresh = False
 
     def _text(self) -> bool:
-        """Read content up to a mark. Space before a mark belongs to it, so space waits for the next text."""
+        """Read content up to a mark.
+
+        Space before a mark belongs to it, so space waits for the next text.
+        """
         buffer = self._buffer
         words = buffer.lstrip()
         if self._is_fresh and self._format.is_bare and words[:1] in ("{", "["):
@@ -281,7 +290,7 @@ class JsonToolParser(PieceParser):
             self._pieces.append(CallArguments(arguments))
 
     def _after(self) -> bool:
-        """Read the text behind a call: the end of its list, its end mark, another call, or content."""
+        """Read the text behind a call: an end mark, another call, or content."""
         first = self._skip_space()
         if not first:
             return False
@@ -303,7 +312,7 @@ class JsonToolParser(PieceParser):
         return self._no_call()
 
     def _broken(self) -> bool:
-        """Read the text behind a fault in arguments, which is part of them up to the next mark."""
+        """Read the text behind a fault in arguments, up to the next mark."""
         marks = (*self._openings, self._closing) if self._closing else self._openings
         found = first_of(self._buffer, marks)
         if found is None:

@@ -1,4 +1,4 @@
-"""Reads one JSON object character by character, and reports where it ends or stops being JSON.
+"""Reads one JSON object character by character, to its end or first fault.
 
 A parser that needs the whole text cannot stream the arguments of a call that is still being written. jiter's partial mode
 parses the whole text again for each piece, does not report the end of a value, and refuses the line breaks that
@@ -62,18 +62,18 @@ class JsonReader:
 
     @property
     def is_in_value(self) -> bool:
-        """True if the last character belongs to a value of the outermost object, and does not end it."""
+        """True within a value of the outermost object, before its last character."""
         if len(self._open) != 1:
             return len(self._open) > 1
         return self._want is _Want.SCALAR or (self._want in _IN_STRING and not self._is_key)
 
     @property
     def is_in_scalar(self) -> bool:
-        """True within a number or word of the outermost object: the character that ends it is not part of it."""
+        """True within a number or word, which ends before the next character."""
         return len(self._open) == 1 and self._want is _Want.SCALAR
 
     def feed(self, char: str) -> str | None:
-        """Read one character; return it as valid JSON, or None if it does not fit, which ends the reader."""
+        """Return a character as valid JSON, or None if it does not fit."""
         want = self._want
         if want is _Want.STRING:
             return self._in_string(char)

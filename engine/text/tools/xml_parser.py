@@ -1,4 +1,4 @@
-"""Finds tool calls in XML, as Qwen3-Coder writes them, in a model's text while it is being written.
+"""Finds tool calls in XML, as Qwen3-Coder writes them, in unfinished text.
 
     <tool_call>
     <function=name>
@@ -43,7 +43,10 @@ Schema = Mapping[str, Any]
 
 
 class XmlToolParser(PieceParser):
-    """`push` text as it arrives, `finish` at its end. `tools` maps the request's tools to the schemas of their parameters."""
+    """`push` text as it arrives, `finish` at its end.
+
+    `tools` maps the request's tools to the schemas of their parameters.
+    """
 
     def __init__(self, tools: Mapping[str, Schema]) -> None:
         super().__init__(self._text)
@@ -75,7 +78,7 @@ class XmlToolParser(PieceParser):
         return self._take()
 
     def _is_markup(self, rest: str) -> bool:
-        """Return True if the end of a text with calls is only space, or an end mark that was cut short."""
+        """Return True if the end of a text with calls is only space or a cut mark."""
         return not rest.strip() or (self._step == self._after and CLOSING.startswith(rest.strip()))
 
     def _content(self, text: str) -> None:
@@ -89,7 +92,10 @@ class XmlToolParser(PieceParser):
             self._pieces.append(CallArguments(text))
 
     def _text(self) -> bool:
-        """Read content up to a mark. Space before a mark belongs to it, so space waits for the next text."""
+        """Read content up to a mark.
+
+        Space before a mark belongs to it, so space waits for the next text.
+        """
         buffer = self._buffer
         found = first_of(buffer, (OPENING, FUNCTION))
         if found is None:
@@ -164,7 +170,7 @@ class XmlToolParser(PieceParser):
         return has_ended
 
     def _repeated(self) -> bool:
-        """Skip the value of a repeated parameter: the first value may have been sent already."""
+        """Skip the value of a repeated parameter: the first may have been sent."""
         return self._read_value()[1]
 
     def _read_value(self) -> tuple[str, bool]:
@@ -201,7 +207,7 @@ class XmlToolParser(PieceParser):
         return not CLOSING.startswith(self._buffer) and self._no_call()
 
     def _no_call(self) -> bool:
-        """Make content of the held text, unless it is space, which may belong to the next mark."""
+        """Make content of the held text; space may belong to the next mark."""
         held, self._held = self._held, ""
         self._step = self._text
         if held.strip():
@@ -234,14 +240,14 @@ STRING = frozenset({"string"})
 
 
 def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the JSON types that a parameter may have; empty if the schema does not say."""
+    """Return the JSON types that a parameter may have; empty if unknown."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return frozenset(_types(schema, parameters))
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return a text as JSON: the value that it spells, if the types allow that value, else a string."""
+    """Return a text as JSON: its value, if the types allow it, else a string."""
     if types == STRING:
         return json.dumps(text, ensure_ascii=False)
     stripped = text.strip()
@@ -260,7 +266,10 @@ def types_at(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the types of all alternatives. Each reference is followed once: references may form circles."""
+    """Return the types of all alternatives.
+
+    Each reference is followed once: references may form circles.
+    """
     found: set[str] = set()
     seen: set[str] = set()
     left = [schema]
