@@ -263,6 +263,7 @@ class OutputProcessor:
         choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
         num_generated = seq.num_generated if seq.beam_group is None else 0  # a search that is cut short has no answer
         timings = self._recorder.finished(seq, reason, now, len(choices), num_generated)
+        self._queue.completed(seq, reason, num_generated)
         return [
             TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
             for choice in choices

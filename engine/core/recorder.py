@@ -11,7 +11,6 @@ from math import inf
 from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.tiers import Tiers
-from engine.core.queues.lengths import LengthPredictor
 from engine.core.sequence import Sequence
 from engine.core.stats import FailureCause, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.step import StepPlan
@@ -33,7 +32,6 @@ class StatsRecorder:
         "answers",
         "gaps",
         "lengths",
-        "predictor",
     )
 
     def __init__(
@@ -42,9 +40,7 @@ class StatsRecorder:
         stats: Stats,
         pool: BlockPool,
         tiers: Tiers,
-        predictor: LengthPredictor | None,
     ) -> None:
-        self.predictor = predictor
         self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
         self._stats = stats
         self._pool = pool
@@ -139,9 +135,8 @@ class StatsRecorder:
         decode_s = seq.last_token_s - seq.history.first_token_s if has_token else 0.0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.lengths.append(seq.num_prompt + num_generated)
-            if self.predictor is not None and seq.history.num_expected is not None and seq.params.max_tokens:
+            if seq.history.num_expected is not None and seq.params.max_tokens:
                 stats.length_error_tokens.observe(abs(num_generated - seq.history.num_expected))
-                self.predictor.learn(seq.request, num_generated, is_cut=reason is FinishReason.LENGTH)
             if num_generated:
                 self.answers.append(inf if reason is FinishReason.LENGTH else num_generated)
             if not has_token:

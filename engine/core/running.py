@@ -15,6 +15,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.queues import POLICIES, Queue
 from engine.core.recorder import StatsRecorder
 from engine.core.sequence import Sequence
+from engine.core.types import FinishReason
 
 _place = attrgetter("place")
 _is_background = attrgetter("is_background")
@@ -95,6 +96,12 @@ class RunningQueue:
     def charge(self, step: InFlightStep) -> None:
         """Charge tenants for the tokens that a committed step sampled."""
         self.foreground.charge(step.all_sequences)
+
+    def completed(self, seq: Sequence, reason: FinishReason, num_generated: int) -> None:
+        """Report the length of an answer that has ended to the policy, if it was not cut short."""
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and seq.params.max_tokens:
+            queue = self.queue_of(is_background=seq.is_background)
+            queue.completed(seq, num_generated, is_cut=reason is FinishReason.LENGTH)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
         """Return the sequences that may be preempted for a waiting one, the first to go first.

@@ -27,7 +27,6 @@ from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.output import OutputProcessor
 from engine.core.prompts import PromptPlan
-from engine.core.queues.lengths import LengthPredictor
 from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
@@ -46,8 +45,7 @@ class Scheduler:
         self._budget = StepBudget(config)
         self._kv = KVCacheManager(config, self.stats, self._budget.times)
         self.tiers = self._kv.tiers
-        self._predictor = LengthPredictor() if config.policy == "sjf" else None
-        self._recorder = StatsRecorder(config, self.stats, self._kv.pool, self.tiers, self._predictor)
+        self._recorder = StatsRecorder(config, self.stats, self._kv.pool, self.tiers)
         self._queue = RunningQueue(self._recorder, config)
         self._deadlines = Deadlines(self._kv, self._budget.times, config)
         self._in_flight: deque[InFlightStep] = deque()
@@ -79,8 +77,8 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._queue.requests, f"request id {request.request_id} is taken"
         names = self._kv.first_names(request)
-        num_expected = None if self._predictor is None else self._predictor.predict(request)
         queue = self._queue.queue_of(is_background=request.is_background)
+        num_expected = queue.expect(request)
         seq_id = self._queue.take_seq_id()
         key, account = queue.key(request, num_expected), queue.account(request)
         seq = Sequence(request, 0, seq_id, key, self.config.block_size, names, account)

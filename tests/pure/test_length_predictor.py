@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.queues.lengths import NUM_PLACES, PREFIX_TOKENS, TRUST, WINDOW, LengthPredictor
+from engine.core.queues.shortest import NUM_PLACES, PREFIX_TOKENS, TRUST, WINDOW, LengthPredictor
 from tests.pure.driver import EOS, Driver, config, request
 
 SYSTEM = tuple(range(PREFIX_TOKENS))

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core.queues.fair import FairQueue
-from engine.core.queues.keyed import KeyedQueue, fcfs, priority, sjf
+from engine.core.queues.keyed import KeyedQueue, fcfs, priority
+from engine.core.queues.shortest import ShortestQueue
 
 if TYPE_CHECKING:
     from engine.core.sequence import Account, Sequence
@@ -21,6 +22,10 @@ class Queue(Protocol):
     """The waiting sequences under one policy, and its order of those that run. Owned by the scheduler, engine thread."""
 
     may_yield: bool  # whether `victims` may name any sequence
+
+    def expect(self, request: Request) -> float | None:
+        """Return how many tokens an answer is expected to have, if the policy predicts that."""
+        ...
 
     def key(self, request: Request, num_expected: float | None) -> float:
         """Return a request's virtual arrival time; None expects max_tokens of its answers."""
@@ -60,6 +65,10 @@ class Queue(Protocol):
         """Charge the tokens that a committed step sampled."""
         ...
 
+    def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
+        """Learn from an answer that was completed, by itself or because max_tokens `is_cut` it."""
+        ...
+
     def arrange(self, running: list[Sequence]) -> None:
         """Sort the running sequences so that the last is preempted first. Called before any may have to be."""
         ...
@@ -75,7 +84,7 @@ class Queue(Protocol):
 
 POLICIES: Mapping[str, Callable[[], Queue]] = {
     "fcfs": partial(KeyedQueue, fcfs),
-    "sjf": partial(KeyedQueue, sjf),
+    "sjf": ShortestQueue,
     "priority": partial(KeyedQueue, priority),
     "fair": FairQueue,
 }

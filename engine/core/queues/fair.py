@@ -54,6 +54,10 @@ class FairQueue:
         self._lanes: dict[Account, list[Sequence]] = {}  # a lane is there while a sequence waits in it
         self._last_left = Account()  # whose sequence was the last to wait no more
 
+    def expect(self, request: Request) -> float | None:  # noqa: ARG002 - see Queue
+        """See Queue."""
+        return None
+
     def key(self, request: Request, num_expected: float | None) -> float:
         """See Queue."""
         return sort_key(priority, request, num_expected)
@@ -139,6 +143,9 @@ class FairQueue:
             if drawn > 0:
                 seq.num_charged += drawn
                 seq.account.charge(OUTPUT_COST * drawn)
+
+    def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
+        """See Queue."""
 
     def arrange(self, running: list[Sequence]) -> None:
         """See Queue. The first sequences of all tenants come first, then the second ones, and so on."""

@@ -38,7 +38,7 @@ def fcfs(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a ke
 
 
 def sjf(request: Request, num_expected: float) -> float:
-    """Return the key of sjf: the shortest prompt and expected answers first; lengths.py predicts them."""
+    """Return the key of sjf: the shortest prompt and expected answers first; shortest.py predicts them."""
     work_s = TOKEN_STEP_S * (len(request.prompt) + request.params.num_sequences * num_expected)
     return request.arrival_s + min(work_s, MAX_WORK_S)
 
@@ -63,6 +63,10 @@ class KeyedQueue:
         self._key = key
         self._account = Account()  # of all requests
         self._waiting: list[Sequence] = []
+
+    def expect(self, request: Request) -> float | None:  # noqa: ARG002 - see Queue
+        """See Queue."""
+        return None
 
     def key(self, request: Request, num_expected: float | None) -> float:
         """See Queue."""
@@ -99,6 +103,9 @@ class KeyedQueue:
         """See Queue."""
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
+        """See Queue."""
+
+    def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
         """See Queue."""
 
     def arrange(self, running: list[Sequence]) -> None:

@@ -1,4 +1,4 @@
-"""Predicts the length of an answer from the answers so far, for the policy sjf.
+"""The policy sjf: the shortest job first, by lengths of answers that are predicted from those so far.
 
 There are means at four levels: all answers, the tenant's, those of them with about the same max_tokens, and those of them
 whose prompts begin alike. A finer level counts the more, the more answers it has seen; before any, max_tokens counts.
@@ -13,9 +13,14 @@ Owned by the scheduler, engine thread. It knows token ids as numbers, and no clo
 from __future__ import annotations
 
 from array import array
+from typing import TYPE_CHECKING
 from zlib import crc32
 
-from engine.core.types import Request
+from engine.core.queues.keyed import KeyedQueue, sjf
+
+if TYPE_CHECKING:
+    from engine.core.sequence import Sequence
+    from engine.core.types import Request
 
 PREFIX_TOKENS = 32  # long enough to tell one system prompt or template from another
 NUM_PLACES = 8192  # of a level's table: 128 KiB, and few keys share a place with thousands of tenants or templates
@@ -74,3 +79,19 @@ def _digests(request: Request) -> tuple[int, int, int, int]:
     tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
     allowance = crc32(b"%d" % request.params.max_tokens.bit_length(), tenant)
     return 0, tenant, allowance, crc32(array("q", request.prompt[:PREFIX_TOKENS]).tobytes(), allowance)
+
+
+class ShortestQueue(KeyedQueue):
+    """A Queue sorted by the expected work of requests."""
+
+    def __init__(self) -> None:
+        super().__init__(sjf)
+        self._predictor = LengthPredictor()
+
+    def expect(self, request: Request) -> float | None:
+        """See Queue."""
+        return self._predictor.predict(request)
+
+    def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
+        """See Queue."""
+        self._predictor.learn(seq.request, num_generated, is_cut=is_cut)
