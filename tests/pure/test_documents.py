@@ -108,3 +108,14 @@ def test_the_tour_names_what_is_there() -> None:
             assert re.search(rf"^\s*(?:def|class) {part}\b", source, re.MULTILINE), f"{name}: {part}"
     assert len(rows) > 5
     assert 1500 < num_lines < 2600, num_lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_is_run_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"python -m ((?:server|loadtest|engine|tests)[\w.]*)", text)):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+    loadtest = (ROOT / "loadtest/__main__.py").read_text(encoding="utf-8")
+    for command in set(re.findall(r"python -m loadtest ([a-z][a-z-]*)", text)):
+        assert f'"{command}"' in loadtest, command
