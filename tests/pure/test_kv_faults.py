@@ -195,7 +195,7 @@ class FaultMachine(RuleBasedStateMachine):
             seq.num_computed = piece.start + piece.num_tokens
             if seq.num_computed == len(seq.tokens):
                 seq.tokens.append(sum(seq.tokens) % 2)
-        for seq in {*step.sequences, *step.arrivals}:
+        for seq in dict.fromkeys([*step.sequences, *step.arrivals]):
             if seq.num_computed >= seq.kv.next_publish and seq.kv.blocks:
                 self.kv.publish(seq)
             self.note_names(seq)

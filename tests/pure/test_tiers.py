@@ -97,7 +97,7 @@ def test_a_load_that_never_happened_is_not_published_by_an_abort() -> None:
     assert plan is not None
     assert plan.swap_in
     driver.take(driver.scheduler.abort("gone", AbortCause.DISCONNECT, driver.now))
-    driver.take(driver.scheduler.take_back(driver.now))  # the device did nothing of the plan
+    driver.take(driver.scheduler.roll_back(driver.now))  # the device did nothing of the plan
     serve(driver, "later", prompt(0))
     driver.check_streams(aborted={"gone"})
 
