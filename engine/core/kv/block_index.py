@@ -1,4 +1,4 @@
-"""Blocks of one kind, and which of them has which content: what the prefix cache and the tiers below it have in common.
+"""Blocks by content: the common part of the prefix cache and of the tiers below it.
 
 Owned by the scheduler, engine thread.
 """
@@ -11,7 +11,7 @@ from engine.core.kv.block_pool import BlockPool
 
 
 class BlockIndex:
-    """A BlockPool, and the digests of what its blocks hold; pins.py says which of these go last."""
+    """A BlockPool, and the names of its blocks' contents; pins.py decides which go last."""
 
     __slots__ = ("_block_of", "_pins", "pool")
 
@@ -23,7 +23,7 @@ class BlockIndex:
         self._block_of: dict[bytes, int] = {}
 
     def _index(self, digest: bytes, block: int) -> None:
-        """A block that somebody holds can be found by its content from now on."""
+        """Make a held block findable by its content."""
         self._block_of[digest] = block
         self.pool.index(block)
         if self.pool.max_pinned and digest in self._pins:

@@ -1,12 +1,12 @@
-"""Which cached block is given up next. Four orders over the blocks that nobody holds but the prefix cache can find:
+"""The order in which cached blocks are evicted: four policies over the blocks without holders.
 
-    lru     the one let go longest ago
-    slru    the same, but blocks that were found again stand behind all others, in a segment of bounded size
-    lfu     the one found least often; counts age, so what was popular once does not stay for ever
-    cost    the one whose finds saved least computing: finding a block saves it and all that were found behind it
+    lru     least recently released first
+    slru    the same, but blocks that were found again are behind all others, in a segment of bounded size
+    lfu     least often found first; counts age, so popularity ends
+    cost    least computing saved first: finding a block saves it and all blocks found after it
 
-A sequence lets go of its tail before its head, and equals go in that order, so a chain is eaten from its end. Owned by
-the block pool, engine thread.
+A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end. Owned by the
+block pool, engine thread.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-# Of slru, for blocks that were found again: the share of the pool they have at most, and how many times its size may be
-# evicted while one waits to be found once more.
+# Of slru, for blocks that were found again: their largest share of the pool, and how many times the pool's size is evicted
+# before one that is not found again goes too.
 _PROTECTED_SHARE = 0.8
 _MAX_TURNOVERS = 4
 
 
 class EvictionOrder(Protocol):
-    """Cached blocks, next to go first."""
+    """Cached blocks, in the order of eviction."""
 
     def add(self, block: int) -> None:
-        """Nobody holds it any more."""
+        """Add a block that has lost its last holder."""
         ...
 
     def remove(self, block: int) -> None:
-        """Somebody does again."""
+        """Remove a block that has a holder again."""
         ...
 
     def evict(self) -> int:
-        """Take out the next to go, of one at least, and forget what is known of it."""
+        """Remove and return the next block, of at least one, and drop its statistics."""
         ...
 
     def forget(self, block: int) -> None:
-        """Its content is gone: whatever was known of it is not to be the next one's. It is not, or not any more, here."""
+        """Drop the statistics of a block that is not here; its content was discarded."""
         ...
 
     def found(self, blocks: Sequence[int]) -> None:
-        """A prompt begins with these, in its order. They may be cached or held."""
+        """Note that a prompt begins with these blocks, in order; they may be cached or held."""
         ...
 
     def __contains__(self, block: object) -> bool: ...
@@ -53,31 +53,31 @@ class EvictionOrder(Protocol):
 
 
 class Lru(OrderedDict[int, None]):
-    """In the order they were let go. Finding a block changes nothing: its next holder will let it go last."""
+    """Least recently released first; a find needs no note, because its holder releases it later."""
 
     __slots__ = ()
 
-    # The ordered dict's own methods: a Python function would cost as much again. A plain dict is no quicker at the
-    # middle and takes 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
+    # The ordered dict's methods: a Python function would double the cost. A plain dict is no faster in the middle and takes
+    # 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
     add = OrderedDict.setdefault
     remove = OrderedDict.__delitem__
 
     def evict(self) -> int:
-        """The oldest."""
+        """Remove and return the oldest."""
         return self.popitem(last=False)[0]
 
     def forget(self, block: int) -> None:
-        """Nothing is known."""
+        """There are no statistics."""
 
     def found(self, blocks: Sequence[int]) -> None:
         """Nothing to note."""
 
 
 class Slru:
-    """Two queues: a block enters the first, and the second once it was found.
+    """Two queues: a block enters the first one, and the second one after it was found.
 
-    What is too much in the second falls back, and what stood there while the pool was turned over several times goes:
-    else blocks that are found no more would stay as long as those of the first queue never live to be found.
+    Blocks beyond the second queue's bound fall back to the first, and blocks that stayed there while the pool was turned
+    over several times are evicted. Otherwise blocks that are no longer found would stay, and new ones would never be found.
     """
 
     __slots__ = ("_found", "_max_protected", "_num_evicted", "_patience", "_probation", "_protected")
@@ -87,11 +87,11 @@ class Slru:
         self._patience = num_blocks * _MAX_TURNOVERS
         self._num_evicted = 0
         self._probation = Lru()
-        self._protected: OrderedDict[int, int] = OrderedDict()  # and how many had been evicted when it was let go
+        self._protected: OrderedDict[int, int] = OrderedDict()  # and the number of evictions when it was released
         self._found: set[int] = set()
 
     def add(self, block: int) -> None:
-        """To the young end of its queue; the old end of the second may fall back to the first."""
+        """Add at the young end of its queue; the old end of the second may fall back to the first."""
         if block not in self._found:
             self._probation.add(block)
             return
@@ -102,12 +102,12 @@ class Slru:
             self._probation.add(fallen)
 
     def remove(self, block: int) -> None:
-        """From whichever it stands in."""
+        """Remove from the queue that it is in."""
         if self._protected.pop(block, None) is None:
             self._probation.remove(block)
 
     def evict(self) -> int:
-        """The oldest that was not found again, unless one that was has waited too long, or there is no other."""
+        """Remove and return the oldest not found again, unless a found one is too old or alone."""
         block = next(iter(self._protected), -1)
         if self._probation and (block < 0 or self._num_evicted - self._protected[block] < self._patience):
             block = self._probation.evict()
@@ -118,11 +118,11 @@ class Slru:
         return block
 
     def forget(self, block: int) -> None:
-        """The next content begins in the first queue."""
+        """Start the next content in the first queue."""
         self._found.discard(block)
 
     def found(self, blocks: Sequence[int]) -> None:
-        """They will stand in the second queue."""
+        """Send these blocks to the second queue at their next release."""
         self._found.update(blocks)
 
     def __contains__(self, block: object) -> bool:
@@ -132,44 +132,44 @@ class Slru:
         return len(self._probation) + len(self._protected)
 
     def __iter__(self) -> Iterator[int]:
-        """But for those that have waited too long, which may go before."""
+        """Yield in order, except that blocks that are too old may go earlier."""
         yield from self._probation
         yield from self._protected
 
 
 class Ranked:
-    """By a sort key: 1 for having been computed and what finding it was worth, above the key of the last one that went.
+    """By a sort key: 1 plus the worth of its finds, above the key of the last evicted block.
 
-    The latter ages the counts (GreedyDual): whoever is let go starts above what was passed over for long.
+    Starting above the last evicted key ages the counts (GreedyDual): a released block starts above long unused ones.
     """
 
     __slots__ = ("_entries", "_floor", "_heap", "_next_tick", "_worth", "_worth_of")
 
     def __init__(self, worth: Callable[[int], int]) -> None:
-        """`worth` is what it is worth to find a block, by how many are found from there on."""
+        """`worth` is the value of finding a block, by the number of blocks found from it on."""
         self._worth = worth
         self._worth_of: dict[int, int] = {}  # of blocks that were found
         self._floor = 0
         self._next_tick = 0
         self._entries: dict[int, tuple[int, int, int]] = {}  # block -> (key, tick, block)
-        self._heap: list[tuple[int, int, int]] = []  # the same, and some that do not count any more
+        self._heap: list[tuple[int, int, int]] = []  # the same, with some outdated entries
 
     def add(self, block: int) -> None:
-        """With the key it has earned; of equals the one let go first goes first."""
+        """Add with its earned key; of equals the one released first is evicted first."""
         entry = (self._floor + 1 + self._worth_of.get(block, 0), self._next_tick, block)
         self._next_tick += 1
         self._entries[block] = entry
         heappush(self._heap, entry)
 
     def remove(self, block: int) -> None:
-        """Its place in the heap stays behind, until it comes up or such are the most."""
+        """Remove; its heap entry stays until it comes up or outdated entries are the majority."""
         del self._entries[block]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
             heapify(self._heap)
 
     def evict(self) -> int:
-        """The one with the smallest key."""
+        """Remove and return the block with the smallest key."""
         entry = heappop(self._heap)
         while self._entries.get(entry[2]) != entry:
             entry = heappop(self._heap)
@@ -179,11 +179,11 @@ class Ranked:
         return block
 
     def forget(self, block: int) -> None:
-        """The next content has earned nothing."""
+        """Start the next content without any worth."""
         self._worth_of.pop(block, None)
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Count; it shows when they are let go the next time."""
+        """Count the finds; they apply at the blocks' next release."""
         worth_of = self._worth_of
         for num_behind, block in enumerate(reversed(blocks), start=1):
             worth_of[block] = worth_of.get(block, 0) + self._worth(num_behind)
@@ -198,10 +198,10 @@ class Ranked:
         return iter([block for _, _, block in sorted(self._entries.values())])
 
 
-# A policy makes the order of a pool of so many blocks.
+# A policy returns the order for a pool of a given size.
 EVICTION_POLICIES: dict[str, Callable[[int], EvictionOrder]] = {
     "lru": lambda _: Lru(),
     "slru": Slru,
     "lfu": lambda _: Ranked(lambda _: 1),
-    "cost": lambda _: Ranked(lambda num_behind: num_behind),  # they would be computed if it were gone
+    "cost": lambda _: Ranked(lambda num_behind: num_behind),  # those blocks would be recomputed without it
 }

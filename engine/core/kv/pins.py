@@ -1,15 +1,15 @@
 """Pinned prefixes: contents that are evicted last, until their time is over.
 
-Blocks are named by digest, so a pin is on a content and not on a place: it finds the block in the pool, in host memory and
-on the disk, outlasts its eviction, and takes hold again when the content is computed again (in an answer, once a request
-asks for it: until then it has no name). Three rules:
+A pin is on a content, by its digest, and not on a block. It applies in the pool, in host memory and in stores, survives
+eviction, and applies again when the content is recomputed (in an answer, once a request looks for it: until then the
+content has no name). There are three rules:
 
-    bound    at most so many contents, a share of the pool
-    order    a block is pinned only behind one that is pinned for at least as long: prefixes stay whole
-    place    beyond the bound a pin takes the place of the one that ends soonest, if that ends sooner than itself
+    bound    at most a share of the pool's blocks is pinned
+    order    a block is pinned only after one that is pinned for at least as long: prefixes stay whole
+    place    beyond the bound a pin replaces the one that ends soonest, if that ends sooner than itself
 
-The operator's pins never end, so no other takes their place. A pin is a wish about eviction only: a sequence that needs a
-block gets it. Owned by the scheduler, engine thread; knows no clock, only the times it is given.
+The operator's pins never end, so they are not replaced. A pin only orders eviction: a sequence that needs a block gets it.
+Owned by the scheduler, engine thread; knows no clock, only the times it is given.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Protocol
 
 from engine.core.stats import Stats
 
-_MIN_PRUNED = 64  # entries of the heap, above which those that are out of date may be cleared
+_MIN_PRUNED = 64  # entries of the heap above which outdated ones may be cleared
 
 
 class PinTarget(Protocol):
-    """Blocks that are findable by content. It asks of each that appears whether it is pinned."""
+    """An index of blocks by content; it asks whether a content that appears is pinned."""
 
     def pin(self, digest: bytes) -> None:
         """Evict this content last, if it is here."""
         ...
 
     def unpin(self, digest: bytes) -> None:
-        """Treat this content as any other."""
+        """Treat this content like any other."""
         ...
 
 
 class Pins:
-    """The pinned contents, each with its end. `digest in pins` is what targets ask."""
+    """The pinned contents, each with its end; targets ask `digest in pins`."""
 
     __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "_until", "targets")
 
@@ -46,7 +46,7 @@ class Pins:
         self._max_pinned = max_pinned
         self.targets: list[PinTarget] = []
         self._until: dict[bytes, float] = {}
-        # The first to end comes first; of those that end together, the furthest from its root. Some are out of date.
+        # The first to end is first; of those that end together, the furthest from its root. Some entries are outdated.
         self._heap: list[tuple[float, int, bytes]] = []
         self._num_kept = 0
 
@@ -57,7 +57,7 @@ class Pins:
         return len(self._until)
 
     def keep(self, chain: Seq[bytes], index: int, until: float) -> bool:
-        """Pin a chain's block `index` until then, or for as long as it is already; False if there is no place for it."""
+        """Pin a chain's block `index` until a time, or as long as it is; False without a place."""
         digest = chain[index + 1]
         has_parent = not index or self._until.get(chain[index], -inf) >= until
         if not (has_parent and (digest in self._until or self._make_place(until))):
