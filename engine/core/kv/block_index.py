@@ -1,4 +1,4 @@
-"""Blocks of one kind, and which of them has which content: what the prefix cache and the tiers below it have in common.
+"""Blocks and the digests of their contents: the common part of the prefix cache and the tiers below it.
 
 Owned by the scheduler, engine thread.
 """
@@ -11,7 +11,7 @@ from engine.core.kv.block_pool import BlockPool
 
 
 class BlockIndex:
-    """A BlockPool, and the digests of what its blocks hold; pins.py says which of these go last."""
+    """A BlockPool and the digests of its blocks' contents; pins.py decides which of these are evicted last."""
 
     __slots__ = ("_block_of", "_pins", "pool")
 
@@ -23,20 +23,20 @@ class BlockIndex:
         self._block_of: dict[bytes, int] = {}
 
     def _index(self, digest: bytes, block: int) -> None:
-        """A block that somebody holds can be found by its content from now on."""
+        """Make a held block findable by its content."""
         self._block_of[digest] = block
         self.pool.index(block)
         if self.pool.max_pinned and digest in self._pins:
             self.pool.pin(block)
 
     def pin(self, digest: bytes) -> None:
-        """See pins.py."""
+        """Evict this content last, if it is here."""
         block = self._block_of.get(digest)
         if block is not None:
             self.pool.pin(block)
 
     def unpin(self, digest: bytes) -> None:
-        """See pins.py."""
+        """Treat this content like any other."""
         block = self._block_of.get(digest)
         if block is not None:
             self.pool.unpin(block)

@@ -1,15 +1,15 @@
-"""The pool of KV blocks: who holds which, and which may be taken next.
+"""The pool of KV blocks: their reference counts, and which one is allocated next.
 
 Every block is in exactly one of three states, and the three always add up to the whole pool:
 
-    free      nobody holds it and its content is worthless
-    cached    nobody holds it, but the prefix cache can still find its content; taken last, in the order of eviction.py
-    held      one or more page tables hold it; its reference count is the number of holders
+    free      it has no holder and its content is worthless
+    cached    it has no holder, but the prefix cache can find its content; allocated last, in the order of eviction.py
+    held      page tables hold it; its reference count is the number of holders
 
-Of the cached ones those that are pinned are taken last of all, the one let go longest ago first, whatever the order says.
-A pin never keeps a block from whoever needs one: it only says which goes last, and a pool has a bound for them.
+Pinned blocks are evicted after all other cached ones, the one freed longest ago first. A pin never denies a block to a
+sequence that needs one, and the number of pinned blocks is bounded.
 
-Integers only; what a block contains lives with the runner. Owned by the scheduler, engine thread.
+Integers only; the runner has the contents. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 
 
 class BlockPool:
-    """alloc / fork / free over `num_blocks` blocks, with copy-on-write left to whoever writes (see `is_shared`)."""
+    """alloc / fork / free over `num_blocks` blocks; the writer copies a block that `is_shared`."""
 
     __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_pinned", "_refs", "_spared", "max_pinned", "num_blocks")
 
@@ -57,13 +57,13 @@ class BlockPool:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Blocks that are free, cached and held: told twice a step, so all at once."""
+        """The numbers of free, cached and held blocks: read twice a step, so together."""
         free, cached = len(self._free), len(self._cached) + len(self._spared)
         return free, cached, self.num_blocks - free - cached
 
     @property
     def cached_blocks(self) -> tuple[int, ...]:
-        """Next to go first."""
+        """Cached blocks, the next to be evicted first."""
         return (*self._cached, *self._spared)
 
     @property
@@ -73,12 +73,12 @@ class BlockPool:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if `alloc` has nothing to hand out; asked for every block of an answer, so it counts nothing."""
+        """True if `alloc` has nothing to hand out; called for every block of an answer, so it counts nothing."""
         return not (self._free or self._cached or self._spared)
 
     @property
     def num_expendable(self) -> int:
-        """Of these, those that are not pinned: what is only worth caching has to do with them."""
+        """Available blocks that are not pinned: contents that are merely cached may take these alone."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -86,7 +86,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def alloc(self, after: int = -1) -> int:
-        """Take one block, by preference the one next to `after`: kernels read runs of adjacent blocks faster.
+        """Take one block, preferably the one next to `after`: kernels read runs of adjacent blocks faster.
 
         The caller makes sure that `num_available` is not 0.
         """
@@ -101,7 +101,7 @@ class BlockPool:
         return block
 
     def alloc_many(self, count: int, after: int = -1) -> list[int]:
-        """Take `count` blocks, as few runs as is cheap to find."""
+        """Take `count` blocks, in few runs of adjacent ones where that is cheap to find."""
         blocks = []
         for _ in range(count):
             after = self.alloc(after)
@@ -118,7 +118,7 @@ class BlockPool:
         self._refs[block] = refs + 1
 
     def free(self, *blocks: int) -> None:
-        """Drop one holder of each, in this order. The last one leaves a block cached if the prefix cache knows it, else free."""
+        """Drop one holder of each block, in this order. Without holders a block is cached if it is indexed, else free."""
         refs, indexed = self._refs, self._indexed
         for block in blocks:
             refs[block] -= 1
@@ -130,13 +130,13 @@ class BlockPool:
                 self._free[block] = None
 
     def found(self, blocks: Sequence[int]) -> None:
-        """A prompt was admitted that begins with these: whether they stay longer for it is the eviction order's."""
+        """Note that an admitted prompt begins with these blocks; the eviction order may keep them longer for it."""
         self._cached.found(blocks)
 
     def pin(self, block: int) -> None:
-        """Of the blocks that the prefix cache can find, this one goes after all that are not pinned.
+        """Evict this indexed block after all that are not pinned.
 
-        Beyond the bound the one that was pinned longest ago is not any more: a prefix comes to lower tiers tail first.
+        Beyond the bound the block that was pinned longest ago is unpinned: a prefix comes to lower tiers tail first.
         """
         if not self.max_pinned or block in self._pinned:
             return
@@ -149,7 +149,7 @@ class BlockPool:
             self._spared.add(block)
 
     def unpin(self, block: int) -> None:
-        """It is as if it were let go now, or is when it will be."""
+        """Treat a block like any other; a cached one counts as freed now."""
         if block in self._pinned:
             del self._pinned[block]
             if not self._refs[block]:
@@ -165,12 +165,12 @@ class BlockPool:
         return self._refs[block] > 0
 
     def index(self, block: int) -> None:
-        """The prefix cache can now find this held block: keep its content when the last holder leaves."""
+        """Keep this held block's content when its last holder leaves: it can be found now."""
         assert self._refs[block] > 0 or block in self._indexed
         self._indexed.add(block)
 
     def forget(self, block: int) -> None:
-        """The prefix cache cannot find a block any more."""
+        """Drop a block's content: it cannot be found any more."""
         self.unpin(block)
         self._indexed.discard(block)
         if block in self._cached:

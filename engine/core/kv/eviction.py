@@ -1,12 +1,12 @@
-"""Which cached block is given up next. Four orders over the blocks that nobody holds but the prefix cache can find:
+"""Which cached block is evicted next: four orders over the blocks without holders.
 
-    lru     the one let go longest ago
-    slru    the same, but blocks that were found again stand behind all others, in a segment of bounded size
-    lfu     the one found least often; counts age, so what was popular once does not stay for ever
-    cost    the one whose finds saved least computing: finding a block saves it and all that were found behind it
+    lru     the block freed longest ago
+    slru    the same, but blocks that were found again are evicted after all others, from a segment of bounded size
+    lfu     the block found least often; counts age, so that a block that was popular once does not stay forever
+    cost    the block whose finds saved least computing: a find saves the block and all that were found behind it
 
-A sequence lets go of its tail before its head, and equals go in that order, so a chain is eaten from its end. Owned by
-the block pool, engine thread.
+A sequence frees its tail before its head, and equals are evicted in that order, so a chain is shortened from its end.
+Owned by the block pool, engine thread.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _MAX_TURNOVERS = 4
 
 
 class EvictionOrder(Protocol):
-    """Cached blocks, next to go first."""
+    """Cached blocks, the next to be evicted first."""
 
     def add(self, block: int) -> None:
-        """Nobody holds it any more."""
+        """Add a block that has no holder any more."""
         ...
 
     def remove(self, block: int) -> None:
-        """Somebody does again."""
+        """Remove a block that has a holder again."""
         ...
 
     def evict(self) -> int:
-        """Take out the next to go, of one at least, and forget what is known of it."""
+        """Remove and return the next block, and drop its statistics; there is at least one."""
         ...
 
     def forget(self, block: int) -> None:
-        """Its content is gone: whatever was known of it is not to be the next one's. It is not, or not any more, here."""
+        """Drop the statistics of a block whose content was discarded. The block is not in the order."""
         ...
 
     def found(self, blocks: Sequence[int]) -> None:
-        """A prompt begins with these, in its order. They may be cached or held."""
+        """Note the blocks that a prompt begins with, in its order. They may be cached or held."""
         ...
 
     def __contains__(self, block: object) -> bool: ...
@@ -53,7 +53,7 @@ class EvictionOrder(Protocol):
 
 
 class Lru(OrderedDict[int, None]):
-    """In the order they were let go. Finding a block changes nothing: its next holder will let it go last."""
+    """Blocks in the order they were freed. A find changes nothing: its holder will free the block last."""
 
     __slots__ = ()
 
@@ -63,21 +63,21 @@ class Lru(OrderedDict[int, None]):
     remove = OrderedDict.__delitem__
 
     def evict(self) -> int:
-        """The oldest."""
+        """Remove and return the oldest."""
         return self.popitem(last=False)[0]
 
     def forget(self, block: int) -> None:
-        """Nothing is known."""
+        """There are no statistics."""
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Nothing to note."""
+        """Ignore finds."""
 
 
 class Slru:
     """Two queues: a block enters the first, and the second once it was found.
 
-    What is too much in the second falls back, and what stood there while the pool was turned over several times goes:
-    else blocks that are found no more would stay as long as those of the first queue never live to be found.
+    If the second is too large, its oldest falls back. A block that stayed in it while the pool was turned over several
+    times is evicted; otherwise blocks that are found no more would stay while those of the first queue die too young.
     """
 
     __slots__ = ("_found", "_max_protected", "_num_evicted", "_patience", "_probation", "_protected")
@@ -87,11 +87,11 @@ class Slru:
         self._patience = num_blocks * _MAX_TURNOVERS
         self._num_evicted = 0
         self._probation = Lru()
-        self._protected: OrderedDict[int, int] = OrderedDict()  # and how many had been evicted when it was let go
+        self._protected: OrderedDict[int, int] = OrderedDict()  # and the evictions until it was freed
         self._found: set[int] = set()
 
     def add(self, block: int) -> None:
-        """To the young end of its queue; the old end of the second may fall back to the first."""
+        """Add to the young end of the block's queue; the oldest of the second may fall back to the first."""
         if block not in self._found:
             self._probation.add(block)
             return
@@ -102,12 +102,12 @@ class Slru:
             self._probation.add(fallen)
 
     def remove(self, block: int) -> None:
-        """From whichever it stands in."""
+        """Remove from the queue that the block is in."""
         if self._protected.pop(block, None) is None:
             self._probation.remove(block)
 
     def evict(self) -> int:
-        """The oldest that was not found again, unless one that was has waited too long, or there is no other."""
+        """Evict the oldest of the first queue, unless one of the second stayed too long or there is no other."""
         block = next(iter(self._protected), -1)
         if self._probation and (block < 0 or self._num_evicted - self._protected[block] < self._patience):
             block = self._probation.evict()
@@ -118,11 +118,11 @@ class Slru:
         return block
 
     def forget(self, block: int) -> None:
-        """The next content begins in the first queue."""
+        """Have the block's next content begin in the first queue."""
         self._found.discard(block)
 
     def found(self, blocks: Sequence[int]) -> None:
-        """They will stand in the second queue."""
+        """Have these blocks enter the second queue."""
         self._found.update(blocks)
 
     def __contains__(self, block: object) -> bool:
@@ -132,44 +132,44 @@ class Slru:
         return len(self._probation) + len(self._protected)
 
     def __iter__(self) -> Iterator[int]:
-        """But for those that have waited too long, which may go before."""
+        """Iterate in order of eviction, except for blocks that stayed too long, which may go before."""
         yield from self._probation
         yield from self._protected
 
 
 class Ranked:
-    """By a sort key: 1 for having been computed and what finding it was worth, above the key of the last one that went.
+    """Blocks by a key: 1 for being computed, plus the worth of its finds, plus the key of the last evicted block.
 
-    The latter ages the counts (GreedyDual): whoever is let go starts above what was passed over for long.
+    The last part ages the counts (GreedyDual): a block that is freed now starts above blocks that were unused for long.
     """
 
     __slots__ = ("_entries", "_floor", "_heap", "_next_tick", "_worth", "_worth_of")
 
     def __init__(self, worth: Callable[[int], int]) -> None:
-        """`worth` is what it is worth to find a block, by how many are found from there on."""
+        """`worth` returns the worth of finding a block, from the number of blocks found from there on."""
         self._worth = worth
         self._worth_of: dict[int, int] = {}  # of blocks that were found
         self._floor = 0
         self._next_tick = 0
         self._entries: dict[int, tuple[int, int, int]] = {}  # block -> (key, tick, block)
-        self._heap: list[tuple[int, int, int]] = []  # the same, and some that do not count any more
+        self._heap: list[tuple[int, int, int]] = []  # the same, and outdated ones
 
     def add(self, block: int) -> None:
-        """With the key it has earned; of equals the one let go first goes first."""
+        """Add with the key that the block has earned; of equals, the one freed first is evicted first."""
         entry = (self._floor + 1 + self._worth_of.get(block, 0), self._next_tick, block)
         self._next_tick += 1
         self._entries[block] = entry
         heappush(self._heap, entry)
 
     def remove(self, block: int) -> None:
-        """Its place in the heap stays behind, until it comes up or such are the most."""
+        """Remove a block; its heap entry stays until it is popped or most entries are outdated."""
         del self._entries[block]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
             heapify(self._heap)
 
     def evict(self) -> int:
-        """The one with the smallest key."""
+        """Remove and return the block with the smallest key."""
         entry = heappop(self._heap)
         while self._entries.get(entry[2]) != entry:
             entry = heappop(self._heap)
@@ -179,11 +179,11 @@ class Ranked:
         return block
 
     def forget(self, block: int) -> None:
-        """The next content has earned nothing."""
+        """Drop the worth of the block's finds."""
         self._worth_of.pop(block, None)
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Count; it shows when they are let go the next time."""
+        """Count a find; it has an effect when the blocks are freed next."""
         worth_of = self._worth_of
         for num_behind, block in enumerate(reversed(blocks), start=1):
             worth_of[block] = worth_of.get(block, 0) + self._worth(num_behind)
@@ -198,10 +198,10 @@ class Ranked:
         return iter([block for _, _, block in sorted(self._entries.values())])
 
 
-# A policy makes the order of a pool of so many blocks.
+# A policy makes the order for a pool of so many blocks.
 EVICTION_POLICIES: dict[str, Callable[[int], EvictionOrder]] = {
     "lru": lambda _: Lru(),
     "slru": Slru,
     "lfu": lambda _: Ranked(lambda _: 1),
-    "cost": lambda _: Ranked(lambda num_behind: num_behind),  # they would be computed if it were gone
+    "cost": lambda _: Ranked(lambda num_behind: num_behind),  # all of them would be recomputed without it
 }

@@ -1,15 +1,14 @@
-"""Pinned prefixes: contents that are evicted last, until their time is over.
+"""Pinned prefixes: contents that are evicted last, until their pins expire.
 
-Blocks are named by digest, so a pin is on a content and not on a place: it finds the block in the pool, in host memory and
-on the disk, outlasts its eviction, and takes hold again when the content is computed again (in an answer, once a request
-asks for it: until then it has no name). Three rules:
+A pin names a content, not a block: it applies in the pool, in host memory and in stores, and again when an evicted
+content is recomputed. Three rules:
 
-    bound    at most so many contents, a share of the pool
-    order    a block is pinned only behind one that is pinned for at least as long: prefixes stay whole
-    place    beyond the bound a pin takes the place of the one that ends soonest, if that ends sooner than itself
+    bound    at most a share of the pool's blocks is pinned
+    order    a block is pinned only if the one before it is pinned for at least as long, so that prefixes stay whole
+    place    beyond the bound, a new pin replaces the one that expires first, if that expires before the new one
 
-The operator's pins never end, so no other takes their place. A pin is a wish about eviction only: a sequence that needs a
-block gets it. Owned by the scheduler, engine thread; knows no clock, only the times it is given.
+The operator's pins never expire, so nothing replaces them. A pin affects the order of eviction alone: a sequence that
+needs a block gets it. Owned by the scheduler, engine thread; reads no clock.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from typing import Protocol
 
 from engine.core.stats import Stats
 
-_MIN_PRUNED = 64  # entries of the heap, above which those that are out of date may be cleared
+_MIN_PRUNED = 64  # entries of the heap, above which outdated ones are removed
 
 
 class PinTarget(Protocol):
-    """Blocks that are findable by content. It asks of each that appears whether it is pinned."""
+    """An index of blocks by content. It asks of each content that appears whether it is pinned."""
 
     def pin(self, digest: bytes) -> None:
         """Evict this content last, if it is here."""
         ...
 
     def unpin(self, digest: bytes) -> None:
-        """Treat this content as any other."""
+        """Treat this content like any other."""
         ...
 
 
 class Pins:
-    """The pinned contents, each with its end. `digest in pins` is what targets ask."""
+    """The pinned contents and when their pins expire. Targets ask `digest in pins`."""
 
     __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "_until", "targets")
 
@@ -46,7 +45,7 @@ class Pins:
         self._max_pinned = max_pinned
         self.targets: list[PinTarget] = []
         self._until: dict[bytes, float] = {}
-        # The first to end comes first; of those that end together, the furthest from its root. Some are out of date.
+        # The first to expire comes first; of those that expire together, the furthest from its root. Some are outdated.
         self._heap: list[tuple[float, int, bytes]] = []
         self._num_kept = 0
 
@@ -57,7 +56,7 @@ class Pins:
         return len(self._until)
 
     def keep(self, chain: Seq[bytes], index: int, until: float) -> bool:
-        """Pin a chain's block `index` until then, or for as long as it is already; False if there is no place for it."""
+        """Pin a chain's block `index` until then, or for longer if it is already; False if it cannot be pinned."""
         digest = chain[index + 1]
         has_parent = not index or self._until.get(chain[index], -inf) >= until
         if not (has_parent and (digest in self._until or self._make_place(until))):
@@ -74,7 +73,7 @@ class Pins:
         return True
 
     def expire(self, now: float) -> None:
-        """Unpin contents whose time is over. Called before every step: it costs a comparison."""
+        """Unpin contents whose pins have expired. Called before every step: it costs a comparison."""
         while self._heap and self._heap[0][0] <= now:
             until, _, digest = heappop(self._heap)
             if self._until.get(digest) == until:
@@ -104,7 +103,7 @@ class Pins:
             heapify(self._heap)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the bound holds and every pin has its end in the heap."""
-        assert len(self._until) <= self._max_pinned, "more is pinned than may be"
+        """Raise AssertionError unless the bound holds and every pin is in the heap."""
+        assert len(self._until) <= self._max_pinned, "more is pinned than the bound allows"
         ends = {digest: until for until, _, digest in self._heap if self._until.get(digest) == until}
-        assert ends == self._until, "a pin has no end"
+        assert ends == self._until, "a pin is missing in the heap"

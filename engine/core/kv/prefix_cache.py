@@ -1,12 +1,12 @@
 """Finds KV blocks that already hold the beginning of a prompt.
 
-A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
-owner, salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
-digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and by content
-because names must outlive the process once blocks move to slower tiers. Naming a block costs about 2 us, and hardly anybody asks
-for what follows an answer's beginning: what a sequence leaves behind is named when somebody does. Where a prompt leaves a known chain inside a
-block, the tokens before are still the prompt's, and the block can be copied. Which block goes when room is needed is
-eviction.py's. Owned by the scheduler, engine thread.
+A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's owner,
+salt and adapter. Two blocks share a name only if all tokens before them agree, so a hit needs no further comparison.
+The digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and it is of
+content because names must outlive the process when blocks move to slower tiers. Naming a block costs about 2 us, and
+few answers are ever continued: the blocks that a sequence frees are named when a prompt reaches them. Where a prompt
+leaves a known chain inside a block, that block can be copied for the tokens before. eviction.py decides which block is
+evicted. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.core.kv.block_index import BlockIndex
 
 
 def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
-    """The digest that stands before a prompt's first block; `adapter` is the digest of one that changes all K/V."""
+    """Return the root of a chain of names; `adapter` is the digest of the adapter, which changes all K/V."""
     text = salt.encode("utf-8", "surrogatepass")
-    whose = blake2b(owner.encode(), digest_size=16).digest() if owner else b""
-    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=whose).digest()
+    owned = blake2b(owner.encode(), digest_size=16).digest() if owner else b""
+    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=owned).digest()
 
 
 def first_names(
@@ -33,8 +33,8 @@ def first_names(
 ) -> list[bytes]:
     """Return the beginning of a chain: its root, or the names of blocks whose tokens are public.
 
-    Public blocks are shared, but for the last one: it has a name of the root's own, and so has everything behind it. So
-    no block with tokens that are not public is ever found from a public one.
+    Public blocks are shared by all owners, except for the last: its name is derived from the owner's root, and so are
+    all names after it. So no private block is ever found from a public one.
     """
     if not num_public:
         return [root]
@@ -46,7 +46,7 @@ def first_names(
 
 
 def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of a full block that follows `parent`."""
+    """Return the digest of a full block that follows `parent`."""
     return _chain(parent, _pack(tokens))
 
 
@@ -64,38 +64,38 @@ def _pack(tokens: Sequence[int]) -> bytes:
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    """A Struct takes half of the time of array("q", tokens).tobytes(). There are few counts: a block has up to 256 tokens."""
+    """Return a packer of `count` tokens: it takes half the time of array("q", tokens).tobytes(), and counts are few."""
     return Struct(f"{count}q").pack
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Tokens that two packed runs have in common at their beginning."""
+    """Return the number of tokens that two packed runs share at their beginning."""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES) if differing else length // _TOKEN_BYTES
 
 
 def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size: int) -> bytes:
-    """The digest of a sequence's full block `index`. `chain` begins with the root and is extended in place, once a block."""
+    """Return the digest of a sequence's full block `index`; `chain` begins with the root and is extended in place."""
     if len(chain) == index + 1:
         chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size]))
     return chain[index + 1]
 
 
 class Listener(Protocol):
-    """Whoever wants to know which blocks can be found."""
+    """Follows which blocks can be found."""
 
     def appeared(self, digest: bytes, block: int) -> None:
-        """From now on this one can."""
+        """A block can be found from now on."""
         ...
 
     def leaves(self, digest: bytes, block: int) -> None:
-        """From now on not; it still has its content until the next plan."""
+        """A block cannot be found any more; it has its content until the next plan."""
         ...
 
 
 class _Entry(NamedTuple):
-    """What is known of a findable block."""
+    """A block that can be found."""
 
     digest: bytes
     parent: bytes
@@ -103,15 +103,15 @@ class _Entry(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Blocks that can be found and have no names yet."""
+    """Blocks that can be found but have no names yet."""
 
     parent: bytes  # the digest before them
     tokens: Sequence[int]
-    blocks: list[int]  # none of which anybody has found, so that the last ones go first
+    blocks: list[int]  # none was found yet, so the last are evicted first
 
 
 class PrefixCache(BlockIndex):
-    """An index over the pool's blocks: by digest, and by the block before and their tokens."""
+    """An index over the pool's blocks: by digest, and by parent and tokens."""
 
     __slots__ = ("_entry_of", "_followers", "_listener", "_run_of", "_unnamed", "block_size")
 
@@ -133,9 +133,9 @@ class PrefixCache(BlockIndex):
         self._run_of: dict[int, _Run] = {}  # by block
 
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """The longest run of cached blocks that starts `tokens` and covers at most `max_tokens` of them.
+        """Return the longest run of cached blocks that `tokens` begins with, of at most `max_tokens`.
 
-        `chain` begins with the root; it is extended in place, as far as the search goes, for later calls.
+        `chain` begins with the root; it is extended in place as far as the search goes.
         """
         size = self.block_size
         blocks: list[int] = []
@@ -151,7 +151,7 @@ class PrefixCache(BlockIndex):
     def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """Make the full, computed blocks first .. stop - 1 of a sequence findable."""
         for block in blocks[first:stop]:
-            if block in self._run_of:  # it is held by several, one of whom has left
+            if block in self._run_of:  # another holder left it
                 self._name(self._run_of[block].parent)
         size = self.block_size
         for index in range(first, stop):
@@ -159,7 +159,7 @@ class PrefixCache(BlockIndex):
             if len(chain) == index + 1:
                 chain.append(_chain(parent, content))
             digest = chain[index + 1]
-            # Two sequences may have computed the same block side by side; the first one stays the findable one.
+            # Two sequences may have computed the same block concurrently; the first one stays findable.
             if digest not in self._block_of and block not in self._entry_of:
                 self._entry_of[block] = _make(_Entry, (digest, parent, content))
                 insort(self._followers.setdefault(parent, []), (content, block))
@@ -168,18 +168,18 @@ class PrefixCache(BlockIndex):
                     self._listener.appeared(digest, block)
 
     def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
-        """As `register`, by a sequence that is about to let go of all its blocks: they are named when somebody asks."""
+        """Like `register`, for a sequence that is about to free its blocks: they are named when a prompt reaches them."""
         parent, left = chain[first], list(blocks[first:stop])
         own = tokens[first * self.block_size : stop * self.block_size]
         is_held = not (self._run_of.keys().isdisjoint(left) and self._entry_of.keys().isdisjoint(left))
-        # What has names already keeps them: they may be others than those that would be made (see `first_names`).
+        # Blocks with names keep them: naming them here might differ (see `first_names`).
         is_named = len(chain) > first + 1
         if is_held or is_named or self._listener is not None or self._is_followed_by(parent, own):
             self.register(chain, tokens, blocks, first, stop)
             return
         runs = self._unnamed.setdefault(parent, [])
         if any(self._begins_with(run, own) for run in runs):
-            return  # somebody has left the same
+            return  # another sequence left the same
         run = _Run(parent, own, left)
         runs.append(run)
         self._run_of |= dict.fromkeys(left, run)
@@ -187,7 +187,7 @@ class PrefixCache(BlockIndex):
             self.pool.index(block)
 
     def _is_followed_by(self, parent: bytes, tokens: Sequence[int]) -> bool:
-        """Whether a block after `parent` that has a name holds the first of these tokens."""
+        """Return True if a named block after `parent` holds the first of these tokens."""
         followers, content = self._followers.get(parent, []), _pack(tokens[: self.block_size])
         at = bisect_left(followers, (content, -1))
         return at < len(followers) and followers[at][0] == content
@@ -197,7 +197,7 @@ class PrefixCache(BlockIndex):
         return is_long and run.tokens[0] == tokens[0] and run.tokens[: len(tokens)] == tokens
 
     def _name(self, parent: bytes) -> None:
-        """Name the blocks of the runs after `parent`; one that has the content of another is worth nothing."""
+        """Name the blocks of the runs after `parent`; duplicates are dropped."""
         for run in self._unnamed.pop(parent):
             for block in run.blocks:
                 del self._run_of[block]
@@ -207,7 +207,7 @@ class PrefixCache(BlockIndex):
                     self.pool.forget(block)
 
     def _cut(self, block: int) -> None:
-        """A block of a run is gone: those behind it, if there are any, cannot be found either."""
+        """A block of a run was evicted: the blocks after it cannot be found either."""
         run = self._run_of[block]
         at = -1 if run.blocks[-1] == block else run.blocks.index(block)
         gone = run.blocks[at:]
@@ -222,9 +222,9 @@ class PrefixCache(BlockIndex):
                 self._unnamed[run.parent] = rest
 
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """Of the known blocks after `parent`, the one that begins with most of `tokens`, and with how many; (-1, 0) if none.
+        """Return the block after `parent` that shares most of `tokens` at its beginning, and how many; (-1, 0) if none.
 
-        In sorted order what has most in common stands side by side, so two candidates are enough.
+        The followers are sorted, so the best one is next to where `tokens` would be: two candidates are enough.
         """
         if parent in self._unnamed:
             self._name(parent)
@@ -260,4 +260,4 @@ class PrefixCache(BlockIndex):
         assert {block: run for run in runs for block in run.blocks} == self._run_of
         assert all(run.blocks for run in runs)
         assert all(each and {run.parent for run in each} == {parent} for parent, each in self._unnamed.items())
-        assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and none"
+        assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and is in a run without names"
