@@ -1,7 +1,7 @@
-"""The adapters that requests may name: loaded, found, unloaded. Any thread; knows no tensors, the reader is handed in.
+"""The adapters that requests may name: load, find, unload. Any thread; knows no tensors.
 
-An adapter is memory, so `max_loras` bounds how many are held: those that are loaded, and those that were unloaded while
-requests still use them. `load` reads files and takes a while; it stops nobody who only wants to `find` one.
+`max_loras` bounds how many adapters are in memory: loaded ones, and unloaded ones that requests still use. `load` reads files
+and takes a while, during which `find` does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.core.errors import AdapterConflictError, AdapterNotFoundError
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter, and where it came from."""
+    """An adapter, its path and the time of loading."""
 
     adapter: Adapter
     path: str
@@ -26,27 +26,27 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """What is loaded, by name."""
+    """The loaded adapters, by name."""
 
     def __init__(self, read: Callable[[str, str], Adapter] | None = None, max_loras: int = 0) -> None:
-        """`read` makes an adapter of a name and a path; it raises AdapterNotFoundError or AdapterLoadError."""
+        """`read` loads an adapter by name and path; it raises AdapterNotFoundError or AdapterLoadError."""
         self._read, self.max_loras = read, max_loras
         self._loaded: dict[str, LoadedAdapter] = {}  # replaced as a whole, so that readers need no lock
         self._held: weakref.WeakSet[Adapter] = weakref.WeakSet()
         self._lock = threading.Lock()  # one load or unload at a time
 
     def find(self, name: str) -> LoadedAdapter | None:
-        """The one of that name."""
+        """Return the adapter of that name, or None."""
         return self._loaded.get(name)
 
     def all(self) -> list[LoadedAdapter]:
-        """In the order they were loaded."""
+        """Return all adapters in the order of loading."""
         return list(self._loaded.values())
 
     def load(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter; from now on requests may name it. Blocks.
 
-        Raises AdapterConflictError if the name is taken or there is no room, and what reading raises.
+        Raises AdapterConflictError if the name is taken or there is no room, and the errors of `read`.
         """
         with self._lock:
             if name in self._loaded:
@@ -68,7 +68,7 @@ class Adapters:
             return entry
 
     def unload(self, name: str) -> None:
-        """No request may name it any more; those that run go on with it. Raises AdapterNotFoundError."""
+        """Forget an adapter; running requests keep it. Raises AdapterNotFoundError."""
         with self._lock:
             if name not in self._loaded:
                 raise AdapterNotFoundError(f"No adapter {name!r} is loaded.", param="lora_name")

@@ -1,6 +1,6 @@
-"""The one way into the engine thread: requests, aborts, looks and the order to stop, in the order they were sent.
+"""The only way into the engine thread: requests, aborts, calls and the order to stop.
 
-Any thread may put; only the engine thread takes. The lock here is the only one of the engine.
+Messages keep their order. Any thread may put; only the engine thread takes. This lock is the only one of the engine.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class Abort(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Finish what is open, at the latest `deadline_s` (on the engine's clock), then leave."""
+    """Finish open requests, until `deadline_s` at the latest (engine's clock), then end."""
 
     deadline_s: float
 
 
 class SnapshotRequest(NamedTuple):
-    """Tell how things stand; `reply` is called on the engine thread, must be quick and must not raise."""
+    """Take a snapshot; `reply` is called on the engine thread, must be quick and not raise."""
 
     reply: Callable[[Snapshot], None]
 
 
 class EngineCall(NamedTuple):
-    """Do something with the engine's parts between two steps, and say what came of it."""
+    """Call a function with the engine's parts between two steps, and return its result."""
 
     task: Callable[[Scheduler, Runner], Any]
     outcome: Future[Any]
 
     def run(self, scheduler: Scheduler, runner: Runner) -> None:
-        """Engine thread. What goes wrong is the asker's."""
+        """Run the call on the engine thread; an exception goes to the caller."""
         if self.outcome.set_running_or_notify_cancel():
             try:
                 self.outcome.set_result(self.task(scheduler, runner))
@@ -57,7 +57,7 @@ Message = Request | Abort | SnapshotRequest | EngineCall | Stop
 
 
 class Inbox:
-    """A queue that can refuse new requests; `num_requests` and `num_tokens` tell what has not been taken yet."""
+    """A queue that can refuse requests; `num_requests` and `num_tokens` are not taken yet."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class Inbox:
         self.num_tokens = 0
 
     def put_requests(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none, or raise why not."""
+        """Queue all of these requests, or raise the reason for refusing them."""
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
@@ -78,7 +78,7 @@ class Inbox:
             self._changed.notify()
 
     def put(self, message: Abort | SnapshotRequest | EngineCall | Stop) -> None:
-        """Queue an order; never refused, but a call that nobody will run is cancelled."""
+        """Queue a message; it is never refused, but after the end a call is cancelled."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
@@ -86,7 +86,7 @@ class Inbox:
             self.close()
 
     def close(self) -> list[Message]:
-        """The engine runs nothing any more; what it has not taken, calls among it cancelled."""
+        """Note that the engine has ended; return the remaining messages, with calls cancelled."""
         self._is_closed = True
         messages = self.take(wait_s=0)
         for message in messages:
@@ -95,12 +95,12 @@ class Inbox:
         return messages
 
     def refuse(self, why: Callable[[], QuireError]) -> None:
-        """Refuse requests from now on, each with a new `why()`; the latest reason holds."""
+        """Refuse requests from now on, each with a new `why()`; the latest call applies."""
         with self._changed:
             self._refusal = why
 
     def take(self, *, wait_s: float | None) -> list[Message]:
-        """Everything that has come in; waits up to `wait_s` for something (None: for ever, 0: not at all)."""
+        """Return all messages; wait up to `wait_s` for one (None: without limit, 0: not at all)."""
         with self._changed:
             if not self._messages and wait_s != 0:
                 self._changed.wait(wait_s)

@@ -1,7 +1,7 @@
-"""How long each part of an answer took: per choice what the engine told, in sum what clients and operators are told.
+"""Measures how long each part of an answer took, per choice and in sum.
 
-Event loop. The engine tells waiting and prefill with a choice's first token, the rest with its end; a choice that a stop
-string ended is over for the client before the engine says so, and until then its decoding is timed by what was heard.
+Event loop. The engine reports waiting and prefill with a choice's first token, the rest with its end. A choice that a stop
+string ended is over for the client before the engine reports it; until then its decoding is timed by the events' arrival.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Spans(NamedTuple):
     queue_s: float  # arrival until first scheduled
     prefill_s: float  # first scheduled until first token
     decode_s: float  # first token until last
-    num_preemptions: int | None  # None while the engine has not said so of every choice
+    num_preemptions: int | None  # None until the engine has reported every choice
     mean_itl_s: float | None  # between two tokens of a choice; None where no choice has two
     tokens_per_s: float | None  # of all choices together while they were decoded
     num_drafted: int  # tokens, by speculation, of the choices that have ended ...
-    num_accepted: int  # ... and of these, those that were drawn
+    num_accepted: int  # ... and those of them that were accepted
 
 
 class CompletedChoice(NamedTuple):
-    """A choice that came to its own end."""
+    """A choice that ended by a stop or by its length."""
 
     num_tokens: int
     inference_s: float  # first scheduled until last token
@@ -48,23 +48,23 @@ class _Choice:
 
 
 class Timeline:
-    """Hears every event of an answer, in order; `num_choices` counts all choices of all prompts."""
+    """Takes every event of an answer, in order; `num_choices` counts all choices of all prompts."""
 
     def __init__(self, num_choices: int) -> None:
         self._choices = [_Choice() for _ in range(num_choices)]
 
     @property
     def is_complete(self) -> bool:
-        """True once the engine has ended every choice."""
+        """Return whether the engine has ended every choice."""
         return all(choice.num_preemptions is not None for choice in self._choices)
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
-        """One a choice; None while it goes on."""
+        """Return one per choice; None while it is open."""
         return [choice.finish_reason for choice in self._choices]
 
     def completed(self) -> list[CompletedChoice | None]:
-        """One a choice; None for one that goes on, or was cut short."""
+        """Return one per choice; None for one that is open, or was cut short."""
         ends = (FinishReason.STOP, FinishReason.LENGTH)
         return [
             CompletedChoice(choice.num_tokens, choice.prefill_s + choice.decode_s)
@@ -75,11 +75,11 @@ class Timeline:
 
     @property
     def is_dropped(self) -> bool:
-        """Some of it could not have been in time, and nothing was heard of the rest: it never began."""
+        """Return whether a choice was dropped as hopeless, and no other has begun."""
         return FinishReason.DROPPED in self.finish_reasons and not self._begun()
 
     def hear(self, index: int, event: TokenEvent) -> None:
-        """One more event of a choice. What comes after a stop string counts no tokens."""
+        """Take an event of a choice. Tokens after a stop string are not counted."""
         choice, timings = self._choices[index], event.timings
         if event.prompt is not None:
             choice.queue_s, choice.prefill_s = event.prompt.queue_s, event.prompt.prefill_s
@@ -95,19 +95,19 @@ class Timeline:
             choice.num_preemptions = timings.num_preemptions
             choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted
         if choice.finish_reason is not None:
-            return  # a stop string's; what the engine drew after it was nobody's
+            return  # ended by a stop string; later tokens are not shown
         choice.finish_reason = event.finish_reason
         if timings is not None:
             choice.queue_s, choice.prefill_s, choice.decode_s = timings.queue_s, timings.prefill_s, timings.decode_s
 
     def stop(self, index: int) -> None:
-        """A stop string ended this choice."""
+        """Note that a stop string ended this choice."""
         self._choices[index].finish_reason = FinishReason.STOP
 
     def spans(self) -> Spans | None:
-        """All choices in sum, so far; None while all of them wait."""
+        """Return the times of all choices so far; None while all of them wait."""
         choices = self._choices
-        if self._begun():  # the wait of what was dropped beside it is nobody's
+        if self._begun():  # the waiting time of dropped ones does not count
             choices = [choice for choice in choices if choice.finish_reason is not FinishReason.DROPPED]
         waits = [choice.queue_s for choice in choices if choice.queue_s is not None]
         if not waits:
@@ -115,7 +115,7 @@ class Timeline:
         decode_s = max(choice.decode_s for choice in choices)
         paces = [choice.decode_s / (choice.num_tokens - 1) for choice in choices if choice.num_tokens > 1]
         preemptions = [choice.num_preemptions for choice in choices if choice.num_preemptions is not None]
-        num_later = sum(max(choice.num_tokens - 1, 0) for choice in choices)  # the first of each is the prefill's
+        num_later = sum(max(choice.num_tokens - 1, 0) for choice in choices)  # the first token of each is the prefill's
         return Spans(
             queue_s=max(waits),
             prefill_s=max(choice.prefill_s for choice in choices),
@@ -136,7 +136,7 @@ class Timeline:
 
 
 class AnswerMetrics(ResponseBody):
-    """vLLM's names where they mean the same. With several choices each time is the slowest choice's."""
+    """An answer's times for clients, under vLLM's names where they mean the same; of several choices the slowest."""
 
     queue_time_ms: float
     prefill_time_ms: float
@@ -147,7 +147,7 @@ class AnswerMetrics(ResponseBody):
     preemptions: int | None
     cached_tokens: int
     draft_tokens: int  # by speculation ...
-    accepted_draft_tokens: int  # ... and of these, those that the answer has
+    accepted_draft_tokens: int  # ... and those of them that were accepted
 
     @classmethod
     def of(cls, spans: Spans, cached_tokens: int) -> AnswerMetrics:
@@ -166,7 +166,7 @@ class AnswerMetrics(ResponseBody):
 
 
 def server_timing(spans: Spans, cached_tokens: int) -> str:
-    """The header's value: three durations in milliseconds, and counts as descriptions, since it knows no numbers."""
+    """Return the header's value: durations in milliseconds, and counts as descriptions, since it has no numbers."""
     entries = [
         f"queue;dur={_ms(spans.queue_s)}",
         f"prefill;dur={_ms(spans.prefill_s)}",
@@ -179,7 +179,7 @@ def server_timing(spans: Spans, cached_tokens: int) -> str:
 
 
 def with_metrics(document: bytes, metrics: AnswerMetrics) -> bytes:
-    """An answer, or the last chunk of a stream, with one more field."""
+    """Return an answer, or the last chunk of a stream, with the field `metrics`."""
     assert document.endswith(b"}")
     return document[:-1] + b',"metrics":' + metrics.json_bytes() + b"}"
 

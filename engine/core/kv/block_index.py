@@ -1,4 +1,4 @@
-"""Blocks and the digests of their contents: the common part of the prefix cache and the tiers below it.
+"""Blocks by content: the common part of the prefix cache and of the tiers below it.
 
 Owned by the scheduler, engine thread.
 """
@@ -11,7 +11,7 @@ from engine.core.kv.block_pool import BlockPool
 
 
 class BlockIndex:
-    """A BlockPool and the digests of its blocks' contents; pins.py decides which of these are evicted last."""
+    """A BlockPool, and the names of its blocks' contents; pins.py decides which go last."""
 
     __slots__ = ("_block_of", "_pins", "pool")
 
@@ -30,13 +30,13 @@ class BlockIndex:
             self.pool.pin(block)
 
     def pin(self, digest: bytes) -> None:
-        """Evict this content last, if it is here."""
+        """See pins.py."""
         block = self._block_of.get(digest)
         if block is not None:
             self.pool.pin(block)
 
     def unpin(self, digest: bytes) -> None:
-        """Treat this content like any other."""
+        """See pins.py."""
         block = self._block_of.get(digest)
         if block is not None:
             self.pool.unpin(block)

@@ -1,15 +1,15 @@
-"""The pool of KV blocks: their reference counts, and which one is allocated next.
+"""The pool of KV blocks: the holders of each block, and the order of reuse.
 
-Every block is in exactly one of three states, and the three always add up to the whole pool:
+Every block is in exactly one of three states, which add up to the whole pool:
 
-    free      it has no holder and its content is worthless
-    cached    it has no holder, but the prefix cache can find its content; allocated last, in the order of eviction.py
-    held      page tables hold it; its reference count is the number of holders
+    free      it has no holder and no useful content
+    cached    it has no holder, but the prefix cache can find its content; reused last, in the order of eviction.py
+    held      one or more page tables hold it; its reference count is the number of holders
 
-Pinned blocks are evicted after all other cached ones, the one freed longest ago first. A pin never denies a block to a
-sequence that needs one, and the number of pinned blocks is bounded.
+Of the cached blocks the pinned ones are reused last, least recently released first, under every policy. A pin does not
+keep a block from a sequence that needs one: it only orders eviction, and the number of pins is bounded.
 
-Integers only; the runner has the contents. Owned by the scheduler, engine thread.
+Integers only; the runner has the content of blocks. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 
 
 class BlockPool:
-    """alloc / fork / free over `num_blocks` blocks; the writer copies a block that `is_shared`."""
+    """alloc / fork / free over `num_blocks` blocks; writers copy shared ones (`is_shared`)."""
 
     __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_pinned", "_refs", "_spared", "max_pinned", "num_blocks")
 
@@ -35,7 +35,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned
         self._refs = [0] * num_blocks
-        # A dict used as an ordered set: O(1) to take one block out of the middle, and the end is at hand.
+        # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached = EVICTION_POLICIES[eviction](num_blocks)
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
@@ -57,28 +57,28 @@ class BlockPool:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """The numbers of free, cached and held blocks: read twice a step, so together."""
+        """Return the numbers of free, cached and held blocks, together because steps read them often."""
         free, cached = len(self._free), len(self._cached) + len(self._spared)
         return free, cached, self.num_blocks - free - cached
 
     @property
     def cached_blocks(self) -> tuple[int, ...]:
-        """Cached blocks, the next to be evicted first."""
+        """Return the cached blocks in the order of eviction."""
         return (*self._cached, *self._spared)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `alloc` can hand out: free ones, then cached ones by evicting them."""
+        """Return how many blocks `alloc` can hand out: free ones, then cached ones by eviction."""
         return len(self._free) + len(self._cached) + len(self._spared)
 
     @property
     def is_exhausted(self) -> bool:
-        """True if `alloc` has nothing to hand out; called for every block of an answer, so it counts nothing."""
+        """Return whether `alloc` has nothing to hand out, without counting."""
         return not (self._free or self._cached or self._spared)
 
     @property
     def num_expendable(self) -> int:
-        """Available blocks that are not pinned: contents that are merely cached may take these alone."""
+        """Return how many available blocks are not pinned: the room for blocks that are only cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -86,9 +86,9 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def alloc(self, after: int = -1) -> int:
-        """Take one block, preferably the one next to `after`: kernels read runs of adjacent blocks faster.
+        """Allocate a block, preferably the one after `after`: kernels read adjacent blocks faster.
 
-        The caller makes sure that `num_available` is not 0.
+        The caller ensures that `num_available` is not 0.
         """
         block = after + 1
         if block and block in self._free:
@@ -101,12 +101,12 @@ class BlockPool:
         return block
 
     def alloc_many(self, count: int, after: int = -1) -> list[int]:
-        """Take `count` blocks, in few runs of adjacent ones where that is cheap to find."""
+        """Allocate `count` blocks, in few runs of adjacent ones."""
         blocks = []
         for _ in range(count):
             after = self.alloc(after)
             blocks.append(after)
-        # Evicted blocks come tail first, so ascending order restores the run that a finished sequence left behind.
+        # Evicted blocks arrive tail first, so ascending order restores the run that a finished sequence left.
         blocks.sort()
         return blocks
 
@@ -118,7 +118,7 @@ class BlockPool:
         self._refs[block] = refs + 1
 
     def free(self, *blocks: int) -> None:
-        """Drop one holder of each block, in this order. Without holders a block is cached if it is indexed, else free."""
+        """Remove one holder of each, in order; without holders a block is cached if indexed, else free."""
         refs, indexed = self._refs, self._indexed
         for block in blocks:
             refs[block] -= 1
@@ -130,13 +130,13 @@ class BlockPool:
                 self._free[block] = None
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Note that an admitted prompt begins with these blocks; the eviction order may keep them longer for it."""
+        """Report to the eviction order that an admitted prompt begins with these blocks."""
         self._cached.found(blocks)
 
     def pin(self, block: int) -> None:
-        """Evict this indexed block after all that are not pinned.
+        """Evict this findable block after all that are not pinned.
 
-        Beyond the bound the block that was pinned longest ago is unpinned: a prefix comes to lower tiers tail first.
+        Beyond the bound the oldest pin is removed, because a prefix arrives in lower tiers tail first.
         """
         if not self.max_pinned or block in self._pinned:
             return
@@ -149,7 +149,7 @@ class BlockPool:
             self._spared.add(block)
 
     def unpin(self, block: int) -> None:
-        """Treat a block like any other; a cached one counts as freed now."""
+        """Remove a pin; a cached block then counts as released now."""
         if block in self._pinned:
             del self._pinned[block]
             if not self._refs[block]:
@@ -157,20 +157,20 @@ class BlockPool:
                 self._cached.add(block)
 
     def is_shared(self, block: int) -> bool:
-        """True if a writer must copy the block first."""
+        """Return whether a writer must copy the block first."""
         return self._refs[block] > 1
 
     def is_held(self, block: int) -> bool:
-        """True if a block has any holder."""
+        """Return whether a block has any holder."""
         return self._refs[block] > 0
 
     def index(self, block: int) -> None:
-        """Keep this held block's content when its last holder leaves: it can be found now."""
+        """Mark a held block as findable: its content stays cached after the last holder leaves."""
         assert self._refs[block] > 0 or block in self._indexed
         self._indexed.add(block)
 
     def forget(self, block: int) -> None:
-        """Drop a block's content: it cannot be found any more."""
+        """Mark a block as not findable any more; without holders it becomes free."""
         self.unpin(block)
         self._indexed.discard(block)
         if block in self._cached:
@@ -194,9 +194,9 @@ class BlockPool:
         return block
 
     def check_integrity(self, holders: Iterable[Iterable[int]], blocks: range | None = None) -> None:
-        """Raise AssertionError unless the reference counts are exactly what `holders`, all page tables, hold.
+        """Raise AssertionError unless reference counts equal what `holders`, all page tables, hold.
 
-        With `blocks`, only these are looked at.
+        With `blocks`, only these are checked.
         """
         expected = Counter[int]()
         for held in holders:

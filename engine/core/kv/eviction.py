@@ -1,12 +1,12 @@
-"""Which cached block is evicted next: four orders over the blocks without holders.
+"""The order in which cached blocks are evicted: four policies over the blocks without holders.
 
-    lru     the block freed longest ago
-    slru    the same, but blocks that were found again are evicted after all others, from a segment of bounded size
-    lfu     the block found least often; counts age, so that a block that was popular once does not stay forever
-    cost    the block whose finds saved least computing: a find saves the block and all that were found behind it
+    lru     least recently released first
+    slru    the same, but blocks that were found again are behind all others, in a segment of bounded size
+    lfu     least often found first; counts age, so popularity ends
+    cost    least computing saved first: finding a block saves it and all blocks found after it
 
-A sequence frees its tail before its head, and equals are evicted in that order, so a chain is shortened from its end.
-Owned by the block pool, engine thread.
+A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end. Owned by the
+block pool, engine thread.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-# Of slru, for blocks that were found again: the share of the pool they have at most, and how many times its size may be
-# evicted while one waits to be found once more.
+# Of slru, for blocks that were found again: their largest share of the pool, and how many times the pool's size is evicted
+# before one that is not found again goes too.
 _PROTECTED_SHARE = 0.8
 _MAX_TURNOVERS = 4
 
 
 class EvictionOrder(Protocol):
-    """Cached blocks, the next to be evicted first."""
+    """Cached blocks, in the order of eviction."""
 
     def add(self, block: int) -> None:
-        """Add a block that has no holder any more."""
+        """Add a block that has lost its last holder."""
         ...
 
     def remove(self, block: int) -> None:
@@ -34,15 +34,15 @@ class EvictionOrder(Protocol):
         ...
 
     def evict(self) -> int:
-        """Remove and return the next block, and drop its statistics; there is at least one."""
+        """Remove and return the next block, of at least one, and drop its statistics."""
         ...
 
     def forget(self, block: int) -> None:
-        """Drop the statistics of a block whose content was discarded. The block is not in the order."""
+        """Drop the statistics of a block that is not here; its content was discarded."""
         ...
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Note the blocks that a prompt begins with, in its order. They may be cached or held."""
+        """Note that a prompt begins with these blocks, in order; they may be cached or held."""
         ...
 
     def __contains__(self, block: object) -> bool: ...
@@ -53,12 +53,12 @@ class EvictionOrder(Protocol):
 
 
 class Lru(OrderedDict[int, None]):
-    """Blocks in the order they were freed. A find changes nothing: its holder will free the block last."""
+    """Least recently released first; a find needs no note, because its holder releases it later."""
 
     __slots__ = ()
 
-    # The ordered dict's own methods: a Python function would cost as much again. A plain dict is no quicker at the
-    # middle and takes 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
+    # The ordered dict's methods: a Python function would double the cost. A plain dict is no faster in the middle and takes
+    # 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
     add = OrderedDict.setdefault
     remove = OrderedDict.__delitem__
 
@@ -70,14 +70,14 @@ class Lru(OrderedDict[int, None]):
         """There are no statistics."""
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Ignore finds."""
+        """Nothing to note."""
 
 
 class Slru:
-    """Two queues: a block enters the first, and the second once it was found.
+    """Two queues: a block enters the first one, and the second one after it was found.
 
-    If the second is too large, its oldest falls back. A block that stayed in it while the pool was turned over several
-    times is evicted; otherwise blocks that are found no more would stay while those of the first queue die too young.
+    Blocks beyond the second queue's bound fall back to the first, and blocks that stayed there while the pool was turned
+    over several times are evicted. Otherwise blocks that are no longer found would stay, and new ones would never be found.
     """
 
     __slots__ = ("_found", "_max_protected", "_num_evicted", "_patience", "_probation", "_protected")
@@ -87,11 +87,11 @@ class Slru:
         self._patience = num_blocks * _MAX_TURNOVERS
         self._num_evicted = 0
         self._probation = Lru()
-        self._protected: OrderedDict[int, int] = OrderedDict()  # and the evictions until it was freed
+        self._protected: OrderedDict[int, int] = OrderedDict()  # and the number of evictions when it was released
         self._found: set[int] = set()
 
     def add(self, block: int) -> None:
-        """Add to the young end of the block's queue; the oldest of the second may fall back to the first."""
+        """Add at the young end of its queue; the old end of the second may fall back to the first."""
         if block not in self._found:
             self._probation.add(block)
             return
@@ -102,12 +102,12 @@ class Slru:
             self._probation.add(fallen)
 
     def remove(self, block: int) -> None:
-        """Remove from the queue that the block is in."""
+        """Remove from the queue that it is in."""
         if self._protected.pop(block, None) is None:
             self._probation.remove(block)
 
     def evict(self) -> int:
-        """Evict the oldest of the first queue, unless one of the second stayed too long or there is no other."""
+        """Remove and return the oldest not found again, unless a found one is too old or alone."""
         block = next(iter(self._protected), -1)
         if self._probation and (block < 0 or self._num_evicted - self._protected[block] < self._patience):
             block = self._probation.evict()
@@ -118,11 +118,11 @@ class Slru:
         return block
 
     def forget(self, block: int) -> None:
-        """Have the block's next content begin in the first queue."""
+        """Start the next content in the first queue."""
         self._found.discard(block)
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Have these blocks enter the second queue."""
+        """Send these blocks to the second queue at their next release."""
         self._found.update(blocks)
 
     def __contains__(self, block: object) -> bool:
@@ -132,37 +132,37 @@ class Slru:
         return len(self._probation) + len(self._protected)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate in order of eviction, except for blocks that stayed too long, which may go before."""
+        """Yield in order, except that blocks that are too old may go earlier."""
         yield from self._probation
         yield from self._protected
 
 
 class Ranked:
-    """Blocks by a key: 1 for being computed, plus the worth of its finds, plus the key of the last evicted block.
+    """By a sort key: 1 plus the worth of its finds, above the key of the last evicted block.
 
-    The last part ages the counts (GreedyDual): a block that is freed now starts above blocks that were unused for long.
+    Starting above the last evicted key ages the counts (GreedyDual): a released block starts above long unused ones.
     """
 
     __slots__ = ("_entries", "_floor", "_heap", "_next_tick", "_worth", "_worth_of")
 
     def __init__(self, worth: Callable[[int], int]) -> None:
-        """`worth` returns the worth of finding a block, from the number of blocks found from there on."""
+        """`worth` is the value of finding a block, by the number of blocks found from it on."""
         self._worth = worth
         self._worth_of: dict[int, int] = {}  # of blocks that were found
         self._floor = 0
         self._next_tick = 0
         self._entries: dict[int, tuple[int, int, int]] = {}  # block -> (key, tick, block)
-        self._heap: list[tuple[int, int, int]] = []  # the same, and outdated ones
+        self._heap: list[tuple[int, int, int]] = []  # the same, with some outdated entries
 
     def add(self, block: int) -> None:
-        """Add with the key that the block has earned; of equals, the one freed first is evicted first."""
+        """Add with its earned key; of equals the one released first is evicted first."""
         entry = (self._floor + 1 + self._worth_of.get(block, 0), self._next_tick, block)
         self._next_tick += 1
         self._entries[block] = entry
         heappush(self._heap, entry)
 
     def remove(self, block: int) -> None:
-        """Remove a block; its heap entry stays until it is popped or most entries are outdated."""
+        """Remove; its heap entry stays until it comes up or outdated entries are the majority."""
         del self._entries[block]
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
@@ -179,11 +179,11 @@ class Ranked:
         return block
 
     def forget(self, block: int) -> None:
-        """Drop the worth of the block's finds."""
+        """Start the next content without any worth."""
         self._worth_of.pop(block, None)
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Count a find; it has an effect when the blocks are freed next."""
+        """Count the finds; they apply at the blocks' next release."""
         worth_of = self._worth_of
         for num_behind, block in enumerate(reversed(blocks), start=1):
             worth_of[block] = worth_of.get(block, 0) + self._worth(num_behind)
@@ -198,10 +198,10 @@ class Ranked:
         return iter([block for _, _, block in sorted(self._entries.values())])
 
 
-# A policy makes the order for a pool of so many blocks.
+# A policy returns the order for a pool of a given size.
 EVICTION_POLICIES: dict[str, Callable[[int], EvictionOrder]] = {
     "lru": lambda _: Lru(),
     "slru": Slru,
     "lfu": lambda _: Ranked(lambda _: 1),
-    "cost": lambda _: Ranked(lambda num_behind: num_behind),  # all of them would be recomputed without it
+    "cost": lambda _: Ranked(lambda num_behind: num_behind),  # those blocks would be recomputed without it
 }

@@ -1,14 +1,15 @@
-"""Pinned prefixes: contents that are evicted last, until their pins expire.
+"""Pinned prefixes: contents that are evicted last, until their time is over.
 
-A pin names a content, not a block: it applies in the pool, in host memory and in stores, and again when an evicted
-content is recomputed. Three rules:
+A pin is on a content, by its digest, and not on a block. It applies in the pool, in host memory and in stores, survives
+eviction, and applies again when the content is recomputed (in an answer, once a request looks for it: until then the
+content has no name). There are three rules:
 
     bound    at most a share of the pool's blocks is pinned
-    order    a block is pinned only if the one before it is pinned for at least as long, so that prefixes stay whole
-    place    beyond the bound, a new pin replaces the one that expires first, if that expires before the new one
+    order    a block is pinned only after one that is pinned for at least as long: prefixes stay whole
+    place    beyond the bound a pin replaces the one that ends soonest, if that ends sooner than itself
 
-The operator's pins never expire, so nothing replaces them. A pin affects the order of eviction alone: a sequence that
-needs a block gets it. Owned by the scheduler, engine thread; reads no clock.
+The operator's pins never end, so they are not replaced. A pin only orders eviction: a sequence that needs a block gets it.
+Owned by the scheduler, engine thread; knows no clock, only the times it is given.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Protocol
 
 from engine.core.stats import Stats
 
-_MIN_PRUNED = 64  # entries of the heap, above which outdated ones are removed
+_MIN_PRUNED = 64  # entries of the heap above which outdated ones may be cleared
 
 
 class PinTarget(Protocol):
-    """An index of blocks by content. It asks of each content that appears whether it is pinned."""
+    """An index of blocks by content; it asks whether a content that appears is pinned."""
 
     def pin(self, digest: bytes) -> None:
         """Evict this content last, if it is here."""
@@ -36,7 +37,7 @@ class PinTarget(Protocol):
 
 
 class Pins:
-    """The pinned contents and when their pins expire. Targets ask `digest in pins`."""
+    """The pinned contents, each with its end; targets ask `digest in pins`."""
 
     __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "_until", "targets")
 
@@ -45,7 +46,7 @@ class Pins:
         self._max_pinned = max_pinned
         self.targets: list[PinTarget] = []
         self._until: dict[bytes, float] = {}
-        # The first to expire comes first; of those that expire together, the furthest from its root. Some are outdated.
+        # The first to end is first; of those that end together, the furthest from its root. Some entries are outdated.
         self._heap: list[tuple[float, int, bytes]] = []
         self._num_kept = 0
 
@@ -56,7 +57,7 @@ class Pins:
         return len(self._until)
 
     def keep(self, chain: Seq[bytes], index: int, until: float) -> bool:
-        """Pin a chain's block `index` until then, or for longer if it is already; False if it cannot be pinned."""
+        """Pin a chain's block `index` until a time, or as long as it is; False without a place."""
         digest = chain[index + 1]
         has_parent = not index or self._until.get(chain[index], -inf) >= until
         if not (has_parent and (digest in self._until or self._make_place(until))):
@@ -73,7 +74,7 @@ class Pins:
         return True
 
     def expire(self, now: float) -> None:
-        """Unpin contents whose pins have expired. Called before every step: it costs a comparison."""
+        """Unpin contents whose time is over. Called before every step: it costs a comparison."""
         while self._heap and self._heap[0][0] <= now:
             until, _, digest = heappop(self._heap)
             if self._until.get(digest) == until:
@@ -103,7 +104,7 @@ class Pins:
             heapify(self._heap)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the bound holds and every pin is in the heap."""
-        assert len(self._until) <= self._max_pinned, "more is pinned than the bound allows"
+        """Raise AssertionError unless the bound holds and every pin has its end in the heap."""
+        assert len(self._until) <= self._max_pinned, "more is pinned than may be"
         ends = {digest: until for until, _, digest in self._heap if self._until.get(digest) == until}
-        assert ends == self._until, "a pin is missing in the heap"
+        assert ends == self._until, "a pin has no end"

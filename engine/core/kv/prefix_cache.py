@@ -1,12 +1,12 @@
 """Finds KV blocks that already hold the beginning of a prompt.
 
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's owner,
-salt and adapter. Two blocks share a name only if all tokens before them agree, so a hit needs no further comparison.
-The digest is cryptographic (BLAKE2b-256) because a collision would show one user's context to another, and it is of
-content because names must outlive the process when blocks move to slower tiers. Naming a block costs about 2 us, and
-few answers are ever continued: the blocks that a sequence frees are named when a prompt reaches them. Where a prompt
-leaves a known chain inside a block, that block can be copied for the tokens before. eviction.py decides which block is
-evicted. Owned by the scheduler, engine thread.
+salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further comparison. The
+digest is cryptographic (BLAKE2b-256), because a collision would show one user's context to another, and it is of content,
+because names must outlive the process once blocks move to slower tiers. Naming a block costs about 2 us, and few requests
+continue an answer, so an answer's blocks are named when a request looks for them. If a prompt leaves a known chain inside a
+block, the block can be copied for the tokens that agree. eviction.py chooses the block to evict. Owned by the scheduler,
+engine thread.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.core.kv.block_index import BlockIndex
 
 
 def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
-    """Return the root of a chain of names; `adapter` is the digest of the adapter, which changes all K/V."""
+    """Return the digest before a prompt's first block; `adapter` is the digest of an adapter."""
     text = salt.encode("utf-8", "surrogatepass")
-    owned = blake2b(owner.encode(), digest_size=16).digest() if owner else b""
-    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=owned).digest()
+    whose = blake2b(owner.encode(), digest_size=16).digest() if owner else b""
+    return blake2b(text, digest_size=32, person=b"quire.prefix", key=adapter, salt=whose).digest()
 
 
 def first_names(
@@ -33,8 +33,8 @@ def first_names(
 ) -> list[bytes]:
     """Return the beginning of a chain: its root, or the names of blocks whose tokens are public.
 
-    Public blocks are shared by all owners, except for the last: its name is derived from the owner's root, and so are
-    all names after it. So no private block is ever found from a public one.
+    Public blocks are shared, except the last one: it and all blocks after it have names of the request's root. So a block
+    with tokens that are not public is never found from a public one.
     """
     if not num_public:
         return [root]
@@ -55,7 +55,7 @@ def _chain(parent: bytes, content: bytes) -> bytes:
 
 
 _TOKEN_BYTES = 8
-_make = tuple.__new__  # a NamedTuple's own constructor is a Python function and costs as much as packing a block
+_make = tuple.__new__  # a NamedTuple's constructor is a Python function and costs as much as packing a block
 
 
 def _pack(tokens: Sequence[int]) -> bytes:
@@ -64,38 +64,38 @@ def _pack(tokens: Sequence[int]) -> bytes:
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    """Return a packer of `count` tokens: it takes half the time of array("q", tokens).tobytes(), and counts are few."""
+    """Return a Struct, twice as fast as array("q", tokens).tobytes(); there are few counts."""
     return Struct(f"{count}q").pack
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Return the number of tokens that two packed runs share at their beginning."""
+    """Return the number of first tokens that two packed runs have in common."""
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES) if differing else length // _TOKEN_BYTES
 
 
 def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size: int) -> bytes:
-    """Return the digest of a sequence's full block `index`; `chain` begins with the root and is extended in place."""
+    """Return the digest of full block `index`; `chain` begins with the root and is extended."""
     if len(chain) == index + 1:
         chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size]))
     return chain[index + 1]
 
 
 class Listener(Protocol):
-    """Follows which blocks can be found."""
+    """Receives which blocks become findable and which are evicted."""
 
     def appeared(self, digest: bytes, block: int) -> None:
         """A block can be found from now on."""
         ...
 
     def leaves(self, digest: bytes, block: int) -> None:
-        """A block cannot be found any more; it has its content until the next plan."""
+        """A block is evicted; it has its content until the next plan."""
         ...
 
 
 class _Entry(NamedTuple):
-    """A block that can be found."""
+    """A findable block."""
 
     digest: bytes
     parent: bytes
@@ -103,11 +103,11 @@ class _Entry(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Blocks that can be found but have no names yet."""
+    """Findable blocks without names."""
 
     parent: bytes  # the digest before them
     tokens: Sequence[int]
-    blocks: list[int]  # none was found yet, so the last are evicted first
+    blocks: list[int]  # none of them was found, so the last ones are evicted first
 
 
 class PrefixCache(BlockIndex):
@@ -133,9 +133,9 @@ class PrefixCache(BlockIndex):
         self._run_of: dict[int, _Run] = {}  # by block
 
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """Return the longest run of cached blocks that `tokens` begins with, of at most `max_tokens`.
+        """Return the longest run of cached blocks that starts `tokens`, up to `max_tokens`.
 
-        `chain` begins with the root; it is extended in place as far as the search goes.
+        `chain` begins with the root and is extended in place, as far as the search goes, for later calls.
         """
         size = self.block_size
         blocks: list[int] = []
@@ -151,7 +151,7 @@ class PrefixCache(BlockIndex):
     def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """Make the full, computed blocks first .. stop - 1 of a sequence findable."""
         for block in blocks[first:stop]:
-            if block in self._run_of:  # another holder left it
+            if block in self._run_of:  # it had several holders, one of which has left
                 self._name(self._run_of[block].parent)
         size = self.block_size
         for index in range(first, stop):
@@ -168,18 +168,18 @@ class PrefixCache(BlockIndex):
                     self._listener.appeared(digest, block)
 
     def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
-        """Like `register`, for a sequence that is about to free its blocks: they are named when a prompt reaches them."""
+        """As `register`, for a sequence that releases all its blocks; they are named on demand."""
         parent, left = chain[first], list(blocks[first:stop])
         own = tokens[first * self.block_size : stop * self.block_size]
         is_held = not (self._run_of.keys().isdisjoint(left) and self._entry_of.keys().isdisjoint(left))
-        # Blocks with names keep them: naming them here might differ (see `first_names`).
+        # Existing names are kept: they may differ from those that would be made (see `first_names`).
         is_named = len(chain) > first + 1
         if is_held or is_named or self._listener is not None or self._is_followed_by(parent, own):
             self.register(chain, tokens, blocks, first, stop)
             return
         runs = self._unnamed.setdefault(parent, [])
         if any(self._begins_with(run, own) for run in runs):
-            return  # another sequence left the same
+            return  # another sequence has left the same
         run = _Run(parent, own, left)
         runs.append(run)
         self._run_of |= dict.fromkeys(left, run)
@@ -187,7 +187,7 @@ class PrefixCache(BlockIndex):
             self.pool.index(block)
 
     def _is_followed_by(self, parent: bytes, tokens: Sequence[int]) -> bool:
-        """Return True if a named block after `parent` holds the first of these tokens."""
+        """Return whether a named block after `parent` holds the first of these tokens."""
         followers, content = self._followers.get(parent, []), _pack(tokens[: self.block_size])
         at = bisect_left(followers, (content, -1))
         return at < len(followers) and followers[at][0] == content
@@ -197,7 +197,7 @@ class PrefixCache(BlockIndex):
         return is_long and run.tokens[0] == tokens[0] and run.tokens[: len(tokens)] == tokens
 
     def _name(self, parent: bytes) -> None:
-        """Name the blocks of the runs after `parent`; duplicates are dropped."""
+        """Name the blocks of the runs after `parent`; duplicates become unfindable."""
         for run in self._unnamed.pop(parent):
             for block in run.blocks:
                 del self._run_of[block]
@@ -207,7 +207,7 @@ class PrefixCache(BlockIndex):
                     self.pool.forget(block)
 
     def _cut(self, block: int) -> None:
-        """A block of a run was evicted: the blocks after it cannot be found either."""
+        """Remove a block of a run; the blocks after it cannot be found either."""
         run = self._run_of[block]
         at = -1 if run.blocks[-1] == block else run.blocks.index(block)
         gone = run.blocks[at:]
@@ -222,9 +222,9 @@ class PrefixCache(BlockIndex):
                 self._unnamed[run.parent] = rest
 
     def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the block after `parent` that shares most of `tokens` at its beginning, and how many; (-1, 0) if none.
+        """Return the known block after `parent` that begins with most of `tokens`, and how many.
 
-        The followers are sorted, so the best one is next to where `tokens` would be: two candidates are enough.
+        (-1, 0) if there is none. In sorted order the best candidates are adjacent, so two are compared.
         """
         if parent in self._unnamed:
             self._name(parent)
@@ -260,4 +260,4 @@ class PrefixCache(BlockIndex):
         assert {block: run for run in runs for block in run.blocks} == self._run_of
         assert all(run.blocks for run in runs)
         assert all(each and {run.parent for run in each} == {parent} for parent, each in self._unnamed.items())
-        assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and is in a run without names"
+        assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and none"
