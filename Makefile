@@ -1,4 +1,4 @@
-# The commands of the house. `make help` lists them; ARGS="--port 9000" passes flags to the command behind a target.
+# The project's commands. `make help` lists them; ARGS="--port 9000" passes flags to the command behind a target.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 ARGS ?=
 
-# Of all that pip says, what takes time: the downloads of megabytes.
+# Of pip's output, show only what takes time: downloads of megabytes.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt
 SHORTLY := | awk '/Downloading .* MB\)/ { print; fflush() }'
 
-# Stamps are newer than what they were made from, so a second run has nothing to install.
+# Stamps are newer than the files they depend on, so a second run has nothing to install.
 INSTALLED := $(VENV)/.installed
 DEV_INSTALLED := $(VENV)/.installed-dev
 

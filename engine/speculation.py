@@ -1,4 +1,4 @@
-"""Wires --speculative-config into a running engine: the drafter, its memory, and what drafts cost. Part of build.py's work.
+"""Wires --speculative-config into an engine: the drafter, its memory, and the cost of drafts. Called by build.py.
 
 Runs once, on the thread that starts the daemon; importing it imports torch.
 """
@@ -30,7 +30,7 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What was asked for, and the model that drafts, if one does."""
+    """The configuration, and the draft model if there is one."""
 
     asked: SpeculativeConfig
     config: EngineConfig
@@ -39,14 +39,14 @@ class Speculation:
 
     @property
     def bytes_per_block(self) -> int:
-        """What a block of the pool costs beside the target's K/V."""
+        """Return the draft model's bytes per block of the pool."""
         if self.model is None:
             return 0
         assert self.config.block_size is not None, "auto does not go with speculation"
         return block_bytes(self.model.attention_specs, self.config.block_size, self._kv_dtype(self.model))
 
     def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
-        """Have the runner draft, once it is known what that costs. Raises ConfigError where no draft would have room."""
+        """Measure the cost of drafts, and let the runner draft. Raises ConfigError if no draft has room."""
         num_drafts = self.asked.num_speculative_tokens
         self.asked.check_room("--max-num-batched-tokens", settings.max_num_batched_tokens)
         self.asked.check_room("--max-model-len", settings.max_model_len)
@@ -54,10 +54,14 @@ class Speculation:
         costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
         runner.speculate(drafter)
         points = (costs.plain[0], costs.checking[-1])
-        told = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in points)
+        costs_shown = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in points)
         if self.model is not None:
-            told += f", a draft {1e3 * costs.drafting[0][1]:.3g} ms"
-        report(Progress("speculation", f"{self.asked.method}, up to {num_drafts} tokens at once; a step takes {told}"))
+            costs_shown += f", a draft {1e3 * costs.drafting[0][1]:.3g} ms"
+        report(
+            Progress(
+                "speculation", f"{self.asked.method}, up to {num_drafts} tokens at a time; a step takes {costs_shown}"
+            )
+        )
         return replace(settings, num_speculative_tokens=num_drafts, draft_costs=costs)
 
     def _drafter(self, settings: SchedulerConfig) -> Drafter:
@@ -81,7 +85,7 @@ class Speculation:
 def load_speculation(
     config: EngineConfig, target: CausalLM, device: torch.device, report: Report
 ) -> Speculation | None:
-    """None where nothing was asked for. Raises ConfigError for a draft model that speaks of other tokens."""
+    """Return what is configured, if anything. Raises ConfigError for a draft model with another vocabulary."""
     asked = config.speculation
     if asked is None:
         return None

@@ -30,7 +30,7 @@ if [ "${1:-}" = --wheels ]; then
 fi
 
 wheels=${QUIRE_WHEELS:-wheels}
-unset QUIRE_WHEELS # to the server, a variable of that kind is a setting, and one it does not know
+unset QUIRE_WHEELS # the server would read it as an unknown setting
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 if compgen -G "$wheels/*.whl" >/dev/null; then
@@ -49,6 +49,6 @@ else
 fi
 mkdir -p "$out"
 
-# Torn down after a trace, the tracer breaks graphs that are launched later.
+# Tearing the tracer down after a trace would break graphs that are launched later.
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TEARDOWN_CUPTI=0
 "$python" -m loadtest.gpu --out "$out" "$@" 2>&1 | tee "$out/log.txt"

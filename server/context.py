@@ -84,7 +84,7 @@ class Context:
     def batch_service(self) -> BatchService:
         """Return the service of files and batches. Raises a 501 without --data-dir."""
         if self.batches is None:
-            message = "Files and batches are off, for they are kept on disk; start the server with --data-dir FOLDER."
+            message = "Files and batches need a folder on disk; start the server with --data-dir FOLDER."
             raise ApiError(501, "not_enabled", message, type="not_implemented_error")
         return self.batches
 
@@ -143,7 +143,7 @@ InOwner = Annotated[str, Depends(_owner)]  # the owner of stored things, see ser
 def check_operator(owner: str, what: str) -> None:
     """Raise a 403 for a tenant of --tenants; `what` is for keys of --api-key."""
     if owner != DEFAULT:
-        message = f"{what} takes a key of --api-key; a tenant's key is for answers."
+        message = f"{what} needs a key of --api-key; a tenant's key does not allow it."
         raise ApiError(403, "not_allowed", message, type="permission_error")
 
 

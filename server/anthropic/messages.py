@@ -80,10 +80,10 @@ class MessageTool(RequestBody):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        told: dict[str, Any] = {} if self.description is None else {"description": self.description}
+        optional: dict[str, Any] = {} if self.description is None else {"description": self.description}
         if self.strict:
-            told["strict"] = True
-        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
+            optional["strict"] = True
+        return {"type": "function", "function": {"name": self.name, **optional, "parameters": self.input_schema}}
 
 
 class MessageToolChoice(RequestBody):

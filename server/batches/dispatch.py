@@ -63,8 +63,8 @@ class Dispatcher:
             await self._app(_scope(path, document, state), receive, send)
         except Exception as error:
             logger.exception("a request of a batch failed")
-            told = to_api_error(error)
-            status, parts = told.status, [told.body()]
+            error_answer = to_api_error(error)
+            status, parts = error_answer.status, [error_answer.body()]
         finally:
             record = state.get(RECORD)
             if record is not None:

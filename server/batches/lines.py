@@ -90,10 +90,10 @@ def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
     try:
         line = bodies.read_here(BatchLine, text)
     except (ApiError, ValidationError) as error:
-        told = to_api_error(error)
-        if told.status >= 500:
+        api_error = to_api_error(error)
+        if api_error.status >= 500:
             raise
-        fault = LineError(code=told.code, message=told.message, param=told.param)
+        fault = LineError(code=api_error.code, message=api_error.message, param=api_error.param)
     else:
         if line.url != endpoint:
             message = f"url is {shorten(line.url)!r}, but the batch is for {endpoint}; make one batch an endpoint."

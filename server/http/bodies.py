@@ -194,11 +194,11 @@ class BodyReader:
             answer = self.child.ask([bytearray(json.dumps(header).encode()), raw])
         except ChildError as error:
             raise _refusal(error) from error
-        told = json.loads(answer.pop(0))
-        if "error" in told:
-            if told["traceback"]:
-                logger.error("a large request body could not be read:\n%s", told["traceback"])
-            raise ApiError(**told["error"])
+        answer_fields = json.loads(answer.pop(0))
+        if "error" in answer_fields:
+            if answer_fields["traceback"]:
+                logger.error("a large request body could not be read:\n%s", answer_fields["traceback"])
+            raise ApiError(**answer_fields["error"])
         return answer
 
 

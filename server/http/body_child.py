@@ -39,9 +39,11 @@ def answer(parts: Parts) -> list[bytes]:
     except MemoryError:
         raise
     except Exception as error:
-        told = to_api_error(error)
-        fields = {name: getattr(told, name) for name in ("status", "code", "message", "param", "type", "headers")}
-        trace = traceback.format_exc() if told.status >= 500 else ""  # a bug, which the daemon logs
+        error_answer = to_api_error(error)
+        fields = {
+            name: getattr(error_answer, name) for name in ("status", "code", "message", "param", "type", "headers")
+        }
+        trace = traceback.format_exc() if error_answer.status >= 500 else ""  # a bug, which the daemon logs
         return [json.dumps({"error": fields, "traceback": trace}).encode()]
 
 

@@ -123,11 +123,11 @@ class Chunks:
         return b""
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
-        told: dict[str, Usage | None] = {}
+        shown: dict[str, Usage | None] = {}
         if self._options.include_usage:
-            told = {"usage": usage() if self._options.continuous_usage_stats else None}
+            shown = {"usage": usage() if self._options.continuous_usage_stats else None}
         return b"".join(
-            [frame(chunk) for index, delta in news for chunk in self._formatter.chunks(index, delta, **told)]
+            [frame(chunk) for index, delta in news for chunk in self._formatter.chunks(index, delta, **shown)]
         )
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:

@@ -96,15 +96,15 @@ class TranslatedBody(RequestBody):
         try:
             yield
         except (ApiError, ClientError, ValidationError) as error:
-            told = to_api_error(error)
-            param = told.param or ""
+            api_error = to_api_error(error)
+            param = api_error.param or ""
             is_about = [f"{param}.".startswith(f"{chats}.") for chats in cls.OWN_NAMES]
             for (chats, own), is_it in zip(cls.OWN_NAMES.items(), is_about, strict=True):
                 if is_it or "_" in chats:  # a plain word may not be a field's name
-                    told.message = re.sub(rf"(?<![\w.]){re.escape(chats)}(?!\w)", own, told.message)
-                if is_it and told.param == param:
-                    told.param = own + param[len(chats) :]
-            raise told from error
+                    api_error.message = re.sub(rf"(?<![\w.]){re.escape(chats)}(?!\w)", own, api_error.message)
+                if is_it and api_error.param == param:
+                    api_error.param = own + param[len(chats) :]
+            raise api_error from error
 
 
 def pieces_of(delta: Delta) -> list[Piece]:

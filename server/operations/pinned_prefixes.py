@@ -45,8 +45,8 @@ def read_prefixes(path: Path, context: Context) -> list[Request]:
         try:
             requests += _requests(line, context)
         except (json.JSONDecodeError, ValidationError, ClientError, ApiError) as error:
-            told = str(error) if isinstance(error, json.JSONDecodeError) else to_api_error(error).message
-            raise ConfigError(f"--pinned-prefixes {path}, line {number}: {told}") from error
+            error_answer = str(error) if isinstance(error, json.JSONDecodeError) else to_api_error(error).message
+            raise ConfigError(f"--pinned-prefixes {path}, line {number}: {error_answer}") from error
     return requests
 
 

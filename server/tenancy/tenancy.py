@@ -122,16 +122,16 @@ class Account:
 
         The limit on requests is on concurrent ones.
         """
-        told: dict[str, str] = {}
+        limits: dict[str, str] = {}
         if (most := self.tenant.max_concurrent_requests) is not None:
-            told["x-ratelimit-limit-requests"] = str(most)
-            told["x-ratelimit-remaining-requests"] = str(max(most - self.num_open, 0))
+            limits["x-ratelimit-limit-requests"] = str(most)
+            limits["x-ratelimit-remaining-requests"] = str(max(most - self.num_open, 0))
         if (rate := self.tenant.tokens_per_minute) is not None:
             tokens = self._fill() - num_drawn_tokens
-            told["x-ratelimit-limit-tokens"] = str(rate)
-            told["x-ratelimit-remaining-tokens"] = str(max(int(tokens), 0))
-            told["x-ratelimit-reset-tokens"] = f"{(rate - tokens) * 60 / rate:.3f}s"
-        return told
+            limits["x-ratelimit-limit-tokens"] = str(rate)
+            limits["x-ratelimit-remaining-tokens"] = str(max(int(tokens), 0))
+            limits["x-ratelimit-reset-tokens"] = f"{(rate - tokens) * 60 / rate:.3f}s"
+        return limits
 
 
 class Tenancy:

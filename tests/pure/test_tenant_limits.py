@@ -74,7 +74,7 @@ def test_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             "tiers.t is wrong: max_concurrent_",
         ),
         ("tenants: [{name: a b, key: k}]", "tenants.0.name is wrong: String should match pattern"),
-        ("tenants: [{name: default, key: k}]", "the name default is what all those are called"),
+        ("tenants: [{name: default, key: k}]", "the name default is reserved"),
         ("tenants: [{name: a, key: k}, {name: a, key: l}]", "the name a is there twice"),
         ("tenants: [{name: a, key: secret}, {name: b, key: secret}]", "a and b have the same key"),
         ("tenants: [{name: a, key: k, tier: gold}]", "tenant a is of tier 'gold'; tiers are none"),

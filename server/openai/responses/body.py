@@ -55,7 +55,7 @@ class AllowedTools(RequestBody):
             return self.mode
         return {"type": "function", "function": {"name": min(self.names)}}
 
-    def told(self) -> str | dict[str, Any]:
+    def document(self) -> str | dict[str, Any]:
         """Return the choice as the answer repeats it."""
         if self.names is None:
             return self.mode

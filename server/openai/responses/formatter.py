@@ -58,7 +58,7 @@ class ResponsesFormatter:
             "store": keep is not None,
             "temperature": params.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice.told(),
+            "tool_choice": body.tool_choice.document(),
             "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
@@ -96,20 +96,20 @@ class ResponsesFormatter:
 
     def _conclude(self, usage: Usage) -> tuple[str, ResponseDocument]:
         """Return the final status and the whole answer, after keeping it."""
-        told: dict[str, Any] = {"output": self._writer.items, "usage": ResponseUsage.of(usage)}
+        fields: dict[str, Any] = {"output": self._writer.items, "usage": ResponseUsage.of(usage)}
         if self._finish_reason is FinishReason.LENGTH:
             status = "incomplete"
-            told["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
+            fields["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
         else:
             status = "completed"
-            told["completed_at"] = int(time.time())
-        document = self._document(status, **told)
+            fields["completed_at"] = int(time.time())
+        document = self._document(status, **fields)
         if self._keep is not None:
             self._keep(document.json_bytes())
         return status, document
 
-    def _document(self, status: str, **told: Any) -> ResponseDocument:
-        given = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, "output": []} | told
+    def _document(self, status: str, **fields: Any) -> ResponseDocument:
+        given = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, "output": []} | fields
         return ResponseDocument(**self._fields, status=status, **given)
 
     def _frame(self, event: ResponseEvent) -> bytes:

@@ -165,8 +165,8 @@ class OutputWriter:
             self._waiting.clear()  # of tokens outside the text
             return
         ends = self._tokenizer.eos_token_ids
-        told = chat_logprobs(self._tokenizer, delta, as_ids=False).content
-        self._waiting += [one for one, token_id in zip(told, delta.logprob_ids, strict=True) if token_id not in ends]
+        shown = chat_logprobs(self._tokenizer, delta, as_ids=False).content
+        self._waiting += [one for one, token_id in zip(shown, delta.logprob_ids, strict=True) if token_id not in ends]
 
     def _fits(self, piece: Piece) -> bool:
         """Return whether a piece continues the open item."""
@@ -213,10 +213,10 @@ class OutputWriter:
             part = self._part(text)
             item.content = [part]
             if item.type == "reasoning":
-                told = self._item_event("reasoning_text.done", content_index=0, text=text)
+                done = self._item_event("reasoning_text.done", content_index=0, text=text)
             else:
-                told = self._item_event("output_text.done", content_index=0, text=text, logprobs=list(self._logprobs))
-            events = [told, self._part_event("done", part)]
+                done = self._item_event("output_text.done", content_index=0, text=text, logprobs=list(self._logprobs))
+            events = [done, self._part_event("done", part)]
         item.status = status
         self._is_open, self._texts, self._logprobs = False, [], []
         return [*events, ResponseEvent(type="response.output_item.done", output_index=self._index, item=item)]

@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
     used_s: float
 
 
-class _Shelf:
+class _OwnersResponses:
     """One owner's responses."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
+        self._by_owner: defaultdict[str, _OwnersResponses] = defaultdict(_OwnersResponses)
 
     @property
     def is_open(self) -> bool:
@@ -82,13 +82,13 @@ class ResponseStore:
 
     def put(self, owner: str, stored: StoredResponse) -> None:
         """Store a response, and drop others beyond the bounds."""
-        self._shelves[owner].put(stored, self._clock())
+        self._by_owner[owner].put(stored, self._clock())
         self._expire()
-        shelves = self._shelves.values()
-        while sum([len(shelf.kept) for shelf in shelves]) > self._max_responses:
-            max(shelves, key=lambda shelf: len(shelf.kept)).forget_oldest()
-        while sum([shelf.num_bytes for shelf in shelves]) > self._max_bytes:
-            max(shelves, key=lambda shelf: shelf.num_bytes).forget_oldest()
+        owners = self._by_owner.values()
+        while sum([len(owned.kept) for owned in owners]) > self._max_responses:
+            max(owners, key=lambda owned: len(owned.kept)).forget_oldest()
+        while sum([owned.num_bytes for owned in owners]) > self._max_bytes:
+            max(owners, key=lambda owned: owned.num_bytes).forget_oldest()
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response. Raises a 404 if the owner does not have it."""
@@ -98,7 +98,7 @@ class ResponseStore:
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response. Raises a 404 if the owner does not have it."""
         self.find(owner, response_id)
-        self._shelves[owner].forget(response_id)
+        self._by_owner[owner].forget(response_id)
 
     def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
         """Return a response after all that it continues. Raises a 404 if one is gone."""
@@ -111,19 +111,19 @@ class ResponseStore:
         return turns[::-1]
 
     def _use(self, owner: str, response_id: str, param: str) -> StoredResponse:
-        shelf = self._shelves[owner]
-        kept = shelf.kept.get(response_id)
+        owned = self._by_owner[owner]
+        kept = owned.kept.get(response_id)
         if kept is None:
             raise self._unknown(response_id, param)
-        shelf.kept[response_id] = kept._replace(used_s=self._clock())
-        shelf.kept.move_to_end(response_id)
+        owned.kept[response_id] = kept._replace(used_s=self._clock())
+        owned.kept.move_to_end(response_id)
         return kept.stored
 
     def _expire(self) -> None:
         oldest_s = self._clock() - self._ttl_s
-        for shelf in self._shelves.values():
-            while shelf.kept and next(iter(shelf.kept.values())).used_s < oldest_s:
-                shelf.forget_oldest()
+        for owned in self._by_owner.values():
+            while owned.kept and next(iter(owned.kept.values())).used_s < oldest_s:
+                owned.forget_oldest()
 
     def _unknown(self, response_id: str, param: str) -> ApiError:
         if self.is_open:
