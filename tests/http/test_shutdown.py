@@ -78,7 +78,7 @@ def test_every_open_request_is_answered_and_the_process_fails(tmp_path: Path) ->
         answers = {key: answer.result(PATIENCE_S) for key, answer in asked.items()}
         status, written = outcome(process)
     assert status == 1
-    assert "a step of the engine has not come back" in written
+    assert "a step of the engine has not returned" in written
     assert "Traceback" not in written
     for (path, stream), answer in answers.items():
         if not stream:
