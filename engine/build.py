@@ -32,7 +32,7 @@ from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.cuda.card import check_card, explain_absence
+from engine.runtime.cuda.device import check_device, explain_absence
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.device_memory import (
@@ -231,7 +231,7 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
 
 def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> None:
     """Raise ConfigError for a GPU that cannot serve, or a machine that cannot compile kernels for it."""
-    check_card(device, dtype)
+    check_device(device, dtype)
     if has_triton(device):
         check_toolchain()
     report(Progress("attention", describe_choice(config.attention_backend, device)))

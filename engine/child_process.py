@@ -49,10 +49,7 @@ class ChildLostError(ChildError):
 
 
 class ChildProcess:
-    """A process that runs a module.
-
-    Any thread may ask; one question is answered at a time.
-    """
+    """A process that runs a module and answers one question at a time. Any thread."""
 
     def __init__(
         self,

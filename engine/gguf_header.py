@@ -39,10 +39,7 @@ class GGUFHeader(NamedTuple):
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return the header of a file.
-
-    Raises ModelLoadError for a damaged or truncated one.
-    """
+    """Return the header of a file. Raises ModelLoadError for a damaged one."""
     try:
         check_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -94,7 +94,7 @@ class Engine:
         self._open: dict[tuple[str, int], int] = {}
         self._deliver: Deliver | None = None
         self._on_end: Callable[[], None] = lambda: None
-        self._is_second_try = False  # the last step was taken back for want of memory; engine thread only
+        self._is_second_try = False  # the last step was rolled back, out of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
         self._progress_s = clock()
         self._error: QuireError | None = None

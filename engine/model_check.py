@@ -31,10 +31,7 @@ class ModelFacts(NamedTuple):
 
 
 def check_model(config: EngineConfig) -> ModelFacts:
-    """Check the model, its draft model and its adapters.
-
-    Raises ModelLoadError or ConfigError.
-    """
+    """Check model, draft model and adapters. Raises ModelLoadError or ConfigError."""
     facts = _check_one(config)
     if facts.max_positions is not None:
         config.check_length(facts.max_positions)

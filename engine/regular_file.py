@@ -30,10 +30,7 @@ def check_regular(path: Path, max_bytes: int | None = None) -> int:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`.
-
-    Raises OSError; never blocks on a FIFO or a device.
-    """
+    """Return a regular file's content. Raises OSError; never blocks on a FIFO."""
     check_regular(path, max_bytes)  # opening some devices has effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -45,18 +42,12 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The content of a regular file in UTF-8.
-
-    Raises OSError, and UnicodeDecodeError for other encodings.
-    """
+    """Return the content of a UTF-8 file. Raises OSError or UnicodeDecodeError."""
     return read_bytes(path, max_bytes).decode("utf-8")
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """The value in a regular JSON file.
-
-    Raises OSError, and ValueError for a file that is not JSON or nested too deeply.
-    """
+    """Return the value of a JSON file. Raises OSError or ValueError."""
     try:
         return json.loads(read_bytes(path, max_bytes))
     except RecursionError:

@@ -34,14 +34,14 @@ Top = tuple[tuple[int, float], ...]  # the likeliest next tokens and their log p
 
 
 class Continuation(NamedTuple):
-    """What one beam is next: what another, perhaps itself, is now, and one more token."""
+    """A beam's next state: that of the parent, perhaps itself, and one more token."""
 
     parent: int
     token: int
 
 
 class Trace(NamedTuple):
-    """The last token of a beam, and what came before it: beams share their common beginnings."""
+    """The last token of a beam, and the trace before it: beams share their common beginnings."""
 
     token: int
     logprob: float
@@ -50,7 +50,7 @@ class Trace(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A finished one."""
+    """A finished answer."""
 
     score: float
     trace: Trace
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        """Token by token."""
+        """Return the log probabilities of its tokens."""
         entries: list[TokenLogprob] = []
         trace: Trace | None = self.trace
         while trace is not None:
@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """Smaller is better; of equals the one of the first beam."""
+    """One continuation. Smaller is better; of equals the first beam's is."""
 
     negative_sum: float  # of log probabilities
     parent: int
@@ -79,14 +79,14 @@ class _Candidate(NamedTuple):
 
 
 def row_params(params: SamplingParams) -> SamplingParams:
-    """What a runner is asked for each beam: its likeliest tokens, enough that `width` of them end nothing."""
+    """Return what a runner samples for each beam: the likeliest tokens, so many that `width` do not end it."""
     assert params.beam is not None
     num_needed = params.beam.width + len(params.eos_token_ids | params.stop_token_ids)
     return replace(params, temperature=0.0, logprobs=max(num_needed, params.logprobs or 0))
 
 
 class BeamSearch:
-    """Starts with one beam, the prompt; from the first step on there are `width`."""
+    """One search. It starts with one beam, the prompt; after the first step there are `width`."""
 
     def __init__(self, params: SamplingParams) -> None:
         assert params.beam is not None
@@ -104,12 +104,12 @@ class BeamSearch:
         return self._beam.width
 
     def put(self, beam: int, top: Top) -> bool:
-        """Take in a beam's likeliest next tokens; True if all beams' are known now, and `advance` is due."""
+        """Take in a beam's likeliest next tokens; True if those of all beams are known, so that `advance` is due."""
         self._tops[beam] = top
         return len(self._tops) == len(self._sums)
 
     def advance(self) -> list[Continuation]:
-        """The next beams, each in its place; empty when the search is over.
+        """Return the next beams, each in its place; none when the search is over.
 
         A beam that goes on does so in its own place, with the best of its continuations. The others take the places of
         beams that end here.
@@ -127,11 +127,11 @@ class BeamSearch:
         going_on = going_on[:width]
         if is_last or self._is_settled(going_on[0].negative_sum):
             return []
-        assert len(going_on) == width, "a runner has told too few tokens"
+        assert len(going_on) == width, "a runner reported too few tokens"
         return self._go_on(_in_places(going_on))
 
     def _candidates(self) -> list[_Candidate]:
-        """The best continuations of all beams, as many as can matter."""
+        """Return the best continuations of all beams, as many as can matter."""
         is_too_short = self._length < self._min_tokens
         candidates = [
             _Candidate(-(self._sums[beam] + logprob), beam, rank, token, logprob)
@@ -149,7 +149,7 @@ class BeamSearch:
         del self.finished[self._beam.width :]
 
     def _is_settled(self, best_negative_sum: float) -> bool:
-        """True if there are enough answers, and no better ones to be hoped for."""
+        """Return whether there are enough answers, and none can become better."""
         if len(self.finished) < self._beam.width:
             return False
         if self._beam.early_stopping is EarlyStopping.YES:
@@ -173,7 +173,7 @@ class BeamSearch:
 
 
 def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
-    """Each parent's best in the parent's own place, the others where nobody goes on."""
+    """Return the candidates in places: each parent's best in the parent's, the others where no beam goes on."""
     staying: dict[int, _Candidate] = {}
     moving: list[_Candidate] = []
     for candidate in candidates:

@@ -130,7 +130,7 @@ class CopyError(DeviceMemoryError):
 
 
 class DeviceLostError(ServerError):
-    """The device, or this process's hold on it, is broken: nothing can be computed until the process starts anew."""
+    """The device, or this process's hold on it, is broken: nothing can be computed until the process is restarted."""
 
 
 class ComputeError(ServerError):

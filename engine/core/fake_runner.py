@@ -10,7 +10,8 @@ and benchmarks; single-threaded like every Runner.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,12 +33,12 @@ def mix(*values: int) -> int:
     return state
 
 
-def hidden_state(history: Sequence[int]) -> list[int]:
+def hidden_state(history: abc.Sequence[int]) -> list[int]:
     """Return a hidden state that depends on all of these tokens; in units of POOLED_UNIT, from -1 to 1."""
     return [mix(index, *history) % (1 << 25) - (1 << 24) for index in range(4)]
 
 
-def likeliest(first: int, history: Sequence[int], num: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
+def likeliest(first: int, history: abc.Sequence[int], num: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Return a beam's likeliest next tokens, which depend on its whole history; `first` is the best."""
     state, logprob, top = mix(*history), 0.0, []
     for i in range(num):
@@ -62,7 +63,7 @@ class CostModel:
 
 
 # (all tokens read back, up to and including the drawn position's predecessor; seed) -> next token
-Choose = Callable[[Sequence[int], int], int]
+Choose = Callable[[abc.Sequence[int], int], int]
 
 
 class FakeStep:
@@ -106,7 +107,7 @@ class FakeRunner:
         self._block_size = config.block_size
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
-        self._arriving: Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
+        self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self._last_ids = [-1] * config.max_num_seqs
         self._choose = choose
         self._cost = cost
@@ -123,8 +124,8 @@ class FakeRunner:
         result = StepResult(token_ids=[])
         errors: dict[int, Fault] = {}
         logprobs: dict[int, TokenLogprob] = {}
-        prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
-        pooled: dict[int, Sequence[int]] = {}
+        prompt_logprobs: dict[int, abc.Sequence[TokenLogprob]] = {}
+        pooled: dict[int, abc.Sequence[int]] = {}
         drafted: dict[int, Drafted] = {}
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
@@ -163,13 +164,13 @@ class FakeRunner:
         else:
             self._host_pages[transfer.host_block] = list(slots[transfer.slot])
 
-    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+    def read_blocks(self, blocks: abc.Sequence[int], rows: Any) -> None:
         """Copy blocks out: tokens instead of K/V, four bytes each."""
         assert self._pages is not None
         for block, row in zip(blocks, rows, strict=True):
             row[:] = memoryview(array("i", self._pages[block])).cast("B")
 
-    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+    def write_blocks(self, blocks: abc.Sequence[int], rows: Any) -> None:
         """Copy blocks in."""
         assert self._pages is not None
         for block, row in zip(blocks, rows, strict=True):

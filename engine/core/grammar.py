@@ -6,7 +6,7 @@ a matcher a sequence, tells it what was drawn and asks it what may come next. No
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Protocol
 
 
@@ -17,7 +17,7 @@ class Matcher(Protocol):
         """Advance by a sampled token. Never raises: after a token that does not fit, `error()` says so."""
         ...
 
-    def count_allowed(self, token_ids: Sequence[int]) -> int:
+    def count_allowed(self, token_ids: abc.Sequence[int]) -> int:
         """Return the length of the longest accepted prefix, without advancing."""
         ...
 
@@ -46,7 +46,7 @@ class Grammar(Protocol):
         """Return a matcher before the first token. Takes microseconds: the slow work was done before."""
         ...
 
-    def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
+    def fill_masks(self, matchers: abc.Sequence[Matcher], address: int, num_words: int) -> None:
         """Write the masks of tokens that these matchers, of any grammar of this class, allow next.
 
         Row i at `address` has `num_words` 32-bit words; token t is bit t % 32 of word t // 32, set where it is allowed.

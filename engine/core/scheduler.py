@@ -10,9 +10,8 @@ Owned by the engine thread. It knows no clock (time is an argument), no tensors,
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
 
 from engine.core.admission import check_request
 from engine.core.beams import BeamGroup
@@ -329,7 +328,7 @@ class Scheduler:
         """The K/V manager, for what is done between steps."""
         return self._kv
 
-    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> PrefixImport:
+    def import_prefix(self, names: abc.Sequence[bytes], tokens: abc.Sequence[int], num_blocks: int) -> PrefixImport:
         """Hold blocks for K/V that another engine computed, leaving one for each running sequence; see the manager."""
         return self._kv.import_prefix(names, tokens, num_blocks, reserve=len(self._queue.running))
 
@@ -338,7 +337,7 @@ class Scheduler:
         return self._kv.first_names(request)
 
     @property
-    def recent_lengths(self) -> Seq[int]:
+    def recent_lengths(self) -> abc.Sequence[int]:
         """Return the tokens, prompts included, of the sequences completed last."""
         return self._recorder.lengths
 

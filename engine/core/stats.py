@@ -7,7 +7,7 @@ interpreter makes safe number by number: a scrape may see one histogram a step a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -70,7 +70,7 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: abc.Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
@@ -109,9 +109,9 @@ class Stats:
     # gauges
     num_running: int = 0
     num_waiting: int = 0  # never yet scheduled
-    num_waiting_tokens: int = 0  # prompt tokens still to compute of all that wait
+    num_waiting_tokens: int = 0  # prompt tokens of waiting requests that are still to be computed
     num_preempted: int = 0  # waiting to resume
-    num_background_running: int = 0  # of num_running, those that pause whenever anybody else is there
+    num_background_running: int = 0  # of num_running, those that pause while there is other work
     num_background_waiting: int = 0  # beside num_waiting and num_preempted: both of the background
     blocks_free: int = 0
     blocks_cached: int = 0
@@ -133,10 +133,10 @@ class Stats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     pins_refused: int = 0  # times that there was no place for one more block to retain
-    blocks_waste: float = 0.0  # share of the recent sequences' blocks that was empty at their end; told while idle
+    blocks_waste: float = 0.0  # share of the recent sequences' blocks that was empty at their end; updated while idle
     integrity_failures: int = 0  # times the books did not balance while idle: a bug of ours
-    failed_copies: int = 0  # steps taken back since blocks could not be copied to the host or from there
-    out_of_memory_steps: int = 0  # taken back, since the device had no memory for them
+    failed_copies: int = 0  # steps rolled back because blocks could not be copied to host memory or back
+    out_of_memory_steps: int = 0  # rolled back because the device had no memory for them
     yielded: int = 0  # preemptions for the sake of a tenant that held far less; counted in `preempted` too
     rejected: int = 0  # because the queue was full
     spec_drafts: int = 0  # times that tokens were drafted for a sequence

@@ -3,12 +3,13 @@
 A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
 runs. The engine thread makes plans and hands them to a Runner; a Runner reads them until the end of `wait` and keeps
 nothing of them afterwards: the lists that a slice refers to are the scheduler's own and grow on, and a decoding
-sequence's slices are written anew when the step has been committed.
+sequence's slices are rewritten when the step has been committed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import abc
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -41,16 +42,16 @@ class SequenceSlice:
     """
 
     slot: int
-    tokens: Sequence[int]
+    tokens: abc.Sequence[int]
     num_prompt: int
     start: int
     num_tokens: int
-    block_table: Sequence[int]
+    block_table: abc.Sequence[int]
     samples: tuple[Sample, ...]
     params: SamplingParams
     prompt_logprobs: int
     seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
-    drafts: Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
+    drafts: abc.Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
 
     def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
         """Return this slice with other positions; dataclasses.replace takes six times as long."""
@@ -93,8 +94,8 @@ class StepPlan(NamedTuple):
     copies: list[tuple[int, int]]  # (source, destination) physical blocks; no source was a destination before
     num_tokens: int
     num_samples: int
-    swap_out: Sequence[tuple[int, int]] = ()  # (physical block, host block)
-    swap_in: Sequence[tuple[int, int]] = ()  # (host block, physical block)
+    swap_out: abc.Sequence[tuple[int, int]] = ()  # (physical block, host block)
+    swap_in: abc.Sequence[tuple[int, int]] = ()  # (host block, physical block)
     num_drafts: Mapping[int, int] = {}
 
 
@@ -111,13 +112,15 @@ class Drafted(NamedTuple):
     A token is sampled behind every draft; those up to and with the first that differs from its draft are valid.
     """
 
-    token_ids: Sequence[int]  # none if even the first draw failed: then the drafts may be why, and it is tried without
+    token_ids: abc.Sequence[
+        int
+    ]  # none if even the first draw failed: then the drafts may be why, and it is tried without
     num_drafts: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     is_end: bool = False  # with the last of the tokens the sequence's grammar is complete
 
 
-def count_agreeing(drawn: Sequence[int], drafts: Sequence[int]) -> int:
+def count_agreeing(drawn: abc.Sequence[int], drafts: abc.Sequence[int]) -> int:
     """Return how many sampled tokens are valid, given the drafts that they should equal."""
     for count, (token, draft) in enumerate(zip(drawn, drafts, strict=False), start=1):
         if token != draft:
@@ -143,8 +146,8 @@ class StepResult:
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
-    pooled: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, abc.Sequence[TokenLogprob]] = field(default_factory=dict)
+    pooled: Mapping[int, abc.Sequence[int]] = field(default_factory=dict)
     errors: Mapping[int, Fault] = field(default_factory=dict)
     ended: Collection[int] = ()
     drafted: Mapping[int, Drafted] = field(default_factory=dict)
@@ -173,11 +176,11 @@ class Runner(Protocol):
         """
         ...
 
-    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+    def read_blocks(self, blocks: abc.Sequence[int], rows: Any) -> None:
         """Copy whole blocks out, as bytes: rows [blocks, bytes of a block] uint8, a numpy array."""
         ...
 
-    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+    def write_blocks(self, blocks: abc.Sequence[int], rows: Any) -> None:
         """Copy whole blocks in, before the next step reads them."""
         ...
 

@@ -69,7 +69,7 @@ class SamplingParams:
     `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` only what it
     allows is drawn, the rest of this within that; the sequence stops where the grammar is complete, eos_token_ids and
     min_tokens or not. An `adapter` changes the model itself, prompt included. With `beam` nothing is drawn: the n best of a
-    search are the answers, told when it is over; it goes by the model's own log probabilities, and what would change them
+    search are the answers, reported at its end; it uses the model's own log probabilities, and what would change them
     (from temperature to logit_bias) is not looked at.
     """
 
@@ -129,7 +129,7 @@ class Request:
     pins: tuple[Pin, ...] = ()
     deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
     max_queue_s: float | None = None  # ... in which it is to be started
-    is_background: bool = False  # runs in steps that nobody else needs, under every policy
+    is_background: bool = False  # runs in steps that no other work needs, under every policy
     tenant: str = ""  # on whose account it runs; "" is a tenant like any other
     weight: float = 1.0  # that tenant's, under the policy `fair`: with 2 it gets twice what others get
 

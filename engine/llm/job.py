@@ -26,10 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of a prompt's answers.
-
-    In a conversation, `text` is without thoughts and tool calls.
-    """
+    """One of a prompt's answers; in a chat, `text` has no thoughts or tool calls."""
 
     index: int
     text: str
@@ -90,10 +87,7 @@ class Job:
         self._timings: dict[int, RequestTimings | None] = {}
 
     def accept(self, event: TokenEvent) -> bool:
-        """Process an event; return True if a stop string just ended its choice.
-
-        Raises the event's error.
-        """
+        """Return True if a stop string ended the event's choice. Raises its error."""
         choice = self._choices[event.choice]
         if event.finish_reason is FinishReason.DROPPED:
             choice.drop()

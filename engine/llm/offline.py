@@ -199,10 +199,7 @@ class LLM:
         return None if loaded is None else loaded.adapter
 
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
-        """Return the job of a prompt.
-
-        Raises ClientError for a prompt that cannot be answered.
-        """
+        """Return the job of a prompt. Raises ClientError."""
         limits, body = self._limits, params.to_fields()
         text = None
         if isinstance(prompt, str):
@@ -229,10 +226,7 @@ class LLM:
         return self._job(text, ids, engine_params, text_rules(body, engine_params), body)
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
-        """Return the job of a conversation.
-
-        Raises ClientError for one that cannot be answered.
-        """
+        """Return the job of a conversation. Raises ClientError."""
         body = params.to_chat(conversation)
         self._limits.check_logprobs(params.logprobs, "logprobs")
         chat = self._preprocessor.prepare(body)
@@ -240,10 +234,7 @@ class LLM:
         return self._job(chat.text, chat.prompt, replace(chat.params, adapter=adapter), chat.rules, body)
 
     def _compile(self, constraint: Constraint | None) -> Grammar | None:
-        """Return the grammar that a field asks for.
-
-        Raises InvalidRequestError for one that cannot be used.
-        """
+        """Return the grammar that a field asks for. Raises InvalidRequestError."""
         return None if constraint is None else self._grammars.compile_now(*constraint)
 
     def _job(

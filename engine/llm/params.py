@@ -66,10 +66,7 @@ class SamplingParams:
         return checked(OfflineFields, self._values())
 
     def to_chat(self, conversation: Mapping[str, Any]) -> ChatFields:
-        """Return the checked fields of a conversation, whose own fields are given.
-
-        Raises InvalidRequestError.
-        """
+        """Return the checked fields of a conversation. Raises InvalidRequestError."""
         values = self._values()
         num_top = values.pop("logprobs")
         values |= {"logprobs": num_top is not None, "top_logprobs": num_top}

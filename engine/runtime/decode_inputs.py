@@ -52,9 +52,9 @@ class DecodeInputs:
         # Used alternately, so that the next step need not wait for the previous copy.
         self._hosts = cycle([Staging(shape, torch.int64, device) for _ in range(2)])
         # A padding row: no context, nothing stored, a slot without a sequence.
-        self._nobody = np.zeros((len(_Field), 1), np.int64)
-        self._nobody[_Field.SLOT], self._nobody[_Field.POSITION], self._nobody[_Field.KV_SLOT] = num_seqs, -1, -1
-        self._fields = torch.from_numpy(self._nobody).repeat(1, num_seqs).to(device)
+        self._padding = np.zeros((len(_Field), 1), np.int64)
+        self._padding[_Field.SLOT], self._padding[_Field.POSITION], self._padding[_Field.KV_SLOT] = num_seqs, -1, -1
+        self._fields = torch.from_numpy(self._padding).repeat(1, num_seqs).to(device)
         self._tables = torch.zeros((num_seqs + 1, self._width), dtype=torch.int32, device=device)
         self._rows = torch.arange(num_seqs, device=device)
         self._query_starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
@@ -65,7 +65,7 @@ class DecodeInputs:
         """Send the step's rows to the device, in the plan's order."""
         host = next(self._hosts)
         array, num_rows = host.begin(), len(plan.slices)
-        array[:, num_rows:] = self._nobody
+        array[:, num_rows:] = self._padding
         grown = [entry for piece in plan.slices for entry in self._grow(piece)]
         if grown:
             places, blocks = to_device(grown, torch.int64, self._fields.device).unbind(1)

@@ -32,10 +32,7 @@ def speaks_in_channels(template: str) -> bool:
 
 
 class ChannelParser(PieceParser):
-    """`push` text as it arrives, `finish` at its end.
-
-    Calls are thoughts unless it `reads_calls`.
-    """
+    """`push` text, `finish` at its end. Calls are thoughts unless it `reads_calls`."""
 
     def __init__(self, *, reads_calls: bool) -> None:
         super().__init__(self._beginning)

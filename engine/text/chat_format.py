@@ -30,10 +30,7 @@ Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the 
 
 
 class MessageParser:
-    """`push` text as it arrives, `finish` at its end.
-
-    Thoughts come first; calls are found in the rest.
-    """
+    """`push` text, `finish` at its end. Thoughts come first, calls in the rest."""
 
     def __init__(
         self, thoughts: ReasoningParser | ChannelParser | None, calls: JsonToolParser | XmlToolParser | None

@@ -54,10 +54,7 @@ class ChatPreprocessor:
         self._format = limits.chat_format
 
     def render(self, chat: Conversation) -> str:
-        """Return the prompt's text.
-
-        Raises InvalidRequestError if the template refuses it, or it cannot fit.
-        """
+        """Return the prompt's text. Raises InvalidRequestError or ContextLengthError."""
         template, chat_format = self._tokenizer.chat_template, self._format
         if template is None:
             raise InvalidRequestError(
@@ -81,10 +78,7 @@ class ChatPreprocessor:
         )
 
     def encode(self, chat: ChatFields, text: str) -> list[int]:
-        """Return the token ids of a rendered prompt.
-
-        Raises ContextLengthError for a text that cannot fit.
-        """
+        """Return the tokens of a rendered prompt. Raises ContextLengthError."""
         self.limits.check_length(text, "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
         return truncated(chat, ids, self.limits)
@@ -157,10 +151,7 @@ class ChatPreprocessor:
     def _forced_calls(
         self, chat: ChatFields, choice: ToolChoice, tool_format: ToolFormat, constraint: Constraint | None
     ) -> Constraint:
-        """Return a grammar of calls, or of calls and an answer in JSON.
-
-        Raises InvalidRequestError for another answer.
-        """
+        """Return a grammar of calls, perhaps with a JSON answer instead of them."""
         answer = None
         if constraint is not None:
             answer, param = constraint

@@ -44,10 +44,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """The new part of a choice.
-
-    Tokens appear when they are drawn; their text may follow later, once it is certain.
-    """
+    """The new part of a choice; text may follow its tokens once it is certain."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -49,10 +49,7 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text that is still held back, U+FFFD for an incomplete character.
-
-        Ends the stream.
-        """
+        """Return the text that is held back, U+FFFD for an incomplete character."""
         return self._decode()[self._known :] if len(self._window) > self._num_settled else ""
 
     def _decode(self) -> str:

@@ -99,10 +99,7 @@ def check_types(metadata: Mapping[str, Any]) -> None:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a GGUF file's metadata.
-
-    Raises ModelLoadError for a missing or unknown one.
-    """
+    """Return the tokenizer of a GGUF file's metadata. Raises ModelLoadError."""
     check_types(metadata)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:

@@ -14,10 +14,7 @@ from engine.text.types import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """The served model as request processing sees it: bounds, tokenizer, chat format.
-
-    Made once at start-up.
-    """
+    """The served model's bounds, tokenizer and chat format, fixed at start-up."""
 
     vocab_size: int
     max_model_len: int
@@ -38,10 +35,7 @@ class ModelLimits:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> ModelLimits:
-        """Return the limits of an engine and its tokenizer.
-
-        Raises ConfigError for a parser that does not fit.
-        """
+        """Return the limits of an engine. Raises ConfigError for an unfit parser."""
         return cls(
             vocab_size=vocab_size,
             max_model_len=config.max_model_len,
@@ -91,10 +85,7 @@ class ModelLimits:
             )
 
     def rest_of_context(self, num_prompt: int, param: str) -> int:
-        """Return the most tokens that can follow a prompt.
-
-        Raises ContextLengthError if there is room for none.
-        """
+        """Return the most tokens that can follow a prompt. Raises ContextLengthError."""
         if num_prompt >= self.max_model_len:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, but {param} has {num_prompt}, "

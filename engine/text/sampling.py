@@ -35,10 +35,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the engine's parameters.
-
-    Raises InvalidRequestError for what only the model or the server can refuse.
-    """
+    """Return the engine's parameters. Raises InvalidRequestError."""
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")

@@ -49,10 +49,7 @@ class BudgetError(Exception):
 
 
 def count(value: Any, max_values: float, max_chars: float) -> tuple[int, int]:
-    """Return the number of values in a value, and of their characters.
-
-    Raises BudgetError beyond the limits.
-    """
+    """Return the values and characters in a value. Raises BudgetError beyond limits."""
     num_values = num_chars = 0
     rest = [value]
     while rest:
@@ -158,10 +155,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return budget
 
     def turn(self, num_chars: int) -> bool:
-        """Charge a turn of a loop or a call of a macro, with the template text in it.
-
-        Returns True, for use in a condition.
-        """
+        """Charge a turn of a loop or a call of a macro; return True, for a condition."""
         self.budget.take(num_chars)
         return True
 

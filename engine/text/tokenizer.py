@@ -56,10 +56,7 @@ class TokenizerConfig:
 
 
 class TextTokenizer:
-    """A `tokenizers.Tokenizer` with the model's chat template and end tokens.
-
-    Implements Tokenizer.
-    """
+    """Implements Tokenizer with a `tokenizers.Tokenizer` and a chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig) -> None:
         backend.no_truncation()
@@ -81,10 +78,7 @@ class TextTokenizer:
         self.sampling_defaults = vocabulary.sampling_defaults
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text, never truncated.
-
-        Raises InvalidRequestError for invalid Unicode.
-        """
+        """Return the token ids of a text. Raises InvalidRequestError for bad Unicode."""
         try:
             # Unlike `encode` this releases the GIL; otherwise a long text would stop the engine on any thread.
             ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -59,17 +59,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text, never truncated.
-
-        Must not hold the GIL for long texts.
-        """
+        """Return the token ids of a text, never truncated, without holding the GIL."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of some ids, with U+FFFD for broken UTF-8.
-
-        Called for each token: must take microseconds.
-        """
+        """Return the text of some ids, with U+FFFD for broken UTF-8, in microseconds."""
         ...
 
     def to_json(self) -> str:
@@ -77,10 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one id, perhaps part of a character.
-
-        Empty for an id that the model has and the tokenizer has not.
-        """
+        """Return the bytes of an id, perhaps part of a character, or empty for no token."""
         ...
 
 

@@ -85,7 +85,7 @@ class Receiver:
     async def _fetch(self, request: Request) -> None:
         params = request.params
         if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
-            return  # nobody waits for it, or every position is computed for what is made of it
+            return  # no client waits for its first token, or every position has to be computed here
         prefix = _prefix(self._engine, request)
         try:
             num_missing = await asyncio.to_thread(self._handover.count_missing, prefix)

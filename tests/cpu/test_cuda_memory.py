@@ -20,7 +20,7 @@ from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, 
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
-from engine.runtime.cuda.card import check_card, explain_absence
+from engine.runtime.cuda.device import check_device, explain_absence
 from engine.runtime.cuda.faults import CudaRunner, to_fault
 from engine.runtime.device_memory import (
     CudaMemory,
@@ -274,23 +274,23 @@ def test_a_card_that_torch_was_not_built_for_is_refused(
 ) -> None:
     card.capability, card.archs = capability, archs
     if runs:
-        check_card(CUDA, torch.float16)
+        check_device(CUDA, torch.float16)
         return
     with pytest.raises(
         ConfigError, match=rf"no kernels for Imaginary GPU \(compute capability {capability[0]}\..*{archs[0]}"
     ):
-        check_card(CUDA, torch.float16)
+        check_device(CUDA, torch.float16)
 
 
 def test_bfloat16_is_refused_where_it_cannot_be_multiplied(card: Card) -> None:
-    check_card(CUDA, torch.bfloat16)
+    check_device(CUDA, torch.bfloat16)
     card.capability = (7, 5)
-    check_card(CUDA, torch.float16)
-    check_card(CUDA, torch.float32)
+    check_device(CUDA, torch.float16)
+    check_device(CUDA, torch.float32)
     with pytest.raises(
         ConfigError, match=r"\(compute capability 7\.5\) cannot multiply bfloat16, .* --dtype to float16"
     ):
-        check_card(CUDA, torch.bfloat16)
+        check_device(CUDA, torch.bfloat16)
 
 
 def test_the_absence_of_a_card_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

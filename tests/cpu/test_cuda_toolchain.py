@@ -122,7 +122,7 @@ def test_it_is_checked_before_a_model_is_read(
     monkeypatch.setattr(build, "resolve_device", lambda name: cuda)
     monkeypatch.setattr(build, "resolve_dtype", lambda config, device: torch.bfloat16)
     monkeypatch.setattr(build, "load_backend", lambda name, device: None)
-    monkeypatch.setattr(build, "check_card", lambda device, dtype: None)
+    monkeypatch.setattr(build, "check_device", lambda device, dtype: None)
     monkeypatch.setattr(build, "has_triton", lambda device: True)
     monkeypatch.setattr(build, "describe_choice", lambda name, device: "")
     monkeypatch.setattr(build, "choose_kernels", lambda setting: None)

@@ -1,15 +1,15 @@
-"""The one door to K/V blocks: who holds which, what can be found, what waits behind the pool.
+"""The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
 
-    lookup, prefetch                       hints about a waiting sequence; nothing is taken
+    lookup, prefetch                       hints about a waiting sequence; `prefetch` starts loads, nothing else is taken
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
-    publish, leave, hide                   what is computed can be found by others, or not
-    suspend, discard, free                 a sequence is preempted, with a ticket to resume from; or it ends
+    publish, leave, hide                   make computed blocks findable for other sequences, or keep them out
+    suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
     import_prefix, finish, cancel          K/V that another engine computed
     begin, committed, rolled_back          a step that moves blocks
 
-Three rules live here. A whole prompt is claimed in one go, so a prompt that has started never stalls for memory. A block
-with several holders is copied before it is written; so is one that a prompt shares only the beginning of. Tails are freed
-before heads, so the prefix cache evicts them first. Owned by the scheduler, engine thread.
+Three rules are enforced here. A prompt's blocks are allocated together, so a prompt that has started never stalls for
+memory. A block with several holders is copied before it is written, and so is one that a prompt shares only the
+beginning of. Tails are freed before heads, so the prefix cache evicts them first. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KVCacheManager:
         self._pins.targets.append(self._cache)
 
     def first_names(self, request: Request) -> list[bytes]:
-        """How the request's digest chain begins; its root is empty if nothing of it is to be cached."""
+        """Return how a request's chain of names begins; the root is empty if it is not cached."""
         if not self._caching:
             return [b""]
         digest = b"" if request.params.adapter is None else request.params.adapter.digest
@@ -66,10 +66,10 @@ class KVCacheManager:
         return bool(self._slots)
 
     def allocate(self, seq: Sequence, *, reserve: int) -> Grant | None:
-        """Take rows and every block that the known tokens need, cached ones first, leaving `reserve` blocks available.
+        """Take runner rows and all blocks that the known tokens need, leaving `reserve` blocks available; None if it cannot.
 
-        All or nothing; None means not now. The step that computes the sequence first loads what lower tiers have, and
-        copies a block that it shares only the beginning of.
+        Cached blocks come first. The step that computes the sequence loads what its ticket or lower tiers have, and
+        copies a block that the sequence shares only the beginning of.
         """
         if len(self._slots) < seq.num_slots:
             return None
@@ -92,7 +92,7 @@ class KVCacheManager:
             num_loaded += len(loads) * size
             source, num_copied = self._find_start(seq, len(hits) + len(loads), missing + reserve)
         pool.found(hits)
-        self.tiers.take(seq, loads)  # before the pool gives up blocks for it, which may drive others out of there
+        self.tiers.take(seq, loads)  # before the pool evicts blocks to host memory, which may evict these
         seq.kv.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
         to_fill = seq.kv.blocks[len(hits) :]
         copies = [(source, to_fill[len(loads)])] if num_copied else []
@@ -126,7 +126,7 @@ class KVCacheManager:
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
-        """The first so many victims without which there is room for a sequence, nothing cached; none if all would not do."""
+        """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
         needed = blocks_for(len(seq.tokens), self.block_size) + num_reserved
         for victim in victims:
@@ -138,7 +138,7 @@ class KVCacheManager:
         return []
 
     def _find_start(self, seq: Sequence, num_hits: int, num_needed: int) -> tuple[int, int]:
-        """A block that begins like the sequence's next one, and how many tokens they share; held, so that it stays."""
+        """Hold and return the block that begins like the sequence's next one, and how many tokens they share."""
         begin = num_hits * self.block_size
         rest = seq.tokens[begin : min(begin + self.block_size, len(seq.tokens) - 1)]
         source, num_shared = self._cache.match_start(seq.kv.chain[num_hits], rest)
@@ -151,7 +151,7 @@ class KVCacheManager:
         return source, num_shared
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block of its own for the next position, noting a copy if that needs one. False: none is left."""
+        """Give a sequence a block that it may write its next position to; False if there is none. May add to `copies`."""
         blocks, pool = seq.kv.blocks, self.pool
         if not seq.kv.shares_tail:
             if pool.is_exhausted:
@@ -168,7 +168,7 @@ class KVCacheManager:
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
-        """Give each child one of the parent's slots and a hold on all of its blocks."""
+        """Give each child one of the parent's slots, and share all of its blocks."""
         slots = parent.kv.slots
         parent.take_slots(slots[:1])
         for child, slot in zip(children, slots[1:], strict=True):
@@ -179,9 +179,9 @@ class KVCacheManager:
             self._share_tail(sharer)
 
     def reassign(self, seq: Sequence, other: Sequence, seq_id: int) -> None:
-        """Give a sequence, for all that it has, a hold on all of another's blocks. No plan in flight may name it.
+        """Replace a sequence's blocks by another's, shared. No plan in flight may name the sequence.
 
-        What it has is an abandoned beam's, and not worth being shown to the prefix cache.
+        Its own blocks are an abandoned beam's, and are not published.
         """
         for block in other.kv.blocks:
             self.pool.fork(block)
@@ -203,8 +203,8 @@ class KVCacheManager:
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
         """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        They are to be filled, then `finish` or `cancel` is called once. Nobody finds or reuses them meanwhile, so bytes
-        that arrive late reach no other owner.
+        The caller fills them, then calls `finish` or `cancel`. Until then they are found and reused by no sequence, so
+        bytes that arrive late reach no other owner.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
@@ -232,19 +232,19 @@ class KVCacheManager:
             self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
-        """Show the prefix cache all blocks that are full and computed by now."""
-        # With overlap, the K/V of a token may be there that an abort threw away: nobody knows which one it was.
+        """Make all blocks of a sequence findable that are full and computed."""
+        # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
         if seq.request.pins:
             self._pin(seq, seq.kv.num_published, full)
         seq.kv.num_published = full
         due = (full + 1) * self.block_size
-        # Its answer is shown when it leaves; but with lower tiers at once, for there it has to be named.
+        # An answer is published at its end; but at once if there are lower tiers, which need names.
         seq.kv.next_publish = due if due <= seq.num_prompt or self._listener is not None else NEVER
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
-        """Of a sequence's blocks first .. stop - 1, which can be found, pin those that its request wants kept."""
+        """Pin those of a sequence's published blocks first .. stop - 1 that its request wants to be retained."""
         request, size = seq.request, self.block_size
         for index in range(first, min(stop, max(pin.num_tokens for pin in request.pins) // size)):
             seconds = max([pin.seconds for pin in request.pins if (index + 1) * size <= pin.num_tokens])
@@ -254,17 +254,17 @@ class KVCacheManager:
             seq.kv.num_pinned = max(seq.kv.num_pinned, (index + 1) * size)
 
     def leave(self, seq: Sequence) -> None:
-        """Let others find all that a sequence has computed, which it frees now or soon."""
+        """Make all computed blocks of a sequence findable, which it frees now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
             self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
     def hide(self, seq: Sequence) -> None:
-        """Publish nothing more of a sequence: another may compute it, or what was computed may be wrong."""
+        """Publish nothing more of a sequence: its last blocks may be incomplete or wrong."""
         seq.kv.is_cacheable, seq.kv.next_publish = False, NEVER
 
     def free(self, seq: Sequence) -> None:
-        """Take everything back; the sequence is as if nothing of it had been computed. What it leaves can be found."""
+        """Free all blocks and slots; the sequence is as if nothing was computed. Its blocks can be found."""
         self.leave(seq)
         self._slots += reversed(seq.kv.slots)
         self.pool.free(*reversed(seq.reset()))
@@ -288,17 +288,17 @@ class KVCacheManager:
             seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to host memory and back: it fails. Suspended sequences are recomputed."""
+        """Stop copying blocks to host memory and back, since it fails. Suspended sequences are recomputed."""
         self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """Pins whose time is over end."""
+        """Unpin contents whose pins have expired."""
         self._pins.expire(now)
 
     def begin(self) -> list[tuple[int, int]]:
-        """A step is planned: return what it copies out first, (block of the pool, host block)."""
+        """A step is planned: return the copies that it makes first, (block of the pool, host block)."""
         return self.tiers.host.take_due()
 
     def committed(self, step: InFlightStep) -> None:

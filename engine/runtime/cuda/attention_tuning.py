@@ -62,7 +62,7 @@ def choose_tuning(
     Decode: two tiles of K and V in flight, 64 KiB, times two programs an SM. Little's law asks for less: 4.8 TB/s times
     a latency of 0.7 us is 25 KiB an SM. A narrow pool's tile has twice the keys in as many bytes. Prompts: rows as many as
     keep the accumulator in registers, since K and V are read once a tile of rows; keys as many as fit 99 KiB of shared
-    memory with the next tile on its way, so that one entry runs on every card, but for a head_dim of 256, which large
+    memory with the next tile on its way, so that one entry runs on every GPU, except a head_dim of 256, which large
     shared memory takes better.
     """
     cuts = _DECODE_CUT, _PROMPT_CUT

@@ -44,7 +44,7 @@ Rows = Callable[[int], memoryview]  # the bytes of a host block
 
 
 def has_blocks(folder: Path, fingerprint: str) -> bool:
-    """Whether a folder holds blocks under this fingerprint."""
+    """Return True if a folder holds blocks under this fingerprint."""
     return (folder / f"{fingerprint}.kv").is_file()
 
 
@@ -71,7 +71,7 @@ class DiskStore:
     """A Store over one folder. Made by the thread that starts the daemon, then the engine thread's."""
 
     def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
-        """Take the folder. Raises ConfigError where that cannot be."""
+        """Lock the folder and read its index. Raises ConfigError if it cannot be used."""
         self._stride = -(-block_bytes // _PAGE) * _PAGE
         self.num_slots = num_slots
         self._folder = folder
@@ -114,7 +114,7 @@ class DiskStore:
         return [(digest, slot) for digest, (_, slot) in sorted(found.items(), key=lambda item: item[1])]
 
     def _make_way(self, num_blocks: int) -> None:
-        """Have other fingerprints' files leave room for so many blocks within the bound."""
+        """Remove other fingerprints' files until so many blocks fit the bound."""
         bound = self.num_slots * self._stride
         while self._others and num_blocks * self._stride + sum(size for _, size in self._others) > bound:
             name, _ = self._others.pop(0)
@@ -122,7 +122,7 @@ class DiskStore:
                 (self._folder / (name + kind)).unlink(missing_ok=True)
 
     def serve(self, rows: Rows, wait_for_copies: Callable[[], None]) -> None:
-        """Begin. `wait_for_copies` returns once the copies between pool and host that were launched are done."""
+        """Start the thread. `wait_for_copies` returns once all launched copies between pool and host are done."""
         self._thread = threading.Thread(
             target=self._work, args=(rows, wait_for_copies), name="quire-kv-store", daemon=True
         )
@@ -144,7 +144,7 @@ class DiskStore:
             return done
 
     def close(self) -> None:
-        """Finish what is queued, and let the folder go."""
+        """Finish what is queued, and unlock the folder."""
         if self._thread is not None:
             self._queue.put((2, next(self._order), None))
             self._thread.join()
@@ -165,7 +165,7 @@ class DiskStore:
             self._done.put((transfer, is_good))
 
     def _write(self, transfer: Transfer, row: memoryview) -> bool:
-        """The block, then its entry: between the two, the slot's old entry does not go with what is in it."""
+        """Write the block, then its entry: between the two, the slot's old entry fails its checksum."""
         checksum = _checksum(transfer.name, row)
         self._make_way(len(self._checksums) + (transfer.slot not in self._checksums))
         _write_all(self._blocks, row, transfer.slot * self._stride)
@@ -197,7 +197,7 @@ class DiskStore:
 
 
 def _checksum(digest: bytes, row: memoryview) -> int:
-    """Against accidents: whoever may write to the folder is trusted. 0.1 ms for a block of SmolLM2's; BLAKE2b took 0.6."""
+    """Return a checksum against accidents, not attacks: 0.1 ms for a block of SmolLM2's, where BLAKE2b takes 0.6."""
     return zlib.crc32(row, zlib.crc32(digest))
 
 
@@ -220,7 +220,7 @@ def _lock(folder: Path) -> int:
 
 
 def _other_files(folder: Path, fingerprint: str) -> list[tuple[str, int]]:
-    """Other fingerprints and the bytes that each takes, the one that was written to longest ago first."""
+    """Return the other fingerprints and their bytes, the one written longest ago first."""
     found: dict[str, tuple[float, int]] = {}
     for path in folder.iterdir():
         if path.suffix in _KINDS and path.stem != fingerprint:
@@ -231,7 +231,7 @@ def _other_files(folder: Path, fingerprint: str) -> list[tuple[str, int]]:
 
 
 def _check_room(folder: Path, blocks: int, num_bytes: int, num_leaving: int) -> None:
-    """Whether the disk has it, with what is there already and what makes way."""
+    """Raise ConfigError unless the disk has room, counting the files that are there and those to be removed."""
     there = os.fstat(blocks).st_blocks * 512 + num_leaving
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize + there

@@ -21,22 +21,22 @@ _GIB = 1 << 30
 
 
 class HostPool(Protocol):
-    """Where swapped blocks are. `begin` and `bring_in` are called for every plan, with its copies between."""
+    """Host blocks. `begin` and `bring_in` are called for every plan, with its copy-on-write copies between."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy out what the plan swaps out, before anything is written to the pool; let earlier arrivals be complete."""
+        """Copy out the plan's `swap_out`, before anything is written to the pool, and complete earlier arrivals."""
         ...
 
     def settle(self) -> None:
-        """Let earlier arrivals be complete before whatever is launched next, between plans."""
+        """Complete earlier arrivals before anything else is launched, between plans."""
         ...
 
     def bring_in(self, plan: StepPlan) -> None:
-        """Copy in what the plan swaps in, before any slice that reads it."""
+        """Copy in the plan's `swap_in`, before any slice that reads it."""
         ...
 
     def row(self, host_block: int) -> memoryview:
-        """The bytes of a host block, for another thread; which is to call `finish_copies` before."""
+        """Return the bytes of a host block, for another thread, which calls `finish_copies` first."""
         ...
 
     def finish_copies(self) -> None:
@@ -44,12 +44,12 @@ class HostPool(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
 def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:
-    """Main memory for blocks, [num_blocks, numbers of a block of all of `pool`]. Raises MemoryBudgetError."""
+    """Allocate main memory for blocks, [num_blocks, numbers of a block of all of `pool`]. Raises MemoryBudgetError."""
     size = sum(view[0].numel() for view in pool)
     try:
         return huge_pages.zeros((num_blocks, size), pool[0].dtype)
@@ -61,18 +61,18 @@ def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:
 
 
 def rows_as_bytes(rows: Tensor) -> list[memoryview]:
-    """The same memory, row by row."""
+    """Return the rows' memory, row by row."""
     return [memoryview(row) for row in rows.view(torch.uint8).numpy()]
 
 
 def split_rows(rows: Tensor, pool: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of rows that belong to each view of the pool, in its shape."""
+    """Return the part of the rows of each view of the pool, in the view's shape."""
     parts = rows.split([view[0].numel() for view in pool], dim=1)
     return [part.unflatten(1, view.shape[1:]) for part, view in zip(parts, pool, strict=True)]
 
 
 class MainMemoryPool:
-    """Beside a pool that is in main memory itself, and so in a file, which the system may write its pages to."""
+    """Host blocks of a pool that is in main memory itself: in a file, so that the system may write their pages there."""
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int, folder: Path | None = None) -> None:
         self._pool = list(pool)
@@ -82,25 +82,25 @@ class MainMemoryPool:
         self._rows = split_rows(rows, pool)
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy out."""
+        """Copy the plan's `swap_out`."""
         self._copy(self._pool, self._rows, plan.swap_out)
 
     def settle(self) -> None:
-        """They are."""
+        """Do nothing: copies are complete when their plan was launched."""
 
     def bring_in(self, plan: StepPlan) -> None:
-        """Copy in."""
+        """Copy the plan's `swap_in`."""
         self._copy(self._rows, self._pool, plan.swap_in)
 
     def row(self, host_block: int) -> memoryview:
-        """As it lies there."""
+        """Return the bytes of a host block."""
         return self._bytes[host_block]
 
     def finish_copies(self) -> None:
-        """They are done when a plan was launched."""
+        """Do nothing: copies are complete when their plan was launched."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._pool, self._rows, self._bytes = [], [], []
 
     def _copy(self, sources: list[Tensor], destinations: list[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
@@ -116,7 +116,7 @@ class MainMemoryPool:
 
 
 def count_host_blocks(num_gib: float, bytes_per_block: int, room: int | None, flag: str = "--swap-space") -> int:
-    """Blocks in the GiB that `flag` asks for. `room` is what main memory has left; None where they are not to be there.
+    """Return the blocks in the GiB that `flag` asks for; `room` is what main memory has left, None if they go elsewhere.
 
     Raises ConfigError if it is less than a block or more than there is.
     """

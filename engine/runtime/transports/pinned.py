@@ -40,7 +40,7 @@ class PinnedPool:
         self._arrived: torch.cuda.Event | None = None  # until a step has waited for it
 
     def begin(self, plan: StepPlan) -> None:
-        """Gather and send off; and wait for what earlier plans brought in, whoever owns those blocks now."""
+        """Gather and send what the plan copies out; have the step wait for what earlier plans brought in."""
         step = torch.cuda.current_stream(self._device)
         self.settle()
         for pairs in _batches(plan.swap_out, self._num_staged):
@@ -53,13 +53,13 @@ class PinnedPool:
                 self._left.record(self._stream)
 
     def settle(self) -> None:
-        """Have the step's stream wait for what was brought in."""
+        """Have the step's stream wait for blocks that were copied in."""
         if self._arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived)
             self._arrived = None
 
     def bring_in(self, plan: StepPlan) -> None:
-        """Fetch, and scatter once the blocks' last readers are done; wait only if this step reads them."""
+        """Copy in, and scatter once the blocks' last readers are done; the step waits only if it reads them."""
         if not plan.swap_in:
             return
         step = torch.cuda.current_stream(self._device)
@@ -76,7 +76,7 @@ class PinnedPool:
             step.wait_event(self._arrived)
 
     def row(self, host_block: int) -> memoryview:
-        """As it lies there."""
+        """Return the bytes of a host block."""
         return self._bytes[host_block]
 
     def finish_copies(self) -> None:
@@ -84,7 +84,7 @@ class PinnedPool:
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Let go of the memory, once nothing is on its way."""
+        """Free the memory, once all copies are done."""
         self._stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._rows.data_ptr())
         del self._pool, self._rows, self._bytes, self._leaving, self._arriving
@@ -94,13 +94,13 @@ class PinnedPool:
 
 
 def gather(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
-    """Blocks [N] of every view of the pool into rows [N, numbers of a block]."""
+    """Copy blocks [N] of every view of the pool into rows [N, numbers of a block]."""
     for view, part in zip(pool, split_rows(rows, pool), strict=True):
         torch.index_select(view, 0, blocks, out=part)
 
 
 def scatter(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
-    """The way back."""
+    """Copy rows [N, numbers of a block] into blocks [N] of every view of the pool."""
     for view, part in zip(pool, split_rows(rows, pool), strict=True):
         view.index_copy_(0, blocks, part)
 
@@ -114,7 +114,7 @@ def read_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> 
 
 
 def write_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> None:
-    """The way back."""
+    """Copy rows in main memory into blocks."""
     device = pool[0].device
     for numbers, some in _portions(blocks, rows):
         scatter(pool, to_device(numbers, torch.int64, device), some.to(device))
@@ -127,7 +127,7 @@ def _portions(blocks: Sequence[int], rows: Tensor) -> Iterator[tuple[Sequence[in
 
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Adjacent blocks as (the first, its place in the list, how many): one copy each."""
+    """Return runs of adjacent blocks as (first block, its index in the list, count): one copy each."""
     begin = 0
     for at in range(1, len(blocks) + 1):
         if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
@@ -141,8 +141,7 @@ def _batches(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[Sequence[t
 
 
 def _pin(rows: Tensor) -> None:
-    """Keep memory where it is, so that the device may copy by itself. torch's own pinned memory would take up to twice
-    as much: it comes in powers of two."""
+    """Pin memory, so that the device copies it itself. torch's own pinned memory comes in powers of two, up to twice as much."""
     status = torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
     if status.value != 0:
         raise MemoryBudgetError(

@@ -110,10 +110,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def checked(kind: type[Body], values: Mapping[str, Any]) -> Body:
-    """Return a body made of Python values.
-
-    Raises InvalidRequestError with the sentence that a client would get.
-    """
+    """Return a body made of Python values. Raises InvalidRequestError."""
     with plain_errors():
         return kind.model_validate(values)
 
@@ -149,10 +146,7 @@ def _describe_fault(fault: ErrorDetails) -> tuple[str, str]:
 
 
 def _culprit(fault: ErrorDetails) -> str:
-    """Return the number that pydantic's own sentences leave out.
-
-    Text is never repeated: it may be a secret.
-    """
+    """Return the offending number, but never text, which may be a secret."""
     value = fault["input"]
     if fault["type"] == "value_error" or not isinstance(value, int | float):
         return ""

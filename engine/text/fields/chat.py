@@ -28,10 +28,7 @@ def _as_text(content: Any) -> Any:
 
 
 def _joined(parts: list[Any]) -> str:
-    """Return the text of all parts.
-
-    Raises UnsupportedError for a part of another type.
-    """
+    """Return the text of all parts. Raises UnsupportedError for another type."""
     texts = []
     for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
@@ -44,10 +41,7 @@ def _joined(parts: list[Any]) -> str:
 
 
 class Message(RequestBody):
-    """One turn of a conversation.
-
-    Its other fields (name, tool_call_id, ...) are for the chat template to read.
-    """
+    """One turn of a conversation; other fields are for the chat template to read."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = ""
@@ -130,10 +124,7 @@ class Conversation(RequestBody):
 
 
 class ChatFields(SamplingFields, Conversation):
-    """A conversation to answer.
-
-    `logprobs` switches them on, `top_logprobs` counts alternatives.
-    """
+    """A conversation to answer; `top_logprobs` counts alternatives."""
 
     logprobs: bool = False
     top_logprobs: Integer | None = Field(None, ge=0)

@@ -106,10 +106,7 @@ class ResponseFormat(RequestBody):
         return self._tags() if self.structures else None
 
     def _tags(self) -> GrammarSpec:
-        """Return the grammar of tags in free text.
-
-        A tag belongs to the longest trigger that it begins with.
-        """
+        """Return the grammar of tags in free text, each under its longest trigger."""
         tags = []
         for structure in self.structures:
             fitting = [trigger for trigger in self.triggers if trigger and structure.begin.startswith(trigger)]

@@ -31,10 +31,7 @@ class GrammarCache:
         self._alive: weakref.WeakSet[GuidanceGrammar] = weakref.WeakSet()
 
     def get(self, spec: GrammarSpec) -> GuidanceGrammar | None:
-        """Return a usable grammar, or None.
-
-        Raises GrammarError for a spec that is known not to compile.
-        """
+        """Return a usable grammar, or None. Raises GrammarError for a known refusal."""
         found = self._entries.get(spec)
         if found is None:
             return None
@@ -47,10 +44,7 @@ class GrammarCache:
         return found
 
     def check_room(self) -> None:
-        """Drop what is too much.
-
-        Raises OverloadedError if the grammars of running requests exceed the bound.
-        """
+        """Drop old entries. Raises OverloadedError if grammars in use exceed the bound."""
         self._trim()
         if self.num_bytes > self._max_bytes:
             raise OverloadedError(

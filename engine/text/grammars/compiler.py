@@ -58,10 +58,7 @@ class GrammarCompiler:
             raise _about(error, param) from error
 
     async def warm_up(self) -> None:
-        """Prepare what the first grammar would wait for.
-
-        Holds the GIL for 0.2 s with 49,152 tokens.
-        """
+        """Prepare for the first grammar. Holds the GIL for 0.2 s with 49,152 tokens."""
         try:
             await asyncio.wrap_future(self._builder.warm_up())
         except OverloadedError:

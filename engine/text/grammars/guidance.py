@@ -91,10 +91,7 @@ class GuidanceVocabulary:
     """The model's tokens in llguidance's form, and the threads that fill masks."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, end_ids: frozenset[int]) -> None:
-        """Takes 0.2 s for 49,152 tokens, holding the GIL.
-
-        The trial process has done the same before.
-        """
+        """Takes 0.2 s for 49,152 tokens, holding the GIL; a trial has done it before."""
         self.tokens = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(end_ids) or None)
         self.end_ids = end_ids
         self.executor = LLExecutor()
@@ -104,10 +101,7 @@ class GuidanceGrammar:
     """A compiled grammar, from which matchers start."""
 
     def __init__(self, vocabulary: GuidanceVocabulary, grammar: str, num_bytes: int) -> None:
-        """Build a grammar that passed its trial, where it took `num_bytes`.
-
-        Raises GrammarError.
-        """
+        """Build a grammar that took `num_bytes` in its trial. Raises GrammarError."""
         self._executor = vocabulary.executor
         self.end_ids = vocabulary.end_ids
         self.is_broken = False  # a matcher failed, perhaps with the lexer that all share

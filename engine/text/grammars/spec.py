@@ -19,10 +19,7 @@ class GrammarKind(str, Enum):
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar that is not compiled yet.
-
-    `whitespace` and `is_lenient` are for JSON: see `of_json_schema`.
-    """
+    """A grammar before it is compiled; see `of_json_schema` for the last two."""
 
     kind: GrammarKind
     text: str

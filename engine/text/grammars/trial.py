@@ -60,10 +60,7 @@ class GrammarTrial:
         self._process = ChildProcess(module, limit_s=_MAX_ANSWER_S, idle_s=idle_s, set_up=self._set_up)
 
     def run(self, spec: GrammarSpec, *, cpu_s: float) -> Tried:
-        """Return the grammar in llguidance's form, known to build.
-
-        Raises GrammarError, or OverloadedError if it was not tried.
-        """
+        """Return a grammar that builds. Raises GrammarError, or OverloadedError untried."""
         task = {**spec._asdict(), "kind": spec.kind.value, "cpu_s": cpu_s}
         try:
             answer = _read(self._process.ask([_json(task)]))

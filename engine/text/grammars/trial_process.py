@@ -71,10 +71,7 @@ def private_bytes(statm: bytes) -> int:
 
 
 def to_guidance(task: dict[str, Any]) -> str:
-    """Return the task in llguidance's own form.
-
-    Raises any kind of Exception for text it cannot read.
-    """
+    """Return the task in llguidance's own form. Raises Exception of any kind."""
     kind, text = task["kind"], task["text"]
     if kind == "json_schema":
         options: dict[str, Any] = {"whitespace_pattern": task["whitespace"], "lenient": task["is_lenient"]}
@@ -111,10 +108,7 @@ def attempt(task: dict[str, Any], tokens: LLTokenizer) -> dict[str, Any]:
 
 
 def _walk(first: LLMatcher) -> None:
-    """Compute masks along a few random answers.
-
-    Raises ValueError where the grammar cannot be followed.
-    """
+    """Compute masks along a few random answers. Raises ValueError if they fail."""
     chance = random.Random(0)
     for _ in range(_NUM_WALKS):
         matcher = first.deep_copy()

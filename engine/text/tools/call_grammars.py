@@ -71,10 +71,7 @@ class OfferedTool(NamedTuple):
 
 
 def _embedded(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Return Lark that embeds a schema.
-
-    Text that looks like a rule of GBNF is spelled so that it does not.
-    """
+    """Return Lark that embeds a schema, with text that looks like GBNF escaped."""
     return "%json " + json.dumps({**schema, "x-guidance": options}).replace("::=", ":\\u003a=")
 
 
@@ -97,10 +94,7 @@ def forced_grammar(
     max_calls: int | None,
     answer: GrammarSpec | None = None,
 ) -> str:
-    """Return Lark for one or more calls of `tools`, or for a JSON `answer` instead.
-
-    The format is forced_format's.
-    """
+    """Return Lark for calls in forced_format's format, or a JSON `answer` instead."""
     more = (max_calls or MAX_CALLS) - 1
     lines = [
         "start: calls" + (" | answer" if answer else ""),
@@ -133,10 +127,7 @@ def _forced_calls(tool_format: ToolFormat, more: int) -> str:
 def free_text_grammar(
     tools: Sequence[OfferedTool], tool_format: ToolFormat, special_tokens: Mapping[str, int], *, parallel: bool
 ) -> str:
-    """Return Lark for any text with calls of `tools` in it, in the format's way.
-
-    Raises InvalidRequestError for a schema that cannot be enforced in it.
-    """
+    """Return Lark for free text with calls in it. Raises InvalidRequestError."""
     if tool_format is HARMONY:
         return _channel_grammar(tools, special_tokens)
     if tool_format.is_xml:
@@ -198,10 +189,7 @@ def _bare_head(tools: Sequence[OfferedTool]) -> str:
 
 
 def _channel_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int]) -> str:
-    """Return Lark for messages of which some call `tools`.
-
-    Raises InvalidRequestError if the marks are not tokens.
-    """
+    """Return Lark for messages in channels. Raises InvalidRequestError."""
     if not special_tokens.keys() >= set(MARKS):
         raise InvalidRequestError(
             "tools cannot be used: the marks of this model's channels are no tokens, so strict cannot be enforced; leave it out.",
@@ -245,10 +233,7 @@ _MAX_PARTS = 1024  # ... which multiply: a few references can make billions
 
 
 def _xml_grammar(tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
-    """Return Lark for any text with calls of `tools` in it.
-
-    Raises InvalidRequestError for unenforceable schemas.
-    """
+    """Return Lark for text with XML calls in it. Raises InvalidRequestError."""
     is_token, space = OPENING in special_tokens, f"/{_SPACE}/"
     opening = _literal(OPENING, special_tokens)
     lines = [
@@ -341,10 +326,7 @@ def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int)
 
 
 def _both(name: str, key: str, beside: Mapping[str, Any], within: Any) -> Mapping[str, Any]:
-    """Return a schema that demands what two demand, of the values that both name.
-
-    Refuses other differences.
-    """
+    """Return the schema of both; refuse keywords on which they differ."""
     if not isinstance(within, Mapping):
         return beside
     within = {one: within[one] for one in within.keys() & _RESTRICTING}

@@ -11,10 +11,7 @@ from engine.text.tools.xml_parser import CLOSING, FUNCTION, OPENING
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls.
-
-    The defaults are JSON objects, each with a name and arguments.
-    """
+    """How a family of models writes calls; by default, as JSON objects."""
 
     name: str
     marks: tuple[tuple[str, str], ...] = ()  # the texts before and after calls; the latter may be empty

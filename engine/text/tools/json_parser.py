@@ -111,10 +111,7 @@ class CallReader:
 
 
 class ArgumentsReader:
-    """Reads the arguments of a call whose name comes before them.
-
-    Used like a CallReader.
-    """
+    """Reads arguments whose call's name comes before them, like a CallReader."""
 
     __slots__ = ("_json", "_name", "has_begun", "is_whole", "pieces", "raw")
 
@@ -149,10 +146,7 @@ def _as_object(value: str) -> str | None:
 
 
 class JsonToolParser(PieceParser):
-    """`push` text as it arrives, `finish` at its end.
-
-    `names` are those of the request's tools.
-    """
+    """`push` text, `finish` at its end. `names` are the request's tools."""
 
     def __init__(self, tool_format: ToolFormat, names: frozenset[str]) -> None:
         super().__init__(self._text)
@@ -191,10 +185,7 @@ class JsonToolParser(PieceParser):
             self._is_fresh = False
 
     def _text(self) -> bool:
-        """Read content up to a mark.
-
-        Space before a mark belongs to it, so space waits for the next text.
-        """
+        """Read content up to a mark, holding back space, which may belong to the mark."""
         buffer = self._buffer
         words = buffer.lstrip()
         if self._is_fresh and self._format.is_bare and words[:1] in ("{", "["):

@@ -43,10 +43,7 @@ Schema = Mapping[str, Any]
 
 
 class XmlToolParser(PieceParser):
-    """`push` text as it arrives, `finish` at its end.
-
-    `tools` maps the request's tools to the schemas of their parameters.
-    """
+    """`push` text, `finish` at its end. `tools` has the schemas of parameters."""
 
     def __init__(self, tools: Mapping[str, Schema]) -> None:
         super().__init__(self._text)
@@ -92,10 +89,7 @@ class XmlToolParser(PieceParser):
             self._pieces.append(CallArguments(text))
 
     def _text(self) -> bool:
-        """Read content up to a mark.
-
-        Space before a mark belongs to it, so space waits for the next text.
-        """
+        """Read content up to a mark, holding back space, which may belong to the mark."""
         buffer = self._buffer
         found = first_of(buffer, (OPENING, FUNCTION))
         if found is None:
@@ -266,10 +260,7 @@ def types_at(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the types of all alternatives.
-
-    Each reference is followed once: references may form circles.
-    """
+    """Return the types of all alternatives, following each reference once."""
     found: set[str] = set()
     seen: set[str] = set()
     left = [schema]

@@ -21,19 +21,19 @@ def explain_absence() -> str:
     )
 
 
-def check_card(device: torch.device, dtype: torch.dtype) -> None:
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
     """Raise ConfigError for a GPU without kernels in torch's build, or without `dtype`."""
     capability = torch.cuda.get_device_capability(device)
-    card = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
+    gpu = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
     built_for = torch.cuda.get_arch_list()
     if not _runs_on(built_for, capability):
         raise ConfigError(
-            f"This torch ({torch.__version__}) has no kernels for {card}, only for {', '.join(built_for)}; install one "
+            f"This torch ({torch.__version__}) has no kernels for {gpu}, only for {', '.join(built_for)}; install one "
             "that was built for it, or use --device cpu."
         )
     if dtype == torch.bfloat16 and capability < _FIRST_WITH_BFLOAT16:
         raise ConfigError(
-            f"{card} cannot multiply bfloat16, which needs 8.0 or newer; set --dtype to float16, or to float32 if the "
+            f"{gpu} cannot multiply bfloat16, which needs 8.0 or newer; set --dtype to float16, or to float32 if the "
             "model's numbers are too large for that."
         )
 
