@@ -1,7 +1,7 @@
 """The adapters that requests may name: load, find, unload. Any thread; knows no tensors.
 
-`max_loras` bounds how many adapters are in memory: loaded ones, and unloaded ones that requests still use. `load` reads files
-and takes a while, during which `find` does not wait.
+`max_loras` bounds how many adapters are in memory: loaded ones, and unloaded ones that requests still use. `load` reads
+files and takes a while, during which `find` does not wait.
 """
 
 from __future__ import annotations

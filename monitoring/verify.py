@@ -2,8 +2,8 @@
 
 `python monitoring/verify.py [--url http://host:port]` starts a daemon (unless --url names one) and Prometheus (Debian's
 package, or --prometheus PATH) with the repository's configuration, sends requests of every kind, and fails if a panel's
-PromQL is an error or finds nothing, or if an alert names a series that does not exist. Exit status 0 means that no panel is
-empty.
+PromQL is an error or finds nothing, or if an alert names a series that does not exist. Exit status 0 means that no
+panel is empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The HTTP application: wires the parts, mounts the endpoints, starts and stops the engine with them.
+"""The HTTP application: its parts, its endpoints, its start and end.
 
 Everything here runs on the event loop. The daemon (server/daemon.py) may drain the engine before the lifespan ends,
 through `app.state.context.client.stop`; the lifespan's stop is then immediate.
@@ -78,7 +78,10 @@ def routers() -> list[APIRouter]:
 
 
 def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
-    """Return an application that serves one engine; its lifespan starts the engine's thread and drains it."""
+    """Return an application that serves one engine.
+
+    Its lifespan starts the engine's thread and drains it.
+    """
     context = _context(engine, tokenizer, config)
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
     context.public_prefixes.add(prefixes, engine.config.block_size)
@@ -181,7 +184,10 @@ async def _stop(context: Context) -> None:
 
 
 def _routed(context: Context, **options: Any) -> FastAPI:
-    """Return an application with the endpoints and nothing around them, which is what batches' lines are sent to."""
+    """Return an application with the endpoints and nothing around them.
+
+    The lines of batches are sent to such applications.
+    """
     app = FastAPI(
         title="Quire",
         version=VERSION,
@@ -199,7 +205,10 @@ def _routed(context: Context, **options: Any) -> FastAPI:
 
 
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
-    """Return the middlewares, outermost first: log, refuse foreign web pages, allow origins, check the key."""
+    """Return the middlewares, outermost first.
+
+    They log, refuse foreign web pages, allow origins, and check the key.
+    """
     config = context.config
     stack = [Middleware(RequestScope, emit=context.telemetry.emit)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts

@@ -52,7 +52,7 @@ _IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The application's parts. Made once by create_app, read by routes on the event loop."""
+    """The application's parts, made once by create_app. Event loop."""
 
     engine: Engine
     client: EngineClient
@@ -108,13 +108,16 @@ class Context:
         raise ApiError(404, "model_not_found", message, "model")
 
     async def render(self, body: Conversation) -> str:
-        """Return a conversation's prompt, without holding up the event loop. Raises InvalidRequestError."""
+        """Return a conversation's prompt; a long one is rendered on another thread.
+
+        Raises InvalidRequestError.
+        """
         if body.is_long or _IS_LARGE.get():
             return await run_slowly(lambda: self.preprocessor.render(body))
         return self.preprocessor.render(body)
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text. Raises ContextLengthError for one that cannot fit."""
+        """Return the token ids of each text. Raises ContextLengthError."""
         for text in texts:
             self.limits.check_length(text, param)
 

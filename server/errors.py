@@ -1,4 +1,4 @@
-"""Turns exceptions into HTTP answers, in OpenAI's envelope, or in Anthropic's on the paths of its API.
+"""Turns exceptions into HTTP answers, in OpenAI's or Anthropic's envelope.
 
     {"error": {"message": ..., "type": ..., "param": ... | null, "code": ...}}
     {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}
@@ -114,14 +114,14 @@ class ApiError(Exception):
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Return whether a write failed because the disk is full; OSError or SQLite's error."""
+    """Return whether a write of a file or of SQLite failed on a full disk."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return isinstance(error, sqlite3.Error) and "disk is full" in str(error)  # its code has no name before Python 3.11
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the answer for an exception; an unforeseen one gets a 500 without details."""
+    """Return the answer for an exception; unforeseen ones get a bare 500."""
     if isinstance(error, ApiError):
         return error
     if is_disk_full(error):
@@ -174,6 +174,9 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Register the answers to known exceptions; the outermost middleware logs and answers the rest."""
+    """Register the answers to known exceptions.
+
+    The outermost middleware logs and answers the others.
+    """
     for kind in (ApiError, QuireError, ValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _answer)

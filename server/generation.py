@@ -1,4 +1,4 @@
-"""Turns the engine's events for one answer into deltas of its choices, and counts them.
+"""Turns the engine's events into deltas of an answer's choices.
 
 Event loop only. Stands between the mailbox (client.py) and the formatters; knows neither HTTP nor JSON.
 """
@@ -31,7 +31,7 @@ class ChoiceDelta(NamedTuple):
 
 
 class Generation:
-    """The choices of an open answer: call `next_deltas` until it returns none, or `all_deltas`."""
+    """The choices of an open answer, read by `next_deltas` or `all_deltas`."""
 
     def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: Tokenizer, rules: TextRules) -> None:
         self._answer = answer
@@ -84,7 +84,10 @@ class Generation:
         return history
 
     async def next_deltas(self) -> list[ChoiceDelta]:
-        """Wait for new text and return it, [] when all choices are done. Raises the error of a choice that failed."""
+        """Wait for new deltas and return them, [] when all choices are done.
+
+        Raises the error of a choice that failed.
+        """
         news: list[ChoiceDelta] = []
         while self._num_open and not news:
             heard = await self._listen()
@@ -92,7 +95,10 @@ class Generation:
         return news
 
     async def all_deltas(self, *, settled: bool = False) -> list[Delta]:
-        """Wait for the end and return one delta a choice, in order; if `settled`, wait as `settle` does."""
+        """Wait for the end and return one delta a choice, in order.
+
+        If `settled`, wait as `settle` does.
+        """
         while self._num_open:
             await self._listen()
         deltas = []
@@ -105,12 +111,15 @@ class Generation:
         return deltas
 
     async def settle(self) -> None:
-        """Wait until the engine has ended every choice, after the last delta: with a stop string a step later."""
+        """Wait until the engine has ended every choice, after the last delta.
+
+        A choice that a stop string ended takes one step longer.
+        """
         while not self.timeline.is_complete:
             await self._listen()
 
     async def _listen(self) -> list[int]:
-        """Wait for events, hand them to their choices, and return the choices that had one."""
+        """Wait for events, hand them on, and return the choices that had one."""
         heard: dict[int, None] = {}  # ordered, each once
         for number, (prompt, event) in enumerate(await self._answer.take(), start=1):
             if not number % TURN_EVENTS:
@@ -142,7 +151,7 @@ class Generation:
 
 
 async def _accept(choice: Choice, event: TokenEvent) -> bool:
-    """Hand an event to a choice; a long prompt that it echoes is decoded on the slow thread."""
+    """Hand an event to a choice; a long echo is decoded on the slow thread."""
     if event.prompt is not None and choice.num_echoed > MAX_INLINE_ECHO:
         return await run_slowly(lambda: choice.accept(event))
     return choice.accept(event)

@@ -1,4 +1,4 @@
-"""The outermost middleware: gives every HTTP request an id, reports its end, and answers unforeseen exceptions.
+"""The outermost middleware: ids, the end of requests, unforeseen exceptions.
 
 Plain ASGI on the event loop: a streamed answer costs one wrapped `send` an event and nothing is buffered. Knows no
 route and no protocol.
@@ -29,7 +29,7 @@ RECORD = "record"
 
 
 class RequestScope:
-    """Normalises a request, gives it an id, reports its end, and lets no exception out.
+    """Normalises a request, gives it an id, reports its end, answers exceptions.
 
     What is inside sees a GET for a HEAD, and no slash at the end of a path: a redirect would lose the body of a POST.
     """
@@ -38,7 +38,7 @@ class RequestScope:
         self._app, self._emit = app, emit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the request; an unforeseen exception becomes a 500, unless the answer has begun."""
+        """Run the request; an unforeseen exception becomes a 500, if it still can."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -95,7 +95,7 @@ class RequestScope:
 
 
 def log_answer(event: Event) -> None:
-    """Write the line of an answered HTTP request, with the counts and times of a generating one."""
+    """Write the log line of an answered HTTP request."""
     if not isinstance(event, HttpAnswered):
         return
     level = logging.INFO if event.method == "POST" else logging.DEBUG  # probes and scrapes are frequent
@@ -110,7 +110,10 @@ def log_answer(event: Event) -> None:
 
 
 def _is_anthropic(path: str, headers: Headers) -> bool:
-    """Return whether a request is one of Anthropic's API; its clients name its version on paths that both APIs have."""
+    """Return whether a request is one of Anthropic's API.
+
+    On paths that both APIs have, its clients name its version.
+    """
     if path.startswith("/v1/models"):
         return "anthropic-version" in headers
     return path == "/v1/messages" or path.startswith("/v1/messages/")

@@ -1,4 +1,4 @@
-"""How every endpoint that runs the engine answers: submit, then send one JSON document or a stream of events.
+"""Answers every request that runs the engine: a JSON document, or a stream.
 
 A client that leaves ends its request: a stream through its response's scope, a plain answer by watching for the
 disconnect. Event loop.
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 def engine_requests(
     context: Context, body: EngineBody, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Request]:
-    """Return one engine request a prompt. Raises a 404 for an adapter that has been unloaded."""
+    """Return one engine request a prompt. Raises a 404 for an unloaded adapter."""
     answer_id = uuid.uuid4().hex
     adapter = context.adapter(body.model)
     if adapter is not None:
@@ -76,14 +76,17 @@ def engine_requests(
 
 
 def answer_id(requests: Sequence[Request]) -> str:
-    """Return the part of the engine's request ids that they share; clients see it in the answer's id."""
+    """Return the shared part of the request ids, which is in the answer's id."""
     return requests[0].request_id.partition("-")[0]
 
 
 def submit(
     http: HttpRequest, context: Context, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
 ) -> tuple[Answer, Generation]:
-    """Submit requests and record them. Raises what the tenant's limits or the engine refuse with."""
+    """Submit requests and record them.
+
+    Raises what the tenant's limits or the engine refuse with.
+    """
     account: Account | None = getattr(http.state, TENANT, None)
     if account is not None:
         requests = _admit(context, account, requests)
@@ -108,13 +111,16 @@ def submit(
 
 
 def _admit(context: Context, account: Account, requests: Sequence[Request]) -> Sequence[Request]:
-    """Return the requests on an account. Raises OverloadedError beyond the tenant's limits."""
+    """Return the requests on an account. Raises OverloadedError."""
     account.check(request_s=context.engine.stats.e2e_s.mean)
     return [context.public_prefixes.mark(request) for request in account.sign(requests)]
 
 
 async def _prefill_elsewhere(http: HttpRequest, context: Context, requests: Sequence[Request]) -> None:
-    """Have the prefill daemon compute the prompts. Raises what `submit` would refuse these requests with."""
+    """Have the prefill daemon compute the prompts.
+
+    Raises what `submit` would refuse these requests with.
+    """
     assert context.receiver is not None
     for request in requests:
         check_request(request, context.engine.config)
@@ -132,7 +138,10 @@ async def respond(
     rules: TextRules,
     formatter: ResponseFormatter,
 ) -> Response:
-    """Submit requests and return their answer. Raises what the engine refuses with, before anything is sent."""
+    """Submit requests and return their answer.
+
+    Raises what the engine refuses with, before anything is sent.
+    """
     if context.receiver is not None:
         await _prefill_elsewhere(http, context, requests)
     answer, generation = submit(http, context, requests, rules, stream=body.stream)
@@ -151,7 +160,10 @@ async def respond(
 
 
 def with_timings(document: bytes, generation: Generation, body: EngineBody) -> Response:
-    """Return a plain answer, its timings in a header and, if the body asks for them, in the document."""
+    """Return a plain answer, with its timings in a header.
+
+    If the body asks for them, they are in the document, too.
+    """
     spans, cached = generation.timeline.spans(), generation.num_cached_tokens
     headers = {} if spans is None else {"server-timing": server_timing(spans, cached)}
     if body.include_metrics and spans is not None:
@@ -162,7 +174,10 @@ def with_timings(document: bytes, generation: Generation, body: EngineBody) -> R
 async def _frames(
     generation: Generation, formatter: ResponseFormatter, *, wants_metrics: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the frames of a stream; whatever fails becomes its last one, as the status has been sent."""
+    """Yield the frames of a stream.
+
+    An exception becomes the last frame, as the status has been sent.
+    """
     try:
         if opening := formatter.opening():
             yield opening
@@ -192,7 +207,10 @@ def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
-    """Return the result of `work`; raise ClientDisconnect if the client leaves first. The body must have been read."""
+    """Return the result of `work`; raise ClientDisconnect if the client leaves.
+
+    The body must have been read.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(receive())  # only the disconnect can follow the body
     try:
@@ -207,9 +225,9 @@ async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Resu
 
 
 class EventStream(Response):
-    """Streams server-sent events while its answer's scope is open; a client that leaves aborts the request.
+    """Streams server-sent events while its answer's scope is open.
 
-    A token costs one `send`, and no task, timer or lock.
+    A client that leaves aborts the request. A token costs one `send`, and no task, timer or lock.
     """
 
     def __init__(
@@ -220,7 +238,10 @@ class EventStream(Response):
         keep_alive_s: float,
         status: Callable[[], Awaitable[str]],
     ) -> None:
-        """After `keep_alive_s` without a frame send a comment, never if 0; `status` is the text of one while it waits."""
+        """After `keep_alive_s` without a frame a comment is sent, never if it is 0.
+
+        `status` returns the text of the comment while the request waits.
+        """
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no", "content-type": "text/event-stream"})
@@ -252,7 +273,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _comment(self, send: Send) -> None:
-        """Send comments while the stream is silent: its status until it begins, whenever that changes, then pings."""
+        """Send comments while the stream is silent.
+
+        Until it begins, they are its status whenever that changes, then pings.
+        """
         clock = asyncio.get_running_loop().time
         self._sent_s = clock()
         last = ""
@@ -271,7 +295,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": comment, "more_body": True})
 
     async def _read_status(self) -> str:
-        """Return the status, or "" if a long step keeps the engine from reporting it soon."""
+        """Return the status, or "" if a long step keeps the engine from replying."""
         with contextlib.suppress(ApiError, asyncio.TimeoutError):  # not the builtin's before Python 3.11
             return await asyncio.wait_for(self._status(), min(STATUS_S, self._keep_alive_s))
         return ""

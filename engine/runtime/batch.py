@@ -1,9 +1,9 @@
 """Builds a step's index tensors from a StepPlan; no other module makes them.
 
-One pass over the slices makes plain lists. They go into a host buffer (pinned for a GPU) and to the device in one copy for
-each type. Block tables persist between steps, one row a slot, and only new entries are written. The buffers come in pairs,
-used alternately, so that with overlap the next step need not wait for the previous copy. An id that is not known yet,
-because the previous step draws it, is read on the device from `last_ids[slot]`. Engine thread.
+One pass over the slices makes plain lists. They go into a host buffer (pinned for a GPU) and to the device in one copy
+for each type. Block tables persist between steps, one row a slot, and only new entries are written. The buffers come in
+pairs, used alternately, so that with overlap the next step need not wait for the previous copy. An id that is not known
+yet, because the previous step draws it, is read on the device from `last_ids[slot]`. Engine thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Lists(NamedTuple):
 class _BlockTables:
     """The running sequences' block tables as one array, a row a slot.
 
-    A table grows at its end, and only its last block may be replaced, by a copy-on-write. A sequence that resumes after a
-    preemption has another list. So a row is updated from its last known block on.
+    A table grows at its end, and only its last block may be replaced, by a copy-on-write. A sequence that resumes after
+    a preemption has another list. So a row is updated from its last known block on.
     """
 
     def __init__(self, num_slots: int, widest: int) -> None:

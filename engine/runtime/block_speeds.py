@@ -18,7 +18,7 @@ _NUM_STEPS, _NUM_ROUNDS = 5, 2
 
 
 def measure_speeds(runner: ModelRunner, config: SchedulerConfig) -> dict[int, float]:
-    """Return tokens a second for each block size that the pool and the attention backend accept.
+    """Return tokens a second for each block size that pool and backend accept.
 
     Afterwards the runner's pool is void, and it has no CUDA graphs, for these are recorded for one size."""
     speeds: dict[int, float] = {}

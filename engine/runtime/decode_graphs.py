@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs, recorded once for each batch size.
 
-A step of a small model is about three hundred kernels of a few microseconds, which the host cannot launch as fast as they
-run. A graph contains them all: the batch from DecodeInputs, the model, the draw, and the drawn ids where the next step reads
-them. A batch between two sizes is padded. The splits of attention are recorded too, so steps with a long context have
-separate graphs, of fewer sizes. Engine thread.
+A step of a small model is about three hundred kernels of a few microseconds, which the host cannot launch as fast as
+they run. A graph contains them all: the batch from DecodeInputs, the model, the draw, and the drawn ids where the next
+step reads them. A batch between two sizes is padded. The splits of attention are recorded too, so steps with a long
+context have separate graphs, of fewer sizes. Engine thread.
 """
 
 from __future__ import annotations

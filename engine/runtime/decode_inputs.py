@@ -1,8 +1,8 @@
 """The inputs of decode steps, on the device at fixed addresses, for captured graphs.
 
-The host sends a few numbers a row in one copy. Block tables are on the device, a row a slot, and a step sends each table's
-last block; a table that is new, or has grown by more, is written before. Ids are read on the device; the host sends one
-only if the device does not have it, as after a prompt. Engine thread.
+The host sends a few numbers a row in one copy. Block tables are on the device, a row a slot, and a step sends each
+table's last block; a table that is new, or has grown by more, is written before. Ids are read on the device; the host
+sends one only if the device does not have it, as after a prompt. Engine thread.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class DecodeInputs:
     def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
         """Return the first `num_rows` as a batch, how they are drawn, and their slots [num_rows].
 
-        Device operations only, which a graph can record. Attention is split for contexts of `max_context` tokens; longer
-        ones are correct but slower. `last_ids` [slots + 1] int64.
+        Device operations only, which a graph can record. Attention is split for contexts of `max_context` tokens;
+        longer ones are correct but slower. `last_ids` [slots + 1] int64.
         """
         fields = self._fields[:, :num_rows]
         slots, known, position = fields[_Field.SLOT], fields[_Field.ID], fields[_Field.POSITION]

@@ -1,8 +1,8 @@
 """Measures a CUDA device's memory on full steps, to size the K/V pool; checks it afterwards.
 
 The share (--gpu-memory-utilization) is of the whole GPU: memory of other processes and of the CUDA context counts too.
-Everything is measured on the device or as torch's reserved memory, not as its allocated memory, because a fragmented cache
-costs as much as a used one. Runs once, on the thread that starts the daemon.
+Everything is measured on the device or as torch's reserved memory, not as its allocated memory, because a fragmented
+cache costs as much as a used one. Runs once, on the thread that starts the daemon.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def measure_memory(
 ) -> CudaMemory:
     """Run full steps over a small pool and measure memory; with `captures`, record graphs too.
 
-    `config` is the engine's except for its pool; the real pool will have `num_tensors` tensors. Only the loaded model is kept
-    afterwards. Raises MemoryBudgetError if the GPU is too small even for this.
+    `config` is the engine's except for its pool; the real pool will have `num_tensors` tensors. Only the loaded model
+    is kept afterwards. Raises MemoryBudgetError if the GPU is too small even for this.
     """
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)

@@ -1,7 +1,7 @@
 """Names what K/V depends on besides tokens: weights, types, layout, kernels.
 
-Start-up thread. Weights are identified by their files' names, sizes and modification times. A copied file has another fingerprint: that
-costs a cache, and never gives a wrong answer.
+Start-up thread. Weights are identified by their files' names, sizes and modification times. A copied file has another
+fingerprint: that costs a cache, and never gives a wrong answer.
 """
 
 from __future__ import annotations

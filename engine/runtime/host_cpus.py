@@ -1,7 +1,8 @@
 """Counts the processors that this process may use, control groups included.
 
-A container's limit is a control group's quota (Linux cgroups, version 1 or 2): processor time in a period. A larger team of
-threads would be suspended for the rest of every period. Reads a few files of /proc and /sys once, at start-up; no torch.
+A container's limit is a control group's quota (Linux cgroups, version 1 or 2): processor time in a period. A larger
+team of threads would be suspended for the rest of every period. Reads a few files of /proc and /sys once, at start-up;
+no torch.
 """
 
 from __future__ import annotations

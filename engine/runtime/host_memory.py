@@ -1,7 +1,7 @@
 """Measures the memory that this process can still allocate, control groups included.
 
-The limits of containers and service managers are control groups' (Linux cgroups, version 1 or 2); any group up to the root
-may be the tightest. Reads a few files of /proc and /sys once, at start-up; no torch.
+The limits of containers and service managers are control groups' (Linux cgroups, version 1 or 2); any group up to the
+root may be the tightest. Reads a few files of /proc and /sys once, at start-up; no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Allocates main memory on huge pages, for weights and K/V pools.
 
-With pages of 4 KiB, address translation slows reading of weights (a decode step of SmolLM2 in bfloat16 on two cores: 9.0
-ms, with huge pages 8.6), and each new page of the K/V pool costs a fault. Any thread: pools are made at start, an adapter's
-memory by its loader, and `populate` runs on the engine thread.
+With pages of 4 KiB, address translation slows reading of weights (a decode step of SmolLM2 in bfloat16 on two cores:
+9.0 ms, with huge pages 8.6), and each new page of the K/V pool costs a fault. Any thread: pools are made at start, an
+adapter's memory by its loader, and `populate` runs on the engine thread.
 """
 
 from __future__ import annotations

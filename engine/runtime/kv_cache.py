@@ -158,8 +158,8 @@ class KVCache:
 def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Allocate blocks in main memory, with block b of all layers contiguous.
 
-    A new block is then one piece of new memory. With one pool a layer, all pools would reach a new huge page in the same
-    step, which would wait until hundreds of pages are cleared.
+    A new block is then one piece of new memory. With one pool a layer, all pools would reach a new huge page in the
+    same step, which would wait until hundreds of pages are cleared.
     """
     num_blocks = shapes[0][1]
     sizes = [math.prod(shape) // num_blocks for shape in shapes]
@@ -228,8 +228,8 @@ def fit_pool(
 ) -> PoolSize:
     """Return the blocks that the budget holds, and the longest sequence they serve.
 
-    If `asked_len` is None (--max-model-len auto) the length is lowered to the longest that fits. A requested length that
-    does not fit is a MemoryBudgetError, and so is a budget below one block.
+    If `asked_len` is None (--max-model-len auto) the length is lowered to the longest that fits. A requested length
+    that does not fit is a MemoryBudgetError, and so is a budget below one block.
     """
     num_blocks = budget.num_bytes // bytes_per_block
     account = f" ({budget.account})" if budget.account else ""

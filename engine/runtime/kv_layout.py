@@ -1,12 +1,13 @@
 """The head-major layout of a K or V pool, and the content of a narrow pool.
 
-The layout is [num_kv_heads, num_blocks, block_size, head_dim]. One head's run of adjacent blocks is one contiguous matrix, so
-attention reads it without a copy. In a narrow pool, of int8 or fp8 (e4m3), the last dimension is SCALE_BYTES longer in any
-layout: a token's row of one head has numbers up to the PEAK of their type, and a float32 scale. Engine thread.
+The layout is [num_kv_heads, num_blocks, block_size, head_dim]. One head's run of adjacent blocks is one contiguous
+matrix, so attention reads it without a copy. In a narrow pool, of int8 or fp8 (e4m3), the last dimension is SCALE_BYTES
+longer in any layout: a token's row of one head has numbers up to the PEAK of their type, and a float32 scale. Engine
+thread.
 
 fp8 has an exponent, and could do without a scale or with one a head. But keys of some models are larger than 448, and
-numbers below 2^-6 lose digits; a scale a head would require calibration. A scale a row is right for all, and the kernels
-apply it to scores and weights: one product for each of these instead of one for each number.
+numbers below 2^-6 lose digits; a scale a head would require calibration. A scale a row is right for all, and the
+kernels apply it to scores and weights: one product for each of these instead of one for each number.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 SCALE_BYTES = 4
 PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow pools, and the largest number of each
-# Least peak of a row. Smaller ones, such as zeros, are stored as if they had it; otherwise the scale or its inverse would not
-# be a normal float32.
+# Least peak of a row. Smaller ones, such as zeros, are stored as if they had it; otherwise the scale or its inverse
+# would not be a normal float32.
 SMALLEST_PEAK = 2.0**-116
 
 

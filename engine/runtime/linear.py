@@ -1,7 +1,7 @@
 """The one matrix product of every model: y = x W^T + b.
 
-All linears go through `Linear`, so other ways to store or multiply a weight are added here, and models do not change. On
-a CPU the weight is packed once, for the first of these that applies:
+All linears go through `Linear`, so other ways to store or multiply a weight are added here, and models do not change.
+On a CPU the weight is packed once, for the first of these that applies:
 
 - the native library's product with quantised weights: rows of a GGUF file as stored, or int8 on request.
 - the native library's product. Each sum has one order, so a row's result has the same bits in any batch, and a seeded
@@ -66,9 +66,9 @@ class Addend(NamedTuple):
 class Linear:
     """A weight [outputs, inputs] and an optional bias, uninitialised until filled.
 
-    A part of the weight may be `keep`t in its file's format instead; the unwritten part of `weight` then takes no memory.
-    A weight of float8_e4m3fn must be kept, because copying would lose the scales.
-    With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
+    A part of the weight may be `keep`t in its file's format instead; the unwritten part of `weight` then takes no
+    memory. A weight of float8_e4m3fn must be kept, because copying would lose the scales. With an activation the weight
+    is gates and then as many ups, and y = activation(gates x) * ups x.
     """
 
     __slots__ = ("_activation", "_fp8", "_kept", "_kernel", "_quantization", "bias", "shape", "weight")

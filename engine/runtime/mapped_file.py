@@ -1,7 +1,8 @@
 """Allocates memory backed by an unnamed file, to which the system can page out.
 
-The file disappears with the process. If the folder is itself in main memory (tmpfs), its free space is the limit. Copying a
-block of SmolLM2 there takes 0.02 ms, as in any memory (0.15 ms when its pages are first touched). Start-up thread.
+The file disappears with the process. If the folder is itself in main memory (tmpfs), its free space is the limit.
+Copying a block of SmolLM2 there takes 0.02 ms, as in any memory (0.15 ms when its pages are first touched). Start-up
+thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Runner that computes with a model: a StepPlan in, sampled ids out.
 
-    blocks moved -> batch -> forward -> prompt log probabilities, pooled states -> LM head of the sampled rows -> sampler
-    -> host
+    blocks moved -> batch -> forward -> prompt log probabilities, pooled states -> LM head of the sampled rows ->
+    sampler -> host
 
 Only rows that are sampled or scored go through the LM head. On a GPU nothing waits before `wait`: results travel to
 pinned memory behind an event, and drawn ids stay on the device in `last_ids[slot]` for the step that needs them.
@@ -190,9 +190,9 @@ class ModelRunner:
         self._drafter = drafter
 
     def open_host_pool(self, num_blocks: int, folder: Path | None = None) -> HostPool:
-        """Have blocks for what plans swap: in main memory, or beside a pool that is there in a file in `folder`.
+        """Open host blocks for swapped K/V: in main memory, or on a CPU in a file.
 
-        Raises MemoryBudgetError or ConfigError.
+        The file is in `folder`, or in the system's temporary folder. Raises MemoryBudgetError or ConfigError.
         """
         if self._device.type == "cuda":
             from engine.runtime.transports.pinned import PinnedPool

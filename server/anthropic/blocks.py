@@ -37,7 +37,10 @@ class CacheControl(RequestBody):
 
 
 class Place(NamedTuple):
-    """A mark's place in a conversation, in order: after the last of `num_blocks` blocks of a message."""
+    """A mark's place in a conversation; places compare in order.
+
+    It is after the last of `num_blocks` blocks of a message.
+    """
 
     turn: int  # the message's number; 0 is the system prompt, after the tools
     num_blocks: int
@@ -168,7 +171,10 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
 
 
 def last_marks(marks: Iterable[tuple[Place, CacheControl]]) -> dict[float, Place]:
-    """Return the last place to retain for each duration, without those that a longer one covers."""
+    """Return the last place to retain for each duration.
+
+    A place that a longer duration covers is left out.
+    """
     last: dict[float, Place] = {}
     for place, mark in marks:
         last[mark.seconds] = max(place, last.get(mark.seconds, place))

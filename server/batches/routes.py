@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: files of requests, run while the engine is otherwise idle."""
+"""/v1/files and /v1/batches: requests that run while the engine is idle."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class ResponseBody(BaseModel):
-    """Base of every answer: only what was set is sent, so a field may be null on purpose or absent."""
+    """Base of every answer: only fields that were set are sent."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
@@ -50,7 +50,7 @@ class ResponseBody(BaseModel):
 
 
 def most_values(raw: bytes | bytearray) -> int:
-    """Return an upper bound of count_values, in 3 ms for a million bytes: text within strings counts, too."""
+    """Return an upper bound of count_values: text within strings counts, too."""
     return 1 + _marks(raw) + _strings(raw.count(b'"'))
 
 
@@ -68,13 +68,13 @@ def count_values(raw: bytes | bytearray) -> int:
 
 
 def _marks(text: bytes | bytearray) -> int:
-    """Return the count of values but the first: each follows a comma or a colon, or is a container's first."""
+    """Return the values but the first, from the commas, colons and brackets."""
     num_containers = text.count(b"[") + text.count(b"{")
     return text.count(b",") + text.count(b":") + (CONTAINER_WEIGHT - 1) * num_containers
 
 
 def _strings(num_quotes: int) -> int:
-    """Return the extra count of strings: the value, or the colon after a name, is counted already."""
+    """Return the extra count of strings beyond their commas and colons."""
     return (STRING_WEIGHT - 1) * (num_quotes // 2)
 
 
@@ -102,7 +102,7 @@ def parse(raw: bytes | bytearray) -> Any:
 
 
 def read(model: type[Checked], raw: bytes | bytearray) -> Checked:
-    """Return a document as a model. Raises a 400, ValidationError, or what the model's own checks raise."""
+    """Return a document as a model. Raises ApiError or ValidationError."""
     return model.model_validate(parse(raw))
 
 
@@ -112,7 +112,10 @@ def is_large(raw: bytes | bytearray) -> bool:
 
 
 def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[bytes]:
-    """Return a request's body, which ends in a 413 beyond a limit; raise it now if Content-Length exceeds that."""
+    """Return a request's body, which ends in a 413 beyond a limit.
+
+    Raises the 413 now if Content-Length exceeds the limit.
+    """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise ApiError(413, "request_too_large", message)
@@ -129,7 +132,7 @@ def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[byt
 
 
 class BodyReader:
-    """`receive` and `read` from the event loop, `read_here` and `read_member` from worker threads."""
+    """Reads bodies; `read_here` and `read_member` may run on worker threads."""
 
     def __init__(self, max_values: int, max_body_bytes: int) -> None:
         """`max_values` bounds the JSON values of a body, as count_values counts them."""
@@ -166,7 +169,10 @@ class BodyReader:
             self._num_held_bytes -= num_bytes
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
-        """Return a large body as a model; empties `raw`. Raises ApiError, ValidationError or ClientError."""
+        """Return a large body as a model; empties `raw`.
+
+        Raises ApiError, ValidationError or ClientError.
+        """
         parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
         return await run_slowly(lambda: model.model_validate(unpack(parts)))
 

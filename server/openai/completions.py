@@ -181,7 +181,7 @@ router = APIRouter()
 
 
 def completion_params(body: CompletionBody, limits: ModelLimits) -> SamplingParams:
-    """Return the engine's parameters, the same for every prompt. Raises InvalidRequestError."""
+    """Return the engine's parameters, for every prompt. Raises InvalidRequestError."""
     limits.check_logprobs(body.logprobs, "logprobs")
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     scored = max((count for count in wanted if count is not None), default=None)

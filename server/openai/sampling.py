@@ -85,7 +85,7 @@ class EngineBody(QueueFields):
 
     @property
     def retained_s(self) -> float:
-        """Return for how long the whole prompt should stay cached; 0 for no longer than others."""
+        """Return for how long to keep the whole prompt cached; 0 for no longer."""
         return 0.0
 
 

@@ -5,8 +5,8 @@
     lfu     least often found first; counts age, so popularity ends
     cost    least computing saved first: finding a block saves it and all blocks found after it
 
-A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end. Owned by the
-block pool, engine thread.
+A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end. Owned by
+the block pool, engine thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-# Of slru, for blocks that were found again: their largest share of the pool, and how many times the pool's size is evicted
-# before one that is not found again goes too.
+# Of slru, for blocks that were found again: their largest share of the pool, and how many times the pool's size is
+# evicted before one that is not found again goes too.
 _PROTECTED_SHARE = 0.8
 _MAX_TURNOVERS = 4
 
@@ -57,8 +57,8 @@ class Lru(OrderedDict[int, None]):
 
     __slots__ = ()
 
-    # The ordered dict's methods: a Python function would double the cost. A plain dict is no faster in the middle and takes
-    # 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
+    # The ordered dict's methods: a Python function would double the cost. A plain dict is no faster in the middle and
+    # takes 0.5 to 1.5 us to find its first key once others before it are gone; this one takes 0.1.
     add = OrderedDict.setdefault
     remove = OrderedDict.__delitem__
 
@@ -76,8 +76,9 @@ class Lru(OrderedDict[int, None]):
 class Slru:
     """Two queues: a block enters the first one, and the second one after it was found.
 
-    Blocks beyond the second queue's bound fall back to the first, and blocks that stayed there while the pool was turned
-    over several times are evicted. Otherwise blocks that are no longer found would stay, and new ones would never be found.
+    Blocks beyond the second queue's bound fall back to the first, and blocks that stayed there while the pool was
+    turned over several times are evicted. Otherwise blocks that are no longer found would stay, and new ones would
+    never be found.
     """
 
     __slots__ = ("_found", "_max_protected", "_num_evicted", "_patience", "_probation", "_protected")

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Container, Iterable
 
 from engine.core.in_flight import InFlightStep
+from engine.core.kv.block_index import Tier
 from engine.core.kv.page_table import Ticket, blocks_for
 from engine.core.kv.prefix_cache import name_block
-from engine.core.kv.tier import Tier
 from engine.core.sequence import Sequence
 
 

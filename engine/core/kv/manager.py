@@ -9,7 +9,8 @@
 
 Three rules are enforced here. A prompt's blocks are allocated together, so a prompt that has started never stalls for
 memory. A block with several holders is copied before it is written, and so is one that a prompt shares only the
-beginning of. Tails are freed before heads, so the prefix cache evicts them first. Owned by the scheduler, engine thread.
+beginning of. Tails are freed before heads, so the prefix cache evicts them first. Owned by the scheduler, engine
+thread.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ content has no name). There are three rules:
     order    a block is pinned only after one that is pinned for at least as long: prefixes stay whole
     place    beyond the bound a pin replaces the one that ends soonest, if that ends sooner than itself
 
-The operator's pins never end, so they are not replaced. A pin only orders eviction: a sequence that needs a block gets it.
-Owned by the scheduler, engine thread; knows no clock, only the times it is given.
+The operator's pins never end, so they are not replaced. A pin only orders eviction: a sequence that needs a block gets
+it. Owned by the scheduler, engine thread; knows no clock, only the times it is given.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from typing import NamedTuple, Protocol
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
+from engine.core.kv.block_index import Tier
 from engine.core.kv.host_tier import HostTier
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import name_block
-from engine.core.kv.tier import Tier
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
 

@@ -1,7 +1,7 @@
 """The base class of attention backends, what each can do, and the batch they work on.
 
-A backend owns the layout of the K/V pool; everything above it knows blocks and slots only. One `prepare` per step lets a
-backend build its metadata once for all layers. Knows no model. Engine thread.
+A backend owns the layout of the K/V pool; everything above it knows blocks and slots only. One `prepare` per step lets
+a backend build its metadata once for all layers. Knows no model. Engine thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
-    """What an attention backend can do beyond `attend`. Declared once by each backend, asked at build time."""
+    """What a backend can do beyond `attend`; declared once, asked at build time."""
 
     graphs: bool = False  # may be captured in a CUDA graph once prepared
     rotates: bool = False  # norms, rotates and stores in one pass: `rotate_and_attend`
@@ -60,11 +60,11 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[BackendCapabilities]
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: B027
-        """Raise ConfigError for a layer, over a pool of `dtype`, that the backend has no kernel for."""
+        """Raise ConfigError for a layer and pool that the backend has no kernel for."""
 
     @abstractmethod
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of one layer's K (and of its V) tensor in this backend's layout, head_dim last.
+        """Return the shape of one layer's K (and V) in this backend's layout, head_dim last.
 
         With int8 K/V the tensors are int8 and their last dimension is longer, as described in pool.py.
         """
@@ -75,14 +75,14 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Store k, v [T, num_kv_heads, head_dim] at the batch's slots, then attend: q and the result [T, num_heads, head_dim]."""
+        """Store k, v [T, kv heads, head_dim], then attend: q and the result [T, heads, head_dim]."""
 
     def rotate_and_attend(
         self, spec: AttentionSpec, qkv: Tensor, rotation: Rotation, k_pool: Tensor, v_pool: Tensor
     ) -> Tensor:
-        """Do `attend` from the projection: qkv [T, query heads, key heads and value heads, head_dim]."""
+        """Attend from the projection: qkv [T, query, key and value heads, head_dim]."""
         raise NotImplementedError
 
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
-        """Return the pool of all layers and the step's metadata, as the native library reads them (a PagedStep)."""
+        """Return the PagedStep of the native library: the pool of all layers and the step."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """The CPU backend in torch: decode steps as tiles of sequences, the rest slice by slice.
 
-No context is padded to the longest. Few sequences, and long ones whose blocks are adjacent, are read through views of the
-head-major pool; many go through tiles.py. Masks suffice because the values after a sequence's end in its last block are
-finite: a block is zeroed when its first slot is written. Engine thread.
+No context is padded to the longest. Few sequences, and long ones whose blocks are adjacent, are read through views of
+the head-major pool; many go through tiles.py. Masks suffice because the values after a sequence's end in its last block
+are finite: a block is zeroed when its first slot is written. Engine thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prompt attention by FlashInfer, whose HND pages have the layout of our pool.
 
-It plans on the host, once a step for each kind of layer, and keeps the plan in pinned memory that the device reads later.
-With overlap the next step is planned while this one runs, so two wrappers alternate. It compiles its kernels with nvcc on
-the first call, unless they are packaged; the check at the start does that. Its decodes need a plan before every replay of a
-graph, so decodes use our kernels. Engine thread.
+It plans on the host, once a step for each kind of layer, and keeps the plan in pinned memory that the device reads
+later. With overlap the next step is planned while this one runs, so two wrappers alternate. It compiles its kernels
+with nvcc on the first call, unless they are packaged; the check at the start does that. Its decodes need a plan before
+every replay of a graph, so decodes use our kernels. Engine thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Uses another library's attention for steps with prompts, over the Triton backend's pool.
 
-Published figures put decode kernels like ours level with the best, and prompt kernels at 60 to 77 % of FlashAttention-3. So
-a library gets whole steps with prompts, including their decodes. Steps of decodes alone use our kernels, which can be
-captured in a graph. The start checks what the library lacks, and that it reads this pool correctly. Engine thread, except
-for the checks.
+Published figures put decode kernels like ours level with the best, and prompt kernels at 60 to 77 % of
+FlashAttention-3. So a library gets whole steps with prompts, including their decodes. Steps of decodes alone use our
+kernels, which can be captured in a graph. The start checks what the library lacks, and that it reads this pool
+correctly. Engine thread, except for the checks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PromptLibrary(Protocol):
         ...
 
     def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """q [T, num_heads, head_dim] over pools [num_blocks, num_kv_heads, block_size, head_dim]; result as q."""
+        """Return attention of q [T, heads, head_dim] over the pools, in q's shape."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The reference: paged attention by its definition, one slice at a time, in float64.
 
-Every other backend is tested against it. It reads exactly the positions that a query may see, through the block table, so
-nothing stale in the pool can reach a result. Any device, engine thread; slow on purpose.
+Every other backend is tested against it. It reads exactly the positions that a query may see, through the block table,
+so nothing stale in the pool can reach a result. Any device, engine thread; slow on purpose.
 """
 
 from __future__ import annotations

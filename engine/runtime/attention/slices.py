@@ -1,8 +1,8 @@
 """Attention of one slice at a time over a head-major pool.
 
-A slice whose blocks are adjacent in the pool is read through a view, without a copy; otherwise its blocks are gathered. Both
-then use torch's fused attention, or plain operations for softcap and sinks. Used for prompts on the CPU, and for everything
-on devices without a kernel. Engine thread.
+A slice whose blocks are adjacent in the pool is read through a view, without a copy; otherwise its blocks are gathered.
+Both then use torch's fused attention, or plain operations for softcap and sinks. Used for prompts on the CPU, and for
+everything on devices without a kernel. Engine thread.
 """
 
 from __future__ import annotations

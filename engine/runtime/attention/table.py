@@ -32,7 +32,7 @@ _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C c
 
 
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the backend called `name`; "auto" is the device's best. Raises ConfigError if it does not run here."""
+    """Return the backend `name`, or with "auto" the device's best. Raises ConfigError."""
     chosen = _best(device) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
@@ -50,7 +50,7 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def describe_choice(name: str, device: torch.device) -> str:
-    """Return the backend that `name` stands for here, and the libraries that could replace it, for the log."""
+    """Return the chosen backend and the libraries that could replace it, for the log."""
     chosen = _best(device) if name == "auto" else name
     if device.type == "cpu":
         return chosen

@@ -1,8 +1,8 @@
 """Decode attention of many sequences: fixed tiles, batched matmuls, a log-sum-exp merge.
 
-Every sequence's visible blocks are cut into tiles of TILE_TOKENS. All tiles form one batch, so a layer makes the same few
-torch calls for 2 sequences as for 60, and a sequence is padded by less than a tile. Softmax and sums are float32. Head-major
-pools; engine thread.
+Every sequence's visible blocks are cut into tiles of TILE_TOKENS. All tiles form one batch, so a layer makes the same
+few torch calls for 2 sequences as for 60, and a sequence is padded by less than a tile. Softmax and sums are float32.
+Head-major pools; engine thread.
 """
 
 from __future__ import annotations

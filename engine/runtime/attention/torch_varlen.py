@@ -1,8 +1,8 @@
 """Prompt attention by torch.nn.attention.varlen: FlashAttention-3, or cuDNN (torch 2.15).
 
-Its pages are [page, position, kv head, head_dim], which our pool is with two axes exchanged, without a copy. torch has had
-the argument for a block table since 2.12, but its own FlashAttention-2 refuses one. First chunks, which need no pages, could
-use it with torch 2.11; published rates are no better than our kernel's, so they do not. Engine thread.
+Its pages are [page, position, kv head, head_dim], which our pool is with two axes exchanged, without a copy. torch has
+had the argument for a block table since 2.12, but its own FlashAttention-2 refuses one. First chunks, which need no
+pages, could use it with torch 2.11; published rates are no better than our kernel's, so they do not. Engine thread.
 """
 
 from __future__ import annotations

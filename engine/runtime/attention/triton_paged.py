@@ -1,9 +1,10 @@
-"""The CUDA backend: Triton kernels over the paged pool, one launch for decodes, one for prompts.
+"""The CUDA backend: Triton kernels over the paged pool.
 
-`prepare` sorts the slices once a step. A step of single queries consists of kernels alone, which read the batch's tensors, so
-it can be captured in a CUDA graph and replayed with other contents. The host's context lengths decide only how contexts are
-split. Prompt tiles depend on a layer's heads and window, so they are listed for the first layer of a kind and copied from
-pinned memory. Nothing waits for the device. Engine thread.
+There is one launch for decodes and one for prompts. `prepare` sorts the slices once a step. A step of single queries
+consists of kernels alone, which read the batch's tensors, so it can be captured in a CUDA graph and replayed with other
+contents. The host's context lengths decide only how contexts are split. Prompt tiles depend on a layer's heads and
+window, so they are listed for the first layer of a kind and copied from pinned memory. Nothing waits for the device.
+Engine thread.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ class TritonPagedAttention(AttentionBackend):
     capabilities = BackendCapabilities(graphs=True, rotates=True)
 
     def __init__(self, tuning: Tuning | None = None, library: PromptLibrary | None = None) -> None:
-        """Steps with prompts in them are the library's, where there is one. `tuning` is for those who look for a better
-        one than the table's."""
+        """`library` takes steps with prompts, if given; `tuning` replaces the table's sizes."""
         self._step: _Step | None = None
         self._tuning, self._library = tuning, library
         self._checked: set[tuple[object, ...]] = set()

@@ -1,9 +1,9 @@
 """Decode attention: slices with one query, each context cut into parallel splits.
 
-One program takes a slice, a kv head and a split; the query heads that share the kv head are the rows of its products. With
-several splits a second kernel merges the partial results. The host chooses the number of splits; the device computes the
-keys of a split from the actual context. So a captured graph stays correct for any context, and programs after the end of a
-context exit immediately. The host code runs on the engine thread and waits for nothing.
+One program takes a slice, a kv head and a split; the query heads that share the kv head are the rows of its products.
+With several splits a second kernel merges the partial results. The host chooses the number of splits; the device
+computes the keys of a split from the actual context. So a captured graph stays correct for any context, and programs
+after the end of a context exit immediately. The host code runs on the engine thread and waits for nothing.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def attend_decodes(
     splits: Splits,
     tile: DecodeTile,
 ) -> None:
-    """Write the rows of `out` [T, H, D] that belong to the first `num` of `slices` (int32), one query each."""
+    """Write the rows of `out` [T, H, D] of the first `num` slices, one query each."""
     heads, dim = spec.num_heads, spec.head_dim
     group = heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(dim))

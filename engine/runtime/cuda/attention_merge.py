@@ -1,7 +1,7 @@
 """Merges the partial results of a context that several programs computed (device code).
 
-A part has the weighted mean of its values and the base 2 logarithm of the sum of its weights. A part in which a row sees
-no key, such as outside a window, has -inf there and weight 0.
+A part has the weighted mean of its values and the base 2 logarithm of the sum of its weights. A part in which a row
+sees no key, such as outside a window, has -inf there and weight 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Prompt attention: slices with several queries, causal, over the paged pool.
 
-The rows of a tile are queries times the heads that share a kv head, packed without gaps: row r of a slice is query
-r // group, head r % group. One program takes one tile and one kv head. Where that would leave most of the device idle (a few
-new tokens after a long context are few tiles), it takes a part of the tile's keys, and a second kernel merges the parts. The
-host lists tiles and parts, the longest first, so no program is empty and the device does not end on a long one. Engine
-thread; waits for nothing.
+The rows of a tile are queries times the heads that share a kv head, packed without gaps: row r of a slice is query r //
+group, head r % group. One program takes one tile and one kv head. Where that would leave most of the device idle (a few
+new tokens after a long context are few tiles), it takes a part of the tile's keys, and a second kernel merges the
+parts. The host lists tiles and parts, the longest first, so no program is empty and the device does not end on a long
+one. Engine thread; waits for nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def list_work(
     share = max(cut.min_keys, -(-num_keys // (cut.programs_per_sm * num_sms)))
     pieces, cut_tiles, num_parts = [], [], 0
     for s, row, begin, end in tiles:
-        # Parts are of one length except the last, each of whole tiles of keys. Up to twice a share is not cut: otherwise nearly
-        # all tiles of a prompt of a thousand tokens would have a partial result.
+        # Parts are of one length except the last, each of whole tiles of keys. Up to twice a share is not cut:
+        # otherwise nearly all tiles of a prompt of a thousand tokens would have a partial result.
         num = -(-(end - begin) // share) if end - begin > 2 * share else 1
         keys = -(-(end - begin) // num)
         starts = range(begin, end, -(-keys // tile.keys) * tile.keys)
@@ -206,7 +206,7 @@ def attend_prefills(
     block_tables: Tensor,
     tile: PromptTile,
 ) -> None:
-    """Write the rows of `out` [T, H, D] that belong to `work`, which was listed for this layer's kind and `tile`."""
+    """Write the rows of `out` [T, H, D] in `work`, listed for this kind of layer and `tile`."""
     dim, group, block_d = (
         spec.head_dim,
         spec.num_heads // spec.num_kv_heads,

@@ -1,8 +1,9 @@
 """The inner step of both attention kernels: load a tile of keys, score it, add its values.
 
-Softmax is online and in base 2 with float32 accumulators. The pool's layout is that of store.py. Over a narrow pool (int8,
-fp8) products are in float16, which represents all numbers of both types exactly; converting to it takes half an
-instruction a number, where bfloat16 takes several. A row's scale is applied to its score, or to its weight. Device code.
+Softmax is online and in base 2 with float32 accumulators. The pool's layout is that of store.py. Over a narrow pool
+(int8, fp8) products are in float16, which represents all numbers of both types exactly; converting to it takes half an
+instruction a number, where bfloat16 takes several. A row's scale is applied to its score, or to its weight. Device
+code.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Of float32 products: three in tensor cores, which lose two or three bits instead of thirteen. In full precision there are
-# no tensor cores for them, and a tile's numbers do not fit a program's registers.
+# Of float32 products: three in tensor cores, which lose two or three bits instead of thirteen. In full precision there
+# are no tensor cores for them, and a tile's numbers do not fit a program's registers.
 PRECISION = tl.constexpr("tf32x3")
 _BIAS = tl.constexpr(127)  # of float32's exponent
 _LARGEST_QUERY = tl.constexpr(
@@ -92,8 +93,8 @@ def add_values(
 ):
     """Add a tile's weighted values to `acc`; with IN_PAIRS odd ones go to `odd`.
 
-    Products of few rows need their second operand transposed, which shared memory can do with 16-bit numbers but not with
-    8-bit ones. So two adjacent bytes are loaded as one number, and the even and the odd ones have a product each.
+    Products of few rows need their second operand transposed, which shared memory can do with 16-bit numbers but not
+    with 8-bit ones. So two adjacent bytes are loaded as one number, and the even and the odd ones have a product each.
     """
     dtype: tl.constexpr = weights.dtype
     acc *= decay
@@ -157,8 +158,8 @@ def attend_keys(
         if HAS_SOFTCAP:
             scores = soft_cap(scores, softcap)
         if is_narrow:
-            # Weights that include the power of two of their value's scale fit the range of float16 for any scales: the largest
-            # is near 1. `total` counts them without it.
+            # Weights that include the power of two of their value's scale fit the range of float16 for any scales: the
+            # largest is near 1. `total` counts them without it.
             v_scale = tl.load(v_scales + scales_at)
             exponents = tl.maximum(exponent_of(v_scale), _SMALLEST_VALUE)
             inverse = power_of_two(-exponents)

@@ -1,9 +1,10 @@
 """The table of the attention kernels' sizes: tiles, warps, load stages, and splits.
 
-A size changes a result only by the order of its sums. The sizes were chosen by reasoning, and to compile for capabilities
-8.0, 9.0 and 10.0 with at most 64 bytes of spilled registers (`python -m loadtest.gpu.compile` prints it), except for
-prompts over a narrow pool with a head_dim of 256, which spill 136. No GPU has measured them yet. `bash loadtest/gpu.sh
---tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without state: any thread.
+A size changes a result only by the order of its sums. The sizes were chosen by reasoning, and to compile for
+capabilities 8.0, 9.0 and 10.0 with at most 64 bytes of spilled registers (`python -m loadtest.gpu.compile` prints it),
+except for prompts over a narrow pool with a head_dim of 256, which spill 136. No GPU has measured them yet. `bash
+loadtest/gpu.sh --tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without
+state: any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class DecodeTile(NamedTuple):
 
 
 class PromptTile(NamedTuple):
-    """Rows (queries times the heads that share a kv head) and keys of a tile of the prompt kernel."""
+    """Rows (queries times heads of a kv head) and keys of a tile of the prompt kernel."""
 
     rows: int
     keys: int
@@ -47,8 +48,8 @@ class Tuning(NamedTuple):
     prompt_cut: Cut
 
 
-# A decode's part writes and reads again as much as 2 * group rows of float32, a few keys' worth: 128 keys pay for that. A
-# prompt's part does so for its whole tile, 64 KiB of 128 x 128, which is what 256 keys are read for: twice that pays.
+# A decode's part writes and reads again as much as 2 * group rows of float32, a few keys' worth: 128 keys pay for that.
+# A prompt's part does so for its whole tile, 64 KiB of 128 x 128, which is what 256 keys are read for: twice that pays.
 _DECODE_CUT, _PROMPT_CUT = Cut(2, 128, 8192), Cut(2, 512, 8192)
 _LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))  # 227 KiB a block. Others have from 99 (8.6, 8.9, 12.0) to 163 (8.0)
 
@@ -60,10 +61,10 @@ def choose_tuning(
     """Return the table's entry. `itemsize` is the queries'; float32 is for comparisons.
 
     Decode: two tiles of K and V in flight, 64 KiB, times two programs an SM. Little's law asks for less: 4.8 TB/s times
-    a latency of 0.7 us is 25 KiB an SM. A narrow pool's tile has twice the keys in as many bytes. Prompts: rows as many as
-    keep the accumulator in registers, since K and V are read once a tile of rows; keys as many as fit 99 KiB of shared
-    memory with the next tile on its way, so that one entry runs on every GPU, except a head_dim of 256, which large
-    shared memory takes better.
+    a latency of 0.7 us is 25 KiB an SM. A narrow pool's tile has twice the keys in as many bytes. Prompts: rows as many
+    as keep the accumulator in registers, since K and V are read once a tile of rows; keys as many as fit 99 KiB of
+    shared memory with the next tile on its way, so that one entry runs on every GPU, except a head_dim of 256, which
+    large shared memory takes better.
     """
     cuts = _DECODE_CUT, _PROMPT_CUT
     is_small = head_dim <= 128

@@ -1,7 +1,7 @@
 """Translates CUDA errors into the engine's: out of memory, or device lost.
 
-After an out-of-memory error the device is prepared for a smaller step. After any other CUDA error the device is lost to this
-process, because every later call would report it again. Engine thread.
+After an out-of-memory error the device is prepared for a smaller step. After any other CUDA error the device is lost to
+this process, because every later call would report it again. Engine thread.
 """
 
 from __future__ import annotations

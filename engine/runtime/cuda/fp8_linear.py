@@ -1,8 +1,8 @@
 """Linears in fp8: weight and inputs as e4m3 with a float32 scale a row, on tensor cores.
 
-A weight's scales, one an output, are computed when it is loaded; those of the inputs, one a token, in every call by a small
-kernel. A row's scale maps its largest number to the largest of e4m3, so nothing is calibrated and nothing is clipped.
-torch._scaled_mm applies both scales to sums in float32 and rounds once, to bfloat16. Engine thread.
+A weight's scales, one an output, are computed when it is loaded; those of the inputs, one a token, in every call by a
+small kernel. A row's scale maps its largest number to the largest of e4m3, so nothing is calibrated and nothing is
+clipped. torch._scaled_mm applies both scales to sums in float32 and rounds once, to bfloat16. Engine thread.
 """
 
 from __future__ import annotations

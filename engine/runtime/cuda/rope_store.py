@@ -1,8 +1,8 @@
 """Prepares queries, keys and values for attention in one launch.
 
-Each query and key head is normalised (some models) and rotated by its position. Queries go to a new tensor, keys and values
-to the paged pool of cuda/store.py, quantised if it is narrow. Queries are not rotated in place, because the threads of a
-program read each other's elements. Engine thread.
+Each query and key head is normalised (some models) and rotated by its position. Queries go to a new tensor, keys and
+values to the paged pool of cuda/store.py, quantised if it is narrow. Queries are not rotated in place, because the
+threads of a program read each other's elements. Engine thread.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def rotate_and_store(
 ) -> Tensor:
     """Normalise, rotate and store; return the queries [T, num_heads, head_dim].
 
-    qkv [T, heads, head_dim] has query heads, then key heads, then value heads; tokens need not be adjacent. `angles` are
-    Rotary's cos and signed sin [T, rope_dim], None without positions; `norms` are the weights [head_dim] of queries and
-    keys. The pool is of qkv's type or narrow; rows are rounded to qkv's type first in both cases. slots [T] are
+    qkv [T, heads, head_dim] has query heads, then key heads, then value heads; tokens need not be adjacent. `angles`
+    are Rotary's cos and signed sin [T, rope_dim], None without positions; `norms` are the weights [head_dim] of queries
+    and keys. The pool is of qkv's type or narrow; rows are rounded to qkv's type first in both cases. slots [T] are
     block * block_size + offset; a slot below 0 stores nothing.
     """
     num_tokens, num_all, dim = qkv.shape

@@ -2,10 +2,10 @@
 
     penalties, each tile's best -> (sampling_filter.py: top_k, top_p) -> each tile's candidates -> the winner
 
-A row is cut into tiles, one for each program: at a batch of one a vocabulary of 150,000 keeps 37 processors busy instead
-of one, and at 256 all of them. The draw equals that of sampling/draw.py, from the same (seed, position) and by the same
-definition: candidates by noise in float32, the winner by noise in float64, the lower id in a tie.
-Engine thread.
+A row is cut into tiles, one for each program: at a batch of one a vocabulary of 150,000 keeps 37 processors busy
+instead of one, and at 256 all of them. The draw equals that of sampling/draw.py, from the same (seed, position) and by
+the same definition: candidates by noise in float32, the winner by noise in float64, the lower id in a tie. Engine
+thread.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def sample(
 ) -> Drawn:
     """Return an id for each row of logits [R, V] float32; penalties change them in place.
 
-    Rows need not be adjacent; each needs one logit above -inf. Flags save launches: `is_drawing` is False if all rows are
-    greedy, `is_ranking` if none has a top_k or a top_p.
+    Rows need not be adjacent; each needs one logit above -inf. Flags save launches: `is_drawing` is False if all rows
+    are greedy, `is_ranking` if none has a top_k or a top_p.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32

@@ -1,9 +1,9 @@
 """Edits of single tokens before the draw: biases, bans, and the counts for penalties.
 
-cuda/sampling.py computes penalties from the number of occurrences of each token in a text. These counts stay on the device,
-one line of the vocabulary for each slot, and each step adds the new tokens. A line is cleared when another sequence takes
-its slot, or when a rolled back step is planned again. An id that the host does not know yet (overlap) is read from
-`last_ids`. Nothing waits for the device. Engine thread.
+cuda/sampling.py computes penalties from the number of occurrences of each token in a text. These counts stay on the
+device, one line of the vocabulary for each slot, and each step adds the new tokens. A line is cleared when another
+sequence takes its slot, or when a rolled back step is planned again. An id that the host does not know yet (overlap) is
+read from `last_ids`. Nothing waits for the device. Engine thread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Finds the tokens that top_k and top_p keep, without a sort: the key of the worst score kept.
+"""Finds the tokens that top_k and top_p keep, without a sort.
 
-The definition is that of sampling/filters.py: the fewest best tokens that are k, or have the mass p together, with equal
-scores kept together. There are three launches. The first counts and weighs the tokens above each of 32 fixed levels, tile by
-tile. The second copies those above the lowest relevant level, a few thousand at most, into a separate row. The third
-searches them for the limit, one program a row. If they are too many it searches the whole row, which is slower and gives
-the same result. Rows without these filters cost a program that exits immediately.
+The result is the key of the worst score kept. The definition is that of sampling/filters.py: the fewest best tokens
+that are k, or have the mass p together, with equal scores kept together. There are three launches. The first counts and
+weighs the tokens above each of 32 fixed levels, tile by tile. The second copies those above the lowest relevant level,
+a few thousand at most, into a separate row. The third searches them for the limit, one program a row. If they are too
+many it searches the whole row, which is slower and gives the same result. Rows without these filters cost a program
+that exits immediately.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from engine.runtime.cuda.sampling_row import A_NUMBER_A_ROW, Draws, is_void, row_peak, to_key, to_score
 
-# Levels lie -(n + 1)^2 / 40 below the peak: 0.3 apart at 1, 0.8 at 6.4, where the nucleus of a sampled text ends. So few
-# more tokens are copied than are kept. The last level is -inf.
+# Levels lie -(n + 1)^2 / 40 below the peak: 0.3 apart at 1, 0.8 at 6.4, where the nucleus of a sampled text ends. So
+# few more tokens are copied than are kept. The last level is -inf.
 _LEVELS = 32
 _CAPACITY = 8192  # copied tokens a row
 # Scores at a time, times levels or pivots: 64 and 128 values a thread. To be tuned on a GPU, with the capacity.
@@ -193,8 +194,8 @@ def _weigh_all(base, size, peak, temperature, limit, pivots, PIVOTS: tl.constexp
 def _search(base, size, peak, temperature, low, high, target, BY_MASS: tl.constexpr, STEP: tl.constexpr):
     """Return the smallest key up to which logits reach `target` in count or mass, else `high`.
 
-    Up to `low` they do not reach it. Each pass cuts (low, high] in 16. The search ends when the interval holds one key, or
-    one token, because then any key in it keeps the same tokens.
+    Up to `low` they do not reach it. Each pass cuts (low, high] in 16. The search ends when the interval holds one key,
+    or one token, because then any key in it keeps the same tokens.
     """
     few, enough = tl.full((), 0, tl.int32), size
     while (high - low > 1) & (enough - few > 1):

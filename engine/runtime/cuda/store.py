@@ -1,9 +1,9 @@
 """The K/V pool of the Triton backend: its layout, and the kernel that stores new rows.
 
-The layout is [num_blocks, num_kv_heads, block_size, head_dim]. A program reads one head's rows of a block, a contiguous run
-(4 KiB for 16 x 128 numbers of 16 bits), and a whole block is contiguous too, so it is copied in one piece. In a narrow pool,
-whose rows are four bytes longer (kv_layout.py), a head's run has the numbers of all its rows first, then their float32
-scales, so the numbers are aligned and read 16 at a time. Engine thread.
+The layout is [num_blocks, num_kv_heads, block_size, head_dim]. A program reads one head's rows of a block, a contiguous
+run (4 KiB for 16 x 128 numbers of 16 bits), and a whole block is contiguous too, so it is copied in one piece. In a
+narrow pool, whose rows are four bytes longer (kv_layout.py), a head's run has the numbers of all its rows first, then
+their float32 scales, so the numbers are aligned and read 16 at a time. Engine thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks that Triton can compile kernels here, before minutes of loading. Start-up thread.
 
-Triton has its own assembler, but compiles the launch code of a kernel with the machine's C compiler and Python's headers, and
-keeps the results in a folder.
+Triton has its own assembler, but compiles the launch code of a kernel with the machine's C compiler and Python's
+headers, and keeps the results in a folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loads an adapter from a PEFT folder, on any thread, while the engine continues.
 
-Weights are read from adapter_model.safetensors only, because a pickled file can run code. Everything is checked against the
-model before any tensor is read in full.
+Weights are read from adapter_model.safetensors only, because a pickled file can run code. Everything is checked against
+the model before any tensor is read in full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the runner needs of a model, what a model can do, and the attention that a model sees. Engine thread."""
+"""The interface of models: what the runner needs, what a model can do, its attention."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ FromProjected = Callable[[int, Tensor, Rotation], Tensor]
 
 
 class LayerAttention(Protocol):
-    """Attention of one layer over the step's batch, as a model sees it. runtime/kv_cache.py binds it to the pool."""
+    """Attention of one layer over the step's batch; kv_cache.py binds it to the pool."""
 
     @property
     def from_projected(self) -> FromProjected | None:
-        """Return the same for a model that leaves a Rotation to the backend; None if the backend cannot."""
+        """Return attention that rotates in the backend; None if the backend cannot."""
         ...
 
     @property
     def paged_step(self) -> PagedStep | None:
-        """Return the pool and the step for a model that runs in the native library; None if the backend is another."""
+        """Return the pool and step for the native library; None with another backend."""
         ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 logits [R, vocab_size] of hidden states [R, hidden], in `out` if it is given."""
+        """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
         ...
 
     def adapter_targets(self) -> Mapping[str, Target]:

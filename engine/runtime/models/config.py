@@ -1,6 +1,7 @@
 """The numbers and choices that define a decoder of the Llama lineage.
 
-layers.py and decoder.py read nothing else. models/families.py fills in a ModelConfig from a checkpoint's config.json; no later code reads that file.
+layers.py and decoder.py read nothing else. models/families.py fills in a ModelConfig from a checkpoint's config.json;
+no later code reads that file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads config.json of a model folder, without torch.
 
-A Gemma 3 checkpoint with vision holds the text model's settings under `text_config`; they replace the whole config, because
-the text model is served alone.
+A Gemma 3 checkpoint with vision holds the text model's settings under `text_config`; they replace the whole config,
+because the text model is served alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decoder of the Llama lineage: one class, configured by a ModelConfig.
 
-It is created empty on its device, filled through `tensors` by a loader, and completed by `finish`. Then the engine thread
-calls `forward` and `logits`. It knows tokens and positions, not sequences, blocks or slots.
+It is created empty on its device, filled through `tensors` by a loader, and completed by `finish`. Then the engine
+thread calls `forward` and `logits`. It knows tokens and positions, not sequences, blocks or slots.
 """
 
 from __future__ import annotations

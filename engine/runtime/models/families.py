@@ -1,7 +1,7 @@
 """The model families of the Llama lineage, each as its differences from the others.
 
-A new family is one function, one line in FAMILIES and one tiny-config test; a family never calls another. A family refuses
-by name every setting that it does not implement and that would change the answer.
+A new family is one function, one line in FAMILIES and one tiny-config test; a family never calls another. A family
+refuses by name every setting that it does not implement and that would change the answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parts of a decoder layer over a flat token batch: norm, attention, MLP, embedding.
 
 Plain objects that hold tensors; the engine thread calls them. Each part names its tensors by the checkpoint's keys
-(`tensors`), as views into the merged weights, so loading is one copy. A torch call costs about 5 us on a CPU and there are
-thirty layers, so the code makes few calls.
+(`tensors`), as views into the merged weights, so loading is one copy. A torch call costs about 5 us on a CPU and there
+are thirty layers, so the code makes few calls.
 """
 
 from __future__ import annotations

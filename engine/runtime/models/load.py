@@ -67,8 +67,8 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def _resolve_quantization(config: EngineConfig, path: Path, device: torch.device, use_decoder: bool) -> Quantization:
     """Return the format for --quantization; auto keeps a GGUF file's unless --dtype is set.
 
-    The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto dequantises for
-    them. Raises ConfigError for a format that is not available here.
+    The portable kernels gain nothing from bytes (8 bits take twice the time of float32 at 32 rows), so auto dequantises
+    for them. Raises ConfigError for a format that is not available here.
     """
     asked, has_gguf = config.quantization, _is_gguf(path) and config.load_format != "dummy"
     library = native()

@@ -1,9 +1,9 @@
 """Runs other causal LMs with transformers' code, over Quire's paged attention.
 
 The batch enters as one row, [1, T], with explicit positions and no cache. Transformers calls the attention function
-registered here, and the step's LayerAttention reaches it through the model's keyword arguments. The attention settings of
-each layer (heads, scale, window, sinks) are not guessed from the config but recorded in one forward pass over two tokens.
-A model whose state is not keys and values is refused by name.
+registered here, and the step's LayerAttention reaches it through the model's keyword arguments. The attention settings
+of each layer (heads, scale, window, sinks) are not guessed from the config but recorded in one forward pass over two
+tokens. A model whose state is not keys and values is refused by name.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function for transformers: [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
+    """Attention for transformers: [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
     width = max(query.shape[-1], value.shape[-1])  # one for all in the pool; zeros change no score and add nothing
     q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module types its attributes as Tensor | Module

@@ -1,8 +1,8 @@
 """Finds the native library: in the package, in a cache, or by compiling it.
 
-A file is trusted if its name has the digest of these sources. Compiling happens once a machine and takes some seconds; the
-result is renamed into place, so processes that start together do not disturb one another. A failure is a line in the debug
-log, and the callers use torch instead. Any thread; knows no torch.
+A file is trusted if its name has the digest of these sources. Compiling happens once a machine and takes some seconds;
+the result is renamed into place, so processes that start together do not disturb one another. A failure is a line in
+the debug log, and the callers use torch instead. Any thread; knows no torch.
 
 `python -m engine.runtime.native.build` compiles into the package itself, for a wheel.
 """

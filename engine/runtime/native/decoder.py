@@ -63,7 +63,7 @@ class NativeDecoder:
         norm: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """`description` has its plain numbers set; rotaries are (inverse frequencies [dim / 2], magnitude).
+        """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude).
 
         An embedding given as LinearArgs is the matrix of a head that is tied to it.
         """

@@ -66,9 +66,9 @@ def rotate_heads(
 ) -> None:
     """Normalise and rotate every head of qk, in place.
 
-    `norms` are the weights [head_dim] of queries and keys, if heads are normalised.
-    qk [T, heads, head_dim] has num_heads query heads, then the key heads; tokens need not be adjacent. cos and signed_sin
-    [T, rope_dim] are of qk's type, as Rotary makes them; signed_sin contains the sign of the negated half.
+    `norms` are the weights [head_dim] of queries and keys, if heads are normalised. qk [T, heads, head_dim] has
+    num_heads query heads, then the key heads; tokens need not be adjacent. cos and signed_sin [T, rope_dim] are of qk's
+    type, as Rotary makes them; signed_sin contains the sign of the negated half.
     """
     dim, rope_dim = qk.shape[2], cos.shape[-1]
     library = _library_for(qk, cos, signed_sin, *(norms or ()))

@@ -1,7 +1,7 @@
 """Products with weights that stay quantised: rows of a GGUF file, or int8 made here.
 
-x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs. Built at
-start-up, called by the engine thread.
+x is quantised as well, row by row, while it is packed for a product: to bytes with a scale for every 32 inputs. Built
+at start-up, called by the engine thread.
 """
 
 from __future__ import annotations

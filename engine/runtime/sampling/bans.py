@@ -1,7 +1,7 @@
 """Finds tokens that would complete a bad word, which rows must not draw.
 
-Engine thread. A decode step may be launched before the host knows the last token. Then the ban is conditional: the device compares the
-token that was drawn for the slot.
+Engine thread. A decode step may be launched before the host knows the last token. Then the ban is conditional: the
+device compares the token that was drawn for the slot.
 """
 
 from __future__ import annotations

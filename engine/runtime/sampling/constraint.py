@@ -3,10 +3,10 @@
     step N:    launch -> masks, from all tokens before -> draw
     step N+1:  launch -> `settle` step N: wait for its tokens, advance the matchers -> masks -> draw
 
-Masks are computed while the device runs, and only a batch with constrained rows waits for the tokens of the previous step,
-which are there by then or soon. A matcher is a function of its sequence's tokens: one that is lost (by a preemption, a fork,
-a rolled back step) is rebuilt from them. A sequence with drafts has a row after each draft: its matcher consumes the drafts
-one by one for their masks, and is then rewound. Engine thread.
+Masks are computed while the device runs, and only a batch with constrained rows waits for the tokens of the previous
+step, which are there by then or soon. A matcher is a function of its sequence's tokens: one that is lost (by a
+preemption, a fork, a rolled back step) is rebuilt from them. A sequence with drafts has a row after each draft: its
+matcher consumes the drafts one by one for their masks, and is then rewound. Engine thread.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Constraints:
         self._last: ConstrainedStep | None = None
 
     def apply(self, logits: Tensor, rows: Sequence[Constrained]) -> ConstrainedStep | None:
-        """Mask tokens that the grammars forbid, in place; logits [R, V] float32. Return None if no row is constrained."""
+        """Mask forbidden tokens in logits [R, V] float32; None if no row is constrained."""
         if self._last is not None:
             self._last.settle()
         step = None
@@ -141,7 +141,7 @@ class Constraints:
         return step
 
     def count_allowed(self, each: Constrained, drafts: Sequence[int]) -> int:
-        """Return the length of the longest prefix of `tokens` that the row's grammar accepts, without advancing."""
+        """Return the length of the longest accepted prefix of `tokens`, without advancing."""
         if self._last is not None:
             self._last.settle()
         return self._catch_up(each).matcher.count_allowed(drafts)
@@ -211,7 +211,7 @@ def pack_mask(allowed: frozenset[int], vocab_size: int) -> NDArray[np.int32]:
 
 
 def apply_masks(logits: Tensor, rows: Iterable[int], masks: NDArray[np.int32]) -> None:
-    """Write -inf to logits [R, V] whose bits are not set; mask i belongs to the i-th of `rows`."""
+    """Write -inf to logits whose bits are not set; mask i is for the i-th of `rows`."""
     if not logits.is_cuda:
         for row, mask in zip(rows, masks, strict=True):
             _mask_on_host(logits[row].numpy(), mask)

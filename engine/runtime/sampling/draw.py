@@ -41,9 +41,9 @@ class Wish(NamedTuple):
 def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = None) -> Drawn:
     """Return an id for each row of logits [R, V] float32, which are overwritten.
 
-    A row needs one logit above -inf. `penalties` are for the CUDA kernels, which apply them in the same pass; elsewhere the caller has applied them. Seeded
-    rows draw the same id on every device and beside any other rows. Only top_p may differ by one token between two
-    implementations, where the last digits of a sum of probabilities decide.
+    A row needs one logit above -inf. `penalties` are for the CUDA kernels, which apply them in the same pass; elsewhere
+    the caller has applied them. Seeded rows draw the same id on every device and beside any other rows. Only top_p may
+    differ by one token between two implementations, where the last digits of a sum of probabilities decide.
     """
     if uses_triton(logits):
         return _draw_in_triton(logits, wishes, penalties)

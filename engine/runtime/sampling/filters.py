@@ -1,7 +1,7 @@
 """The filters min_p, top_k and top_p, on rows of scores relative to the best.
 
-Each sets the scores it removes to -inf, in place. Equal scores at the limit are all kept, so the result does not depend on
-the order of a sort.
+Each sets the scores it removes to -inf, in place. Equal scores at the limit are all kept, so the result does not depend
+on the order of a sort.
 """
 
 from __future__ import annotations

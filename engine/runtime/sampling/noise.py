@@ -1,8 +1,8 @@
 """Stateless Gumbel noise: a pure function of (seed, position, token id).
 
-So a draw is the same in any batch row, alone or in a busy batch, after a preemption and on any device. Adding the noise to
-log probabilities and taking the maximum draws from their distribution (the Gumbel-max trick). A small change of the logits
-changes few draws, which does not hold for inverting a cumulative sum.
+So a draw is the same in any batch row, alone or in a busy batch, after a preemption and on any device. Adding the noise
+to log probabilities and taking the maximum draws from their distribution (the Gumbel-max trick). A small change of the
+logits changes few draws, which does not hold for inverting a cumulative sum.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def exact_noise(keys: Tensor, tokens: Tensor) -> Tensor:
 def _hash(keys: Tensor, tokens: Tensor) -> Tensor:
     """Return 31 bits for each token, as native/sampling.h does."""
     first, second = keys.unbind(0)
-    # A multiplicative hash of the token id; the two key words enter at different rounds. Shifts of signed numbers copy the
-    # sign, which the masks undo. The best tokens have the smallest result, so draws are decided at the fine end of the
-    # float scale.
+    # A multiplicative hash of the token id; the two key words enter at different rounds. Shifts of signed numbers copy
+    # the sign, which the masks undo. The best tokens have the smallest result, so draws are decided at the fine end of
+    # the float scale.
     x = tokens * _signed(0x9E3779B9) ^ first
     x = (x ^ (x >> 16 & 0xFFFF)).mul_(_signed(0x85EBCA6B)).bitwise_xor_(second)
     x = (x ^ (x >> 13 & 0x7FFFF)).mul_(_signed(0xC2B2AE35))

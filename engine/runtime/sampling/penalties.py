@@ -1,8 +1,8 @@
 """Applies repetition, frequency and presence penalties from ids kept on the device.
 
-Each slot keeps its sequence's ids in one growing tensor, extended by the few new ones at each step, and cleared when another
-sequence takes the slot. An id that the host does not know yet (overlap) is read from `last_ids` on the device. Only tokens
-that occurred are touched, never a vocabulary-sized table. Engine thread.
+Each slot keeps its sequence's ids in one growing tensor, extended by the few new ones at each step, and cleared when
+another sequence takes the slot. An id that the host does not know yet (overlap) is read from `last_ids` on the device.
+Only tokens that occurred are touched, never a vocabulary-sized table. Engine thread.
 """
 
 from __future__ import annotations

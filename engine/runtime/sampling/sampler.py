@@ -1,9 +1,10 @@
 """Turns logits into token ids: one batch of rows, each with its own parameters.
 
-The order is OpenAI's and vLLM's: allowed_token_ids, logit_bias, bad_words and min_tokens, penalties, temperature, min_p,
-top_k, top_p, then the draw. Grammar masks (constraint.py, which alone may wait for the previous step) come before it, where
-their position does not matter. Rows without any of these cost one argmax. On CUDA the edits are kernels (cuda/mask.py,
-cuda/sampling_edits.py and cuda/sampling.py), elsewhere torch operations. Nothing else waits for a GPU. Engine thread.
+The order is OpenAI's and vLLM's: allowed_token_ids, logit_bias, bad_words and min_tokens, penalties, temperature,
+min_p, top_k, top_p, then the draw. Grammar masks (constraint.py, which alone may wait for the previous step) come
+before it, where their position does not matter. Rows without any of these cost one argmax. On CUDA the edits are
+kernels (cuda/mask.py, cuda/sampling_edits.py and cuda/sampling.py), elsewhere torch operations. Nothing else waits for
+a GPU. Engine thread.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class Sampler:
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
         """Draw a token for every sample and after every draft, in plan order.
 
-        logits [R, V] float32 are overwritten. `last_ids` [slots] int64 is read for ids not yet known to the host, then holds the new ones. If `drawn` has ids drawn
-        from the raw logits, only rows that are not plain are drawn again, and `drawn` is changed in place.
+        logits [R, V] float32 are overwritten. `last_ids` [slots] int64 is read for ids not yet known to the host, then
+        holds the new ones. If `drawn` has ids drawn from the raw logits, only rows that are not plain are drawn again,
+        and `drawn` is changed in place.
         """
         rows = _rows(plan)
         if drawn is not None:

@@ -2,9 +2,9 @@
 
     plan.num_drafts -> drafter -> rows of one step -> a draw after each -> the accepted ones (step.Drafted)
 
-A draw is a function of logits, parameters, seed and position. So a draw after a correct draft is the token that a later step
-would have drawn. The answer is the same with and without speculation, sampled or greedy; a draft can only cost time. Engine
-thread.
+A draw is a function of logits, parameters, seed and position. So a draw after a correct draft is the token that a later
+step would have drawn. The answer is the same with and without speculation, sampled or greedy; a draft can only cost
+time. Engine thread.
 """
 
 from __future__ import annotations

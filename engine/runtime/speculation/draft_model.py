@@ -1,11 +1,11 @@
 """Drafts by a smaller model, with separate K/V in the same block numbers as the target's.
 
-It computes missing positions only when it is asked to draft: first those up to the last known token, then one token for each
-draft. Known positions are tracked by block, so K/V that sequences share, by the prefix cache or by forks, is computed once.
-An error there makes a draft worse and does not change an answer.
+It computes missing positions only when it is asked to draft: first those up to the last known token, then one token for
+each draft. Known positions are tracked by block, so K/V that sequences share, by the prefix cache or by forks, is
+computed once. An error there makes a draft worse and does not change an answer.
 
-It draws with the noise that the target will use, so where the two models agree about the probabilities they agree about the
-token, at any temperature. Penalties, biases and grammars are applied by the target alone. Engine thread.
+It draws with the noise that the target will use, so where the two models agree about the probabilities they agree about
+the token, at any temperature. Penalties, biases and grammars are applied by the target alone. Engine thread.
 """
 
 from __future__ import annotations

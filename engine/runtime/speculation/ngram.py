@@ -1,7 +1,7 @@
 """Drafts from the sequence itself: what followed an earlier occurrence of its last tokens.
 
-This prompt lookup helps where an answer repeats its prompt or itself, as in summaries, edits of code and conversations with
-documents. It keeps the tokens only, four bytes each, in an array that numpy searches. Engine thread.
+This prompt lookup helps where an answer repeats its prompt or itself, as in summaries, edits of code and conversations
+with documents. It keeps the tokens only, four bytes each, in an array that numpy searches. Engine thread.
 """
 
 from __future__ import annotations

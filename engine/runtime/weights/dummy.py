@@ -1,7 +1,7 @@
 """Random weights for a config.json, to benchmark any size without a checkpoint.
 
-Seeded, and scaled to keep activations finite. A few million numbers are drawn once and repeated, because drawing billions
-would take a minute.
+Seeded, and scaled to keep activations finite. A few million numbers are drawn once and repeated, because drawing
+billions would take a minute.
 """
 
 from __future__ import annotations

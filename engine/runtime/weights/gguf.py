@@ -1,8 +1,8 @@
 """Reads GGUF files as checkpoints: memory-mapped, with Hugging Face's names.
 
-A copied tensor is dequantised. Three things differ by architecture: the names of tensors, whether the rows of Q and K are in
-the order of interleaved rotation, and whether norms are stored as 1 + weight. weights/gguf_config.py turns the metadata into
-a config.json.
+A copied tensor is dequantised. Three things differ by architecture: the names of tensors, whether the rows of Q and K
+are in the order of interleaved rotation, and whether norms are stored as 1 + weight. weights/gguf_config.py turns the
+metadata into a config.json.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from engine.runtime.weights.gguf_file import GGUFTensor, read_gguf
 _KINDS = (
     Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
 )  # fmt: skip
-# Elements dequantised at a time. They stay in the cache, and torch converts so few without waking its threads, which wait
-# for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
+# Elements dequantised at a time. They stay in the cache, and torch converts so few without waking its threads, which
+# wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
 _CHUNK = 1 << 15
 
 _NAMES = {

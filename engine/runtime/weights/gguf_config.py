@@ -1,7 +1,7 @@
 """Rewrites GGUF metadata as the config.json that the model has on the hub.
 
-Facts that a GGUF file does not state (biases, a tied head) are derived from its tensors' names. Facts that llama.cpp holds
-in code (the query scale of the Gemma 27B models) are repeated here.
+Facts that a GGUF file does not state (biases, a tied head) are derived from its tensors' names. Facts that llama.cpp
+holds in code (the query scale of the Gemma 27B models) are repeated here.
 """
 
 from __future__ import annotations

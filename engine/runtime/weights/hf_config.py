@@ -1,7 +1,7 @@
 """Typed access to a checkpoint's config.json.
 
-Families read their settings through this module, which knows Hugging Face's spelling but no model. As in that library, null
-means absent. A value that is missing or of the wrong type is a ModelLoadError that names the key.
+Families read their settings through this module, which knows Hugging Face's spelling but no model. As in that library,
+null means absent. A value that is missing or of the wrong type is a ModelLoadError that names the key.
 """
 
 from __future__ import annotations
