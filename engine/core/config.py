@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
+from engine.core.kv.page_table import blocks_for
 from engine.core.queues import POLICIES
 
 FEW_TOKENS = (
@@ -44,6 +45,13 @@ class DraftCosts(NamedTuple):
 FREE = DraftCosts()
 
 
+class WindowGroup(NamedTuple):
+    """A group of layers with sliding-window attention, see kv/groups.py."""
+
+    window: int  # positions that a token attends to, with its own
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """All that the scheduler needs to know of the machine, the model and the settings."""
@@ -65,11 +73,35 @@ class SchedulerConfig:
     stores: tuple[tuple[str, int], ...] = ()  # stores of cached blocks behind main memory: name, blocks
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
+    window_groups: tuple[WindowGroup, ...] = ()  # beside the layers with full attention, whose blocks are `num_blocks`
 
     @property
     def max_num_rows(self) -> int:
         """Return the most rows of logits in a step, drafts included: what memory is measured for."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.num_speculative_tokens), _MAX_DRAFTED_ROWS))
+
+    def least_window_blocks(self, window: int) -> int:
+        """Return the blocks that a group with this window needs for all sequences, with two steps in flight.
+
+        A sequence holds its window, drafts that were not confirmed, and two blocks that are partly outside.
+        """
+        held = blocks_for(window, self.block_size) + blocks_for(self.num_speculative_tokens, self.block_size) + 2
+        return self.max_num_seqs * held + blocks_for(2 * self.max_num_batched_tokens, self.block_size)
+
+    def _check_windows(self) -> None:
+        combines = not (self.num_host_blocks or self.pinned_share)
+        _require(
+            combines or not self.window_groups,
+            "Layers with sliding windows have K/V in the pool only; leave out host blocks and pins.",
+        )
+        for window, num_blocks in self.window_groups:
+            _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
+            least = self.least_window_blocks(window)
+            _require(
+                num_blocks >= least,
+                f"The layers with a window of {window} tokens have {num_blocks} KV blocks; {self.max_num_seqs} sequences "
+                f"need at least {least}.",
+            )
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -78,6 +110,7 @@ class SchedulerConfig:
         for name in ("target_itl_s", "target_ttft_s"):
             value = getattr(self, name)
             _require(value is None or 0.0 < value < inf, f"{name} is {value}; it must be a number of seconds above 0.")
+        self._check_windows()
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.stores, "stores are behind host blocks"

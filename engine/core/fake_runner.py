@@ -2,7 +2,9 @@
 
 With memory, a step writes each token into the block and offset that its page table names and draws the next token from
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
-mapped to the wrong place therefore changes the tokens, so equality of token streams proves the paging. Without memory
+mapped to the wrong place therefore changes the tokens, so equality of token streams proves the paging. Each group of
+layers with a sliding window has a memory too, in which a position holds a hash of the tokens up to it; a step asserts
+that it finds these in the window of every position that it computes. Without memory
 a draw costs a few hundred nanoseconds, for simulations and for loading the HTTP front. Used by tests, `quire simulate`
 and benchmarks; single-threaded like every Runner.
 """
@@ -13,9 +15,10 @@ from array import array
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from engine.core.config import SchedulerConfig
+from engine.core.config import SchedulerConfig, WindowGroup
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
@@ -62,6 +65,28 @@ class CostModel:
         return self.step_s + self.token_s * num_tokens + self.context_s * context
 
 
+class _WindowMemory:
+    """The K/V of a group of layers with a sliding window: of each position, a hash of the tokens up to it."""
+
+    def __init__(self, group: WindowGroup, block_size: int) -> None:
+        self._window, self._block_size = group.window, block_size
+        self._pages = [[-1] * block_size for _ in range(group.num_blocks)]
+
+    def copy(self, copies: abc.Iterable[tuple[int, int]]) -> None:
+        for source, destination in copies:
+            self._pages[destination] = list(self._pages[source])
+
+    def compute(self, states: list[int], start: int, table: abc.Sequence[int]) -> None:
+        """Store the states of positions `start` and after; all in their windows must be there, and right."""
+        size = self._block_size
+        for position in range(start, len(states)):
+            self._pages[table[position // size]][position % size] = states[position]
+        for position in range(max(start - self._window + 1, 0), len(states)):
+            block = table[position // size]
+            assert block >= 0, f"the block of position {position} was freed too early"
+            assert self._pages[block][position % size] == states[position], f"position {position} was overwritten"
+
+
 # (all tokens read back, up to and including the drawn position's predecessor; seed) -> next token
 Choose = Callable[[abc.Sequence[int], int], int]
 
@@ -106,6 +131,7 @@ class FakeRunner:
         self.num_steps = 0
         self._block_size = config.block_size
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
+        self._windows = [_WindowMemory(group, config.block_size) for group in config.window_groups if memory]
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
         self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self._last_ids = [-1] * config.max_num_seqs
@@ -197,6 +223,8 @@ class FakeRunner:
             self._host_pages[host] = list(pages[source])
         for source, destination in plan.copies:
             pages[destination] = list(pages[source])
+        for window, copies in zip(self._windows, plan.window_copies, strict=False):
+            window.copy(copies)
         self._arriving = plan.swap_in
         arriving = {destination for _, destination in plan.swap_in}
         if not all(arriving.isdisjoint(piece.block_table) for piece in plan.slices):
@@ -217,7 +245,12 @@ class FakeRunner:
             token = piece.tokens[position] if known else self._last_ids[piece.slot]
             self._pages[piece.block_table[position // size]][position % size] = token
         blocks = piece.block_table[: -(-stop // size)]
-        return [token for block in blocks for token in self._pages[block]][:stop]
+        history = [token for block in blocks for token in self._pages[block]][:stop]
+        if self._windows:
+            states = list(accumulate(history, mix))
+            for window, table in zip(self._windows, piece.window_tables, strict=True):
+                window.compute(states, piece.start, table)
+        return history
 
     def _draw_drafted(self, piece: SequenceSlice, history: list[int], num_drafts: int) -> Drafted:
         """Draft, write the drafts behind the slice, and sample from what is read back at every position."""

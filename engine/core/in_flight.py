@@ -93,6 +93,7 @@ class InFlightStep:
                 params=seq.params,
                 prompt_logprobs=-1 if wants is None else wants,
                 seq_id=seq.seq_id,
+                window_tables=seq.kv.window_tables,
             )
         )
         self.sequences.append(seq)

@@ -99,6 +99,7 @@ class PromptPlan:
         if not count:
             return
         stop = seq.num_planned = start + count
+        self._kv.cover(seq, stop)
         samples: tuple[Sample, ...] = ()
         if stop == len(seq.tokens):
             seq.move(Status.RUNNING)

@@ -154,7 +154,7 @@ class Scheduler:
         self._in_flight.append(step)
         self._queue.update_gauges()
         moves = step.copies, num_tokens, step.num_samples, step.swap_out, step.swap_in
-        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts)
+        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts, self._kv.take_window_copies())
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence in `due` its next position; returns the prompts that are not computed yet.

@@ -217,7 +217,10 @@ class Sequence:
         Only `start` differs from one step to the next, and writing it takes a tenth of the time of a new slice.
         """
         fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.kv.blocks, self.samples, self.params)
-        self.slices = tuple([SequenceSlice(*fields, prompt_logprobs=-1, seq_id=self.seq_id) for _ in range(2)])
+        windows = self.kv.window_tables
+        self.slices = tuple(
+            [SequenceSlice(*fields, prompt_logprobs=-1, seq_id=self.seq_id, window_tables=windows) for _ in range(2)]
+        )
 
     @property
     def is_waiting(self) -> bool:
@@ -317,9 +320,8 @@ class Sequence:
         child.kv.num_from = self.kv.num_from
         return child
 
-    def reset(self) -> list[int]:
-        """Forget all computed state, for a later start from scratch; returns the blocks to free."""
-        blocks = self.kv.blocks
+    def reset(self) -> None:
+        """Forget all computed state, for a later start from scratch; its blocks are freed."""
         self.kv.clear()
         self.num_computed = self.num_planned = 0
         self.samples = ()
@@ -327,4 +329,3 @@ class Sequence:
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]
         self.pooled = []
-        return blocks

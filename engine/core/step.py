@@ -36,7 +36,8 @@ class SequenceSlice:
 
     `tokens` are the ids known so far; when the last position's id is not among them (len(tokens) == start +
     num_tokens - 1) it is the one drawn for `slot` by the step before. `block_table` maps logical to physical blocks
-    and covers every position of the slice. `samples` is empty where a chunk ends before the sequence does, and has n
+    and covers every position of the slice; `window_tables` do so for each group of layers with sliding windows, where
+    the entries before the window of the first position are undefined. `samples` is empty where a chunk ends before the sequence does, and has n
     entries where a prompt of n > 1 completes. `prompt_logprobs` >= 0 asks for that many alternatives at each prompt
     position of the slice; -1 for none.
     """
@@ -52,6 +53,7 @@ class SequenceSlice:
     prompt_logprobs: int
     seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
     drafts: abc.Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
+    window_tables: abc.Sequence[abc.Sequence[int]] = ()
 
     def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
         """Return this slice with other positions; dataclasses.replace takes six times as long."""
@@ -67,6 +69,7 @@ class SequenceSlice:
             self.prompt_logprobs,
             self.seq_id,
             self.drafts,
+            self.window_tables,
         )
 
     @property
@@ -97,6 +100,7 @@ class StepPlan(NamedTuple):
     swap_out: abc.Sequence[tuple[int, int]] = ()  # (physical block, host block)
     swap_in: abc.Sequence[tuple[int, int]] = ()  # (host block, physical block)
     num_drafts: Mapping[int, int] = {}
+    window_copies: abc.Sequence[list[tuple[int, int]]] = ()  # as `copies`, for each group of layers with windows
 
 
 class Fault(NamedTuple):

@@ -1,7 +1,8 @@
 """The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
 
     lookup, prefetch                       hints about a waiting sequence; `prefetch` starts loads, nothing else is taken
-    allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
+    allocate, cover, extend                blocks for a sequence that starts, computes a chunk, or grows
+    fork, reassign                         a sequence shares another's blocks
     publish, leave, hide                   make computed blocks findable for other sequences, or keep them out
     suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
     import_prefix, finish, cancel          K/V that another engine computed
@@ -9,8 +10,11 @@
 
 Three rules are enforced here. A prompt's blocks are allocated together, so a prompt that has started never stalls for
 memory. A block with several holders is copied before it is written, and so is one that a prompt shares only the
-beginning of. Tails are freed before heads, so the prefix cache evicts them first. Owned by the scheduler, engine
-thread.
+beginning of. Tails are freed before heads, so the prefix cache evicts them first.
+
+The pool and the cache here are those of the layers with full attention, and they decide: what is available, who has to
+wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none. Owned by
+the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Sequence as Seq
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import Grant, InFlightStep
+from engine.core.kv.groups import NO_BLOCK, WindowPool
 from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
@@ -37,7 +42,8 @@ class KVCacheManager:
         """`times` estimates what computing takes, which bounds how long a request waits for a store."""
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
-        self._min_copied = config.min_copied_tokens
+        self._windows = [WindowPool(each, config.block_size, config.eviction) for each in config.window_groups]
+        self._min_copied = NEVER if self._windows else config.min_copied_tokens
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
         self.tiers = Tiers(config, stats, self._pins, times)
@@ -76,8 +82,7 @@ class KVCacheManager:
             return None
         size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
-        # The last token is always computed: its hidden state is what the first draw comes from.
-        hits = self._cache.match(seq.kv.chain, tokens, len(tokens) - 1) if is_reading else []
+        hits = self._match(seq) if is_reading else []
         for block in hits:
             pool.fork(block)
         missing = blocks_for(len(tokens), size) - len(hits)
@@ -102,7 +107,8 @@ class KVCacheManager:
         seq.num_computed = seq.num_planned = num_loaded + num_copied
         seq.kv.num_published = len(hits)
         seq.kv.writable_until = seq.kv.capacity
-        if self._caching:
+        seq.kv.window_tables = [group.resume(seq.kv.chain, len(hits)) for group in self._windows]
+        if self._caching or self._windows:
             seq.kv.next_publish = (len(hits) + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
@@ -115,16 +121,29 @@ class KVCacheManager:
         """Load a new sequence's blocks that only a store has; True if it is to be parked for them."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
-        num_found = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
-        return self.tiers.prefetch(seq, num_found, now)
+        return self.tiers.prefetch(seq, len(self._match(seq)), now)
 
     def lookup(self, seq: Sequence) -> int:
         """Return how many positions of a waiting sequence are cached, or on their way from a store."""
         if not self._caching or seq.needs_every_position:
             return 0
-        num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
+        num_hits = len(self._match(seq))
         num_blocks = num_hits + len(self.tiers.find(seq, num_hits)) + seq.kv.num_awaited
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Return the cached blocks that a sequence begins with, up to the last boundary that every group can resume from.
+
+        The last token is always computed: its hidden state is what the first draw comes from.
+        """
+        hits = self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1)
+        if self._windows:
+            num_hits = -1
+            while num_hits != len(hits):  # a boundary that one group lowers may be none for the others
+                num_hits = len(hits)
+                for group in self._windows:
+                    del hits[group.resumable(seq.kv.chain, len(hits)) :]
+        return hits
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
@@ -151,6 +170,18 @@ class KVCacheManager:
             return -1, 0
         return source, num_shared
 
+    def cover(self, seq: Sequence, stop: int) -> None:
+        """Take the blocks that a prompt's next chunk, up to `stop`, needs in the groups with windows."""
+        if self._windows:
+            # From the prompt's end on, `extend` keeps all tables of a sequence equally long.
+            num_blocks = len(seq.kv.blocks) if stop == len(seq.tokens) else blocks_for(stop, self.block_size)
+            for group, table in self._window_tables(seq):
+                group.grow(table, num_blocks)
+
+    def _window_tables(self, seq: Sequence) -> Iterable[tuple[WindowPool, list[int]]]:
+        """Return the groups with windows and a sequence's tables in them; nothing if it holds no blocks."""
+        return zip(self._windows, seq.kv.window_tables, strict=False)
+
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Give a sequence a block that it may write its next position to; False if there is none. May add to `copies`."""
         blocks, pool = seq.kv.blocks, self.pool
@@ -158,12 +189,18 @@ class KVCacheManager:
             if pool.is_exhausted:
                 return False
             blocks.append(pool.alloc(after=blocks[-1]))
+            if self._windows:
+                for group, table in self._window_tables(seq):
+                    group.grow(table, len(blocks))
         elif pool.is_shared(blocks[-1]):
             if pool.is_exhausted:
                 return False
             source, blocks[-1] = blocks[-1], pool.alloc()
             pool.free(source)
             copies.append((source, blocks[-1]))
+            if self._windows:
+                for group, table in self._window_tables(seq):
+                    group.copy_tail(table)  # the same sequences hold it there
         seq.kv.shares_tail = False
         seq.kv.writable_until = seq.kv.capacity
         return True
@@ -174,8 +211,7 @@ class KVCacheManager:
         parent.take_slots(slots[:1])
         for child, slot in zip(children, slots[1:], strict=True):
             child.take_slots([slot])
-            for block in child.kv.blocks:
-                self.pool.fork(block)
+            self._hold_all(child)
         for sharer in (parent, *children):
             self._share_tail(sharer)
 
@@ -184,12 +220,24 @@ class KVCacheManager:
 
         Its own blocks are an abandoned beam's, and are not published.
         """
-        for block in other.kv.blocks:
-            self.pool.fork(block)
-        self.pool.free(*reversed(seq.kv.blocks))
+        self._hold_all(other)
+        self._free_all(seq)
         seq.follow(other, seq_id)
         for sharer in (seq, other):
             self._share_tail(sharer)
+
+    def _hold_all(self, seq: Sequence) -> None:
+        """Add a holder to every block of a sequence."""
+        for block in seq.kv.blocks:
+            self.pool.fork(block)
+        for group, table in self._window_tables(seq):
+            group.hold(table)
+
+    def _free_all(self, seq: Sequence) -> None:
+        """Remove a holder of every block of a sequence; its tables are replaced or cleared next."""
+        self.pool.free(*reversed(seq.kv.blocks))
+        for group, table in self._window_tables(seq):
+            group.free(table)
 
     def _share_tail(self, sharer: Sequence) -> None:
         sharer.kv.shares_tail = sharer.num_planned % self.block_size != 0
@@ -233,16 +281,25 @@ class KVCacheManager:
             self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
-        """Make all blocks of a sequence findable that are full and computed."""
+        """Make all blocks of a sequence findable that are full and computed, and free those before its windows."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
-        if seq.request.pins:
-            self._pin(seq, seq.kv.num_published, full)
-        seq.kv.num_published = full
+        if seq.kv.is_cacheable:
+            self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
+            self._publish_windows(seq, full)
+            if seq.request.pins:
+                self._pin(seq, seq.kv.num_published, full)
+            seq.kv.num_published = full
+        for group, table in self._window_tables(seq):
+            group.slide(table, seq.num_computed)
         due = (full + 1) * self.block_size
-        # An answer is published at its end; but at once if there are lower tiers, which need names.
-        seq.kv.next_publish = due if due <= seq.num_prompt or self._listener is not None else NEVER
+        # An answer is published at its end; block by block if there are lower tiers, which need names, or windows.
+        is_due = due <= seq.num_prompt or self._listener is not None or self._windows
+        seq.kv.next_publish = due if is_due else NEVER
+
+    def _publish_windows(self, seq: Sequence, full: int) -> None:
+        for group, table in self._window_tables(seq):
+            group.publish(seq.kv.chain, seq.tokens, table, range(seq.kv.num_published, full))
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Pin those of a sequence's published blocks first .. stop - 1 that its request wants to be retained."""
@@ -258,6 +315,7 @@ class KVCacheManager:
         """Make all computed blocks of a sequence findable, which it frees now or soon."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
+            self._publish_windows(seq, full)
             self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
     def hide(self, seq: Sequence) -> None:
@@ -268,7 +326,8 @@ class KVCacheManager:
         """Free all blocks and slots; the sequence is as if nothing was computed. Its blocks can be found."""
         self.leave(seq)
         self._slots += reversed(seq.kv.slots)
-        self.pool.free(*reversed(seq.reset()))
+        self._free_all(seq)
+        seq.reset()
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
@@ -302,6 +361,10 @@ class KVCacheManager:
         """A step is planned: return the copies that it makes first, (block of the pool, host block)."""
         return self.tiers.host.take_due()
 
+    def take_window_copies(self) -> list[list[tuple[int, int]]]:
+        """Return the copies-on-write of the step that is planned, for each group with windows."""
+        return [group.take_copies() for group in self._windows]
+
     def committed(self, step: InFlightStep) -> None:
         """A step is done: its copies and loads have arrived."""
         self._arrived(step)
@@ -311,10 +374,15 @@ class KVCacheManager:
         """Nothing of a step was done: its copies never arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=False)
+        if self._windows:
+            for piece, seq in zip(step.slices, step.sequences, strict=True):
+                for group, table in self._window_tables(seq):
+                    group.cut(table, blocks_for(piece.start, self.block_size))
 
     def dropped(self, step: InFlightStep) -> None:
         """A step was not launched, for nothing was left in it."""
         self._arrived(step)
+        self.take_window_copies()
         self.tiers.host.release(step.host_blocks)
 
     def _arrived(self, step: InFlightStep) -> None:
@@ -331,6 +399,9 @@ class KVCacheManager:
         imported = [each.blocks for each in self._imports]
         self.pool.check_integrity([*(seq.kv.blocks for seq in living), *imported])
         self._cache.check_integrity()
+        for index, group in enumerate(self._windows):
+            tables = [seq.kv.window_tables[index] for seq in living if seq.kv.window_tables]
+            group.check_integrity([[block for block in table if block != NO_BLOCK] for table in tables])
         self._pins.check_integrity()
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"

@@ -36,7 +36,10 @@ class Ticket:
 
 
 class SequenceKV:
-    """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1."""
+    """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1.
+
+    `window_tables` has one more table for each group of layers with sliding windows, see groups.py.
+    """
 
     __slots__ = (
         "awaits_until_s",
@@ -54,6 +57,7 @@ class SequenceKV:
         "shares_tail",
         "slots",
         "ticket",
+        "window_tables",
         "writable_until",
     )
 
@@ -75,9 +79,11 @@ class SequenceKV:
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
         self.blocks: list[int] = []
+        self.window_tables: Seq[list[int]] = ()
         self.slots = []
         self.num_published = 0  # blocks that the prefix cache was shown
-        # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end.
+        # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end. With
+        # windows each block is, because those before the window are freed with it.
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.writable_until = 0  # positions below have a block that is this sequence's alone
         self.shares_tail = False  # the last block may have other holders: it is copied before the first write
@@ -90,6 +96,7 @@ class SequenceKV:
     def follow(self, other: SequenceKV) -> None:
         """Map the blocks of another answer to the same prompt. The caller counts the references."""
         self.blocks = list(other.blocks)
+        self.window_tables = [list(table) for table in other.window_tables]
         self.chain = list(other.chain)
         self.num_published = other.num_published
         self.next_publish = other.next_publish
