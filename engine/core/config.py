@@ -17,8 +17,7 @@ FEW_TOKENS = (
     "--max-num-batched-tokens is {c.max_num_batched_tokens}, less than --max-num-seqs ({c.max_num_seqs}); every running "
     "sequence needs one token of a step's budget."
 )
-# Rows of logits in a step with drafts: with a large vocabulary each is a megabyte, several times over.
-_MAX_DRAFTED_ROWS = 256
+_MAX_DRAFTED_ROWS = 256  # of logits in a step with drafts: with a large vocabulary each takes several megabytes
 _LEAST = {
     "num_blocks": 1,
     "block_size": 1,

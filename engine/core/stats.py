@@ -13,7 +13,7 @@ from enum import Enum
 
 from engine.core.types import AbortCause, FinishReason
 
-# Seconds. From 0.1 ms, so that 1 ms tokens spread over several buckets, to ten minutes.
+# Bounds of buckets in seconds: from 0.1 ms, so that tokens of 1 ms spread over several, to ten minutes for requests.
 TOKEN_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04,
     0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -22,7 +22,7 @@ REQUEST_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
-COUNT_BUCKETS = tuple(float(1 << power) for power in range(18))
+COUNT_BUCKETS = tuple(float(1 << power) for power in range(18))  # tokens or sequences, to the longest contexts
 
 
 class FailureCause(str, Enum):
