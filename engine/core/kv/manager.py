@@ -1,6 +1,6 @@
 """The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
 
-    lookup, prefetch                       hints about a waiting sequence; `prefetch` starts loads, nothing else is taken
+    lookup, prefetch                       what is cached of a waiting sequence; `prefetch` loads it, and allocates nothing
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
     publish, leave, exclude_from_cache     make computed blocks findable for other sequences, or keep them out
     suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
@@ -112,7 +112,7 @@ class KVCacheManager:
         return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
-        """Load a new sequence's blocks that only a store has; True if it is to be parked for them."""
+        """Start loading a new sequence's blocks that only a store has; returns whether to park it until they arrive."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
         num_found = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
@@ -204,8 +204,8 @@ class KVCacheManager:
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
         """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        The caller fills them, then calls `finish` or `cancel`. Until then they are found and reused by no sequence, so
-        bytes that arrive late reach no other owner.
+        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them, so bytes that
+        arrive late reach no other owner.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
@@ -219,7 +219,7 @@ class KVCacheManager:
         return imported
 
     def finish(self, imported: PrefixImport) -> int:
-        """Have the cache find blocks that were imported and filled; returns how many of the prompt's it has."""
+        """Make imported and filled blocks findable; returns how many blocks of the prompt are cached."""
         if imported not in self._imports:
             return 0
         self._cache.register(imported.chain, imported.tokens, imported.blocks, imported.num_found, len(imported.blocks))
@@ -227,7 +227,7 @@ class KVCacheManager:
         return len(imported.blocks)
 
     def cancel(self, imported: PrefixImport) -> None:
-        """Let go of an import's blocks, once nothing writes to them any more."""
+        """Free an import's blocks, once nothing writes to them any more."""
         if imported in self._imports:
             del self._imports[imported]
             self.pool.free(*reversed(imported.blocks))
@@ -241,7 +241,7 @@ class KVCacheManager:
             self._pin(seq, seq.kv.num_published, full)
         seq.kv.num_published = full
         due = (full + 1) * self.block_size
-        # An answer is published at its end; but at once if there are lower tiers, which need names.
+        # An answer is published at its end, but block by block if there are lower tiers, which need names.
         seq.kv.next_publish = due if due <= seq.num_prompt or self._listener is not None else NEVER
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
@@ -255,7 +255,7 @@ class KVCacheManager:
             seq.kv.num_pinned = max(seq.kv.num_pinned, (index + 1) * size)
 
     def leave(self, seq: Sequence) -> None:
-        """Make all computed blocks of a sequence findable, which it frees now or soon."""
+        """Make all computed blocks of a sequence findable, before it frees them."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
             self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
@@ -283,13 +283,13 @@ class KVCacheManager:
         return kv.ticket is not None
 
     def discard(self, seq: Sequence) -> None:
-        """Let go of a sequence's ticket, if it has one."""
+        """Release a sequence's ticket, if it has one."""
         if seq.kv.ticket is not None:
             self.tiers.host.discard(seq.kv.ticket)
             seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to host memory and back, since it fails. Suspended sequences are recomputed."""
+        """Stop copying blocks to and from host memory, after a copy failed. Suspended sequences are recomputed."""
         self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -299,21 +299,21 @@ class KVCacheManager:
         self._pins.expire(now)
 
     def begin(self) -> list[tuple[int, int]]:
-        """A step is planned: return the copies that it makes first, (block of the pool, host block)."""
+        """Return the copies that a planned step makes first, as (block of the pool, host block)."""
         return self.tiers.host.take_due()
 
     def committed(self, step: InFlightStep) -> None:
-        """A step is done: its copies and loads have arrived."""
+        """Note that a step is done: its copies and loads have arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=True)
 
     def rolled_back(self, step: InFlightStep) -> None:
-        """Nothing of a step was done: its copies never arrived."""
+        """Note that nothing of a step was done: its copies never arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=False)
 
     def dropped(self, step: InFlightStep) -> None:
-        """A step was not launched, for nothing was left in it."""
+        """Note that a step was not launched, because it became empty."""
         self._arrived(step)
         self.tiers.host.release(step.host_blocks)
 
