@@ -1,13 +1,13 @@
-"""Speculation as the scheduler sees it: how many positions beyond its next each sequence may have drafted in a step.
+"""Speculation in the scheduler: the number of draft tokens of each sequence in a step.
 
 The runner drafts the tokens and computes them in the same step, so a plan has counts and no values here either. Drafts
-take what everything else leaves: of the token budget, of the samples that memory is measured for, of the seconds that a
-target ITL allows, and of the blocks, for which no sequence is preempted.
+use only the rest of each budget: of tokens, of the samples that memory is measured for, of the seconds that a target ITL
+allows, and of blocks. No sequence is preempted for a draft.
 
 A step that is bound by reading weights computes a few more rows for next to nothing; one that is bound by arithmetic pays
-for each. So another draft is added as long as it raises the tokens a second that the step is expected to bring. How often
-a sequence's drafts are right is remembered; a new one starts with what is usual, and the chance of one that drafts
-nothing rises slowly, so that it tries again. Owned by the scheduler, engine thread.
+for each. So drafts are added as long as each raises the expected tokens per second of the step. Each sequence has a
+moving average of how often its drafts are right, which starts at the average of all sequences. For a sequence without
+drafts it rises slowly, so that drafting is tried again. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.core.sequence import DraftHistory, Sequence
 from engine.core.stats import Stats
 from engine.core.step import Drafted
 
-HOPE = 0.8  # the chance of a draft while nothing speaks against it
+HOPE = 0.8  # the chance of a draft before any was checked
 _MEMORY = 0.8  # weight of a sequence's past at each draft that was checked: about five count
 _LONG_MEMORY = 0.95  # weight of the past of all sequences at each such draft: about twenty count
 _FADING = 0.997  # weight of a sequence's chance at each step without drafts: it tries again after some hundred steps
 
 
 class DraftPlanner:
-    """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
+    """Adds drafts to a plan that is otherwise complete, and learns from how many are accepted."""
 
     __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_stats", "_usual")
 
@@ -74,7 +74,7 @@ class DraftPlanner:
         return seq.drafts
 
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
-        """Extend a sequence for its drafts; returns for how many there are blocks."""
+        """Allocate blocks for a sequence's drafts; returns how many drafts fit."""
         while seq.kv.writable_until < seq.num_planned + num_drafts:
             if self._kv.pool.num_available <= num_reserved:
                 return seq.kv.writable_until - seq.num_planned

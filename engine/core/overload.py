@@ -1,9 +1,9 @@
-"""Overload: refuses a request that the queue has no place for, and says when there will be one.
+"""Overload: refuses a request if the queue is full, and forecasts when it will have a free place.
 
-A place is free whenever a request that runs has ended and one that waits has started. So the ends of the running requests
-are forecast: each is expected to last as long as one of the recent answers that were longer than it is so far, and those
-that follow as long as any recent answer. Refused clients come back at the time they were given, so each is given the time
-of another place. Any thread may ask: it reads numbers that the engine thread writes. It knows no clock.
+A place becomes free when a running request ends and a waiting one starts. So the ends of the running requests are
+forecast: each is expected to last as long as one of the recent answers that were longer than it is so far, and those
+that follow as long as any recent answer. Each refused client gets the time of a different place, because clients return
+at the time they were given. Any thread may ask: it reads numbers that the engine thread writes. It knows no clock.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.core.stats import Stats
 
 MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After of up to two minutes
 MIN_RETRY_S = 0.1  # also how long a forecast is used, and what a step is taken to last before one has ended
-MAX_RETRIES = 4096  # times that are remembered: of more refused clients, most do not come back
+MAX_RETRIES = 4096  # times that are kept: of more refused clients, most do not return
 _MEMORY = 0.98  # weight of the past in the moving average of a step's seconds: about fifty steps count
 _SPREAD = 0.6180339887498949  # the golden ratio: its multiples modulo 1 are spread evenly, however many there are
 
 
 class QueueLimits(NamedTuple):
-    """How much may wait beyond what can run; None is no limit."""
+    """The most requests and tokens that may wait; None is no limit."""
 
     max_requests: int | None = None
     max_tokens: int | None = None
@@ -36,8 +36,8 @@ class QueueLimits(NamedTuple):
     def find_full(self, num_ahead: int, num_tokens: int, num_new_tokens: int) -> str:
         """Return a sentence about the limit that a request of `num_new_tokens` would exceed, or "".
 
-        `num_ahead` requests and `num_tokens` prompt tokens wait. Only others count: an engine with a free slot takes any
-        request, since a large one would never be taken otherwise.
+        `num_ahead` requests and `num_tokens` prompt tokens wait. With a free slot any request is accepted: a large one would
+        never be accepted otherwise.
         """
         if num_ahead < 0:
             return ""
@@ -64,7 +64,7 @@ class RetryTimes:
         self._times: list[float] = []  # a heap
 
     def count(self, now: float) -> int:
-        """Return how many lie in the future."""
+        """Return how many of the times are in the future."""
         while self._times and self._times[0] <= now:
             heappop(self._times)
         return len(self._times)
