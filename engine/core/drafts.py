@@ -82,7 +82,7 @@ class DraftPlanner:
         return num_drafts
 
     def observe(self, seq: Sequence, drafted: Drafted) -> None:
-        """Learn from what became of a sequence's drafts. If nothing was sampled at all, it goes on without drafts."""
+        """Learn from a sequence's checked drafts. If nothing was sampled at all, the sequence gets no more drafts."""
         history = self._history(seq)
         if not drafted.token_ids:
             history.is_allowed = False
@@ -95,7 +95,7 @@ class DraftPlanner:
             stats.spec_accepted_at[position] += 1
         history.num_drafted += drafted.num_drafts
         history.num_accepted += num_accepted
-        # The drafts behind the first wrong one say nothing.
+        # The drafts after the first wrong one were not checked.
         num_checked = min(num_accepted + 1, drafted.num_drafts)
         share = num_accepted / num_checked
         history.chance = share + (history.chance - share) * _MEMORY**num_checked
@@ -103,7 +103,7 @@ class DraftPlanner:
 
 
 def seconds(points: Points, count: int) -> float:
-    """Return the seconds of `count`, interpolated between the points, extrapolated behind the last."""
+    """Return the seconds of `count`, interpolated between the points, extrapolated after the last."""
     if not points or len(points) == 1 or count <= points[0][0]:
         return points[0][1] if points else 0.0
     (x0, y0), (x1, y1) = points[:2]
@@ -115,10 +115,10 @@ def seconds(points: Points, count: int) -> float:
 
 
 def lower_hull(points: abc.Iterable[tuple[int, float]]) -> Points:
-    """Return the points without those above a line between two others, none above a later one.
+    """Return the lower convex hull of the points, made non-decreasing.
 
-    So a measurement that was interrupted counts less, and each further row costs at least as much as the one before. That
-    is what allows to find the best drafts one by one.
+    So an interrupted measurement counts less, and each further row costs at least as much as the one before. Therefore
+    the best drafts can be found one by one.
     """
     hull: list[tuple[int, float]] = []
     least = inf
@@ -142,7 +142,7 @@ def choose_lengths(
     """Return how many tokens to draft for each sequence of a step of `num_rows` rows, at most its room.
 
     Together they add at most `spare_s` to the step. `chances` say how likely a draft is right if those before it were.
-    The likeliest is taken first; there are none if the step without them is expected to bring more tokens a second.
+    The likeliest draft is taken first. There are none if the step has more expected tokens per second without them.
     """
     lengths = [0] * len(chances)
     candidates = [(-chance, index) for index, chance in enumerate(chances) if rooms[index] > 0]

@@ -93,7 +93,7 @@ class OverloadControl:
         self._step_s = memory * self._step_s + (1 - memory) * seconds
 
     def check(self, now: float, num_new_tokens: int, *, num_unseen: int = 0, num_unseen_tokens: int = 0) -> None:
-        """Raise OverloadedError if there is no place. `num_unseen` requests are still on their way to the scheduler."""
+        """Raise OverloadedError if the queue is full. `num_unseen` requests have not reached the scheduler yet."""
         stats = self._stats
         num_ahead = count_ahead(stats, self._scheduler.config.max_num_seqs) + num_unseen
         num_tokens = stats.num_waiting_tokens + num_unseen_tokens
@@ -107,7 +107,7 @@ class OverloadControl:
         raise OverloadedError(f"The queue is full: {full}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def _count_departures(self, num_ahead: int, num_tokens: int) -> int:
-        """Return how many waiting requests have to start before there is a place."""
+        """Return how many waiting requests have to start before a place is free."""
         num_departures = 1
         if self._limits.max_requests is not None:
             num_departures = max(num_departures, num_ahead - self._limits.max_requests + 1)
@@ -117,7 +117,7 @@ class OverloadControl:
         return num_departures
 
     def _seconds_to(self, departure: int, now: float) -> float:
-        """Return the seconds until so many of the requests that run, or follow them, will have ended."""
+        """Return the seconds until `departure` of the running and following requests will have ended."""
         if now - self._forecast_s > MIN_RETRY_S:
             self._forecast, self._forecast_s, self._departures = self._forecast_departures(), now, []
         while len(self._departures) < departure and (self._departures or [0.0])[-1] < MAX_RETRY_S:
