@@ -13,10 +13,10 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError, InvalidRequestError, QuireError
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import FailureCause
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import Drafted, Fault, StepResult
 from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
@@ -235,7 +235,7 @@ class OutputProcessor:
 
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """End one sequence that could not be computed."""
-        self._kv.hide(seq)  # its K/V may be wrong
+        self._kv.exclude_from_cache(seq)  # its K/V may be wrong
         if seq.status is not Status.DONE:
             is_clients = fault.cause in (FailureCause.GRAMMAR, FailureCause.RULED_OUT)
             error = InvalidRequestError(fault.message) if is_clients else ComputeError(fault.message)
@@ -277,7 +277,7 @@ class OutputProcessor:
             if self._leave(seq):
                 # Published now, since the client may return before the step does; what that computes is unknown.
                 self._kv.leave(seq)
-                self._kv.hide(seq)
+                self._kv.exclude_from_cache(seq)
             else:
                 self._kv.free(seq)
         elif not seq.is_leaving:

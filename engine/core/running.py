@@ -13,8 +13,8 @@ from operator import attrgetter
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.queues import POLICIES, Queue
-from engine.core.recorder import StatsRecorder
 from engine.core.sequence import Sequence
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.types import FinishReason
 
 _place = attrgetter("place")

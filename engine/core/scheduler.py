@@ -26,11 +26,11 @@ from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.output import OutputProcessor
 from engine.core.prompts import PromptPlan
-from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 

@@ -1,0 +1,1 @@
+"""Text on both sides of the engine: prompts, request fields, parsers and grammars. No torch, no HTTP."""

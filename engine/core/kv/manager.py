@@ -2,7 +2,7 @@
 
     lookup, prefetch                       hints about a waiting sequence; `prefetch` starts loads, nothing else is taken
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
-    publish, leave, hide                   make computed blocks findable for other sequences, or keep them out
+    publish, leave, exclude_from_cache     make computed blocks findable for other sequences, or keep them out
     suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
     import_prefix, finish, cancel          K/V that another engine computed
     begin, committed, rolled_back          a step that moves blocks
@@ -260,7 +260,7 @@ class KVCacheManager:
         if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
             self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
-    def hide(self, seq: Sequence) -> None:
+    def exclude_from_cache(self, seq: Sequence) -> None:
         """Publish nothing more of a sequence: its last blocks may be incomplete or wrong."""
         seq.kv.is_cacheable, seq.kv.next_publish = False, NEVER
 

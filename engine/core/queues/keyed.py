@@ -1,4 +1,4 @@
-"""The policies fcfs, sjf and priority: one queue, sorted by a key that never changes.
+"""A queue sorted by a key that never changes: the policies fcfs and priority, and the base of sjf (shortest.py).
 
 A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. Because every waiting request ages at
 the same rate, "priority minus age" orders requests exactly as "arrival plus priority" does, so nothing is ever re-sorted,
