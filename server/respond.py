@@ -1,7 +1,7 @@
 """Answers every request that runs the engine: a JSON document, or a stream.
 
-A client that leaves ends its request: a stream through its response's scope, a plain answer by watching for the
-disconnect. Event loop.
+A disconnect aborts the request: a stream by leaving its response's scope, a plain answer by watching for the disconnect.
+Event loop.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ async def _frames(
 
 
 def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
-    """Return whether news repeat a long prompt, or report its log probabilities."""
+    """Return whether deltas repeat a long prompt, or report its log probabilities."""
     return any(
         delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT
         for _, delta in news
@@ -209,7 +209,7 @@ def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
-    """Return the result of `work`; raise ClientDisconnect if the client leaves.
+    """Return the result of `work`; raise ClientDisconnect if the client disconnects.
 
     The body must have been read.
     """
@@ -255,7 +255,7 @@ class EventStream(EventSourceResponse):
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        """Send until the last frame, or until the client leaves."""
+        """Send until the last frame, or until the client disconnects."""
         with self._answer, contextlib.suppress(ClientDisconnect):
             await unless_disconnected(receive, self._send_all(send))
 
