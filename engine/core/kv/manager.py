@@ -1,6 +1,6 @@
 """The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
 
-    lookup, prefetch                       what is cached of a waiting sequence; `prefetch` loads it, and allocates nothing
+    lookup, prefetch                       what is cached of a waiting sequence; `prefetch` starts to load it
     allocate, extend, fork, reassign       blocks for a sequence that starts, grows, or shares another's
     publish, leave, exclude_from_cache     make computed blocks findable for other sequences, or keep them out
     suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
