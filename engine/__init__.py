@@ -1,1 +1,4 @@
-"""The inference engine: scheduler, K/V cache, models and text; no HTTP. build.py wires it and loop.py runs it."""
+"""The inference engine, without HTTP.
+
+build.py makes an Engine, and loop.py runs it. core schedules, runtime computes, text handles text.
+"""

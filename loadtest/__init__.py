@@ -1,1 +1,4 @@
-"""Load tests, benchmarks, the simulator and the tuner; `python -m loadtest` lists its commands."""
+"""Load tests, benchmarks, the simulator and the tuner.
+
+`python -m loadtest --help` lists the commands.
+"""

@@ -1,4 +1,4 @@
-"""Runs `quire serve`: checks settings and small files, binds the port, loads the model, and serves until the end.
+"""Runs `quire serve`, from the settings to the end of the process.
 
 Settings and the files they name are checked first, then the port is bound, then torch is imported and weights are read.
 Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the

@@ -1,4 +1,4 @@
-"""Beam search: the next token of each beam, the finished answers, and the end of the search.
+"""Beam search: the next tokens, the finished answers, and the end of a search.
 
     BeamSearch      the arithmetic of one search: pure numbers, no sequences and no blocks
     BeamGroup       the beams of one search as sequences

@@ -1,4 +1,4 @@
-"""The size of a step: a limit of tokens, lowered after out-of-memory, and of seconds beside sequences that decode.
+"""Limits the tokens and seconds of a step.
 
     StepBudget    counts tokens and seconds for one step after another
     Allowance     what one step has left for prompts and drafts

@@ -1,4 +1,4 @@
-"""Processes step results: appends tokens, ends or preempts sequences, makes events, frees blocks.
+"""Processes step results: tokens, events, ends and preemptions of sequences.
 
 Every end and every preemption passes here. Blocks and slots are freed immediately, or at the commit of the last step in
 flight that names them. Owned by the scheduler, engine thread.

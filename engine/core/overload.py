@@ -1,4 +1,4 @@
-"""Overload: refuses a request if the queue is full, and forecasts when it will have a free place.
+"""Refuses requests while the queue is full, and forecasts when to try again.
 
 A place becomes free when a running request ends and a waiting one starts. So the ends of the running requests are
 forecast: each is expected to last as long as one of the recent answers that were longer than it is so far, and those

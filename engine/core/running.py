@@ -1,4 +1,4 @@
-"""Running sequences, waiting sequences in two queues of the policy, and all living sequences by request.
+"""The running sequences, the waiting ones, and all living ones by request.
 
 Running sequences are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
 """

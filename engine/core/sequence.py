@@ -1,4 +1,4 @@
-"""A sequence: one running answer to a request, with its tokens, its K/V state and its place in the state machine.
+"""A sequence: one answer to a request, with its tokens, K/V and state.
 
             admit             prompt planned           stop, length, abort, error
     WAITING ------> PREFILL ----------------> RUNNING ----------------------------> DONE

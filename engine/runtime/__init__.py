@@ -1,1 +1,1 @@
-"""Everything that uses torch: models, kernels, sampling and K/V memory. runner.py runs a StepPlan."""
+"""Models, kernels, sampling and K/V memory, in torch. runner.py runs a StepPlan."""

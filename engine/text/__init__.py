@@ -1,1 +1,4 @@
-"""Text on both sides of the engine: prompts, request fields, parsers and grammars. No torch, no HTTP."""
+"""Prompts, request fields, parsers and grammars: text before and after the engine.
+
+No torch, no HTTP.
+"""

@@ -1,1 +1,1 @@
-"""Tests and measures everything on one GPU: `python -m loadtest.gpu`, or loadtest/gpu.sh."""
+"""Tests and measures everything on one GPU; loadtest/gpu.sh runs it."""

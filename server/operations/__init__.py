@@ -1,1 +1,4 @@
-"""Quire's other endpoints: health, tokens, adapters, request states and the page; pinned prefixes, hand-over."""
+"""Quire's other endpoints: health, tokens, adapters, request states, the page.
+
+Also pinned prefixes, the hand-over, and the writer of docs/reference.md.
+"""

@@ -1,4 +1,4 @@
-"""Negotiates the hand-over: a decode daemon has a prefill daemon compute prompts, and takes their K/V into its cache.
+"""Negotiates the hand-over of K/V from a prefill daemon to a decode daemon.
 
 The decode daemon (--kv-transfer-config) continues as if its prefix cache had held the K/V before, so the answer is the
 same as without a hand-over. If anything fails, the prompt is computed here: a stream may be late, it is never lost.

@@ -1,1 +1,1 @@
-"""Settings of the server: declarations, sources, conflicts. The engine's are in engine/config.py."""
+"""Settings of the server. The engine's are in engine/config.py."""

@@ -1,4 +1,4 @@
-"""The settings of the HTTP application, each declared once; engine/setting.py describes how.
+"""The settings of the HTTP application; engine/setting.py says how to add one.
 
 server/settings/settings.py builds one AppConfig at start-up from flags, variables and files; tests build theirs by hand.
 Frozen. Any thread.

@@ -1,4 +1,4 @@
-"""The events of telemetry, and their one sink, which calls the metrics, the request log and the log.
+"""The events of telemetry, and the sink that passes them to listeners.
 
 Routes, middleware and the tenants' accounts emit events, never one per token. Event loop, unless an event says otherwise.
 """

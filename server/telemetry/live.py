@@ -1,4 +1,4 @@
-"""Takes snapshots of the engine, shared by all callers of the moment, and renders them as JSON for the page.
+"""Takes snapshots of the engine, shared by all callers, as JSON for the page.
 
 Event loop. All open pages and waiting streams share one snapshot every MIN_AGE_S at most; without any, none is taken. A
 snapshot contains no text. The page gets only the first characters of a request's id: enough for a client to recognise its

@@ -1,4 +1,4 @@
-"""Host memory behind the pool: copies of cached blocks, and the tickets of preempted sequences.
+"""Host memory behind the pool: cached blocks, and tickets of preempted sequences.
 
     offload    the pool evicts a cached block: the next plan copies it to a host block first
     save       a preempted sequence gets a ticket: host blocks with the K/V of its first positions

@@ -1,4 +1,6 @@
-"""Decides what moves between the pool, host memory and the stores behind it; engine/runtime/transports moves the bytes.
+"""Decides which blocks move between the pool, host memory and stores.
+
+engine/runtime/transports moves the bytes.
 
     find        returns host blocks that continue a prompt where the pool's blocks end; the plan that admits it copies them
     prefetch    loads the blocks of a new request that only a store has to host blocks; the request is parked until they

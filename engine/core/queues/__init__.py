@@ -1,7 +1,7 @@
-"""Scheduling policies: which request is admitted next, and which is preempted first. A policy is one line of POLICIES.
+"""Scheduling policies: the order of admission and of preemption.
 
-The scheduler makes two queues of the chosen policy. Background work waits in the second, which is served when the first
-is empty.
+A policy is one line of POLICIES. The scheduler makes two queues of the chosen policy. Background work waits in the second,
+which is served when the first is empty.
 """
 
 from __future__ import annotations

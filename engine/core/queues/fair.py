@@ -1,6 +1,6 @@
-"""Sharing between tenants, token by token: virtual token counters, and how much of the batch a tenant holds.
+"""The policy fair: tenants share tokens and the batch by weight.
 
-The policy `fair` follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
+It follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
 the service it has had, divided by its weight: INPUT_COST for a prompt token when its request is admitted, OUTPUT_COST
 for a token when it has been drawn. The tenant with the lowest counter is admitted next. When an idle tenant starts to
 wait, its counter is raised to the lowest of those that wait already, so that idleness earns no credit. A tenant alone gets

@@ -1,1 +1,1 @@
-"""Model architectures. families.py lists those of the decoder; load.py loads a model with its weights."""
+"""Model architectures. families.py lists them; load.py loads a model."""

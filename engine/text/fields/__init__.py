@@ -1,1 +1,1 @@
-"""The fields of requests, shared by HTTP and the offline API: names, types and ranges."""
+"""The fields of requests, for HTTP and the offline API."""
