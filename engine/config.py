@@ -1,4 +1,4 @@
-"""The engine's settings, each declared once: what a user asks for, before anything is known of the machine or the model.
+"""The engine's settings as a user gives them, each declared once.
 
 None means "choose for me"; engine/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
 setting (flag, variable, YAML key, --help, docs/reference.md) follows from its field here. Standard library and core only.

@@ -1,4 +1,4 @@
-"""An engine's side of the hand-over: blocks go from its prefix cache into a parcel, or from a parcel into its cache.
+"""Moves K/V blocks between an engine's prefix cache and a parcel.
 
 Both go piece by piece between steps, so that no stream waits for long. The cache finds what a parcel brings like any
 block that this engine computed; what was evicted meanwhile is recomputed. Blocking calls, for threads of their own.

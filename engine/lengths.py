@@ -1,4 +1,4 @@
-"""The lengths of the sequences of the last run, kept for `--block-size auto` in the user's cache folder.
+"""Keeps the last run's sequence lengths in a file, for `--block-size auto`.
 
 One small JSON file a model. A file that cannot be read or written only costs the choice its data: nothing fails.
 Start-up thread, and the engine thread at its end.

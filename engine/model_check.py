@@ -1,6 +1,7 @@
 """Checks a model from its small files, before torch is imported.
 
-Main thread, at start-up. What only the weights can show is left to engine/runtime.
+Main thread, at start-up. Checks that need torch or the device are in engine/build.py, and conflicts of settings in
+engine/config.py and server/settings/conflicts.py.
 """
 
 from __future__ import annotations

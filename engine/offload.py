@@ -1,4 +1,4 @@
-"""Hands transfers to the stores' transports, and their ends to the scheduler: between steps, while idle, and at the end.
+"""Starts the stores' transfers between steps, and reports their ends.
 
 Steps never wait for a transport. A plan without slices copies blocks to host memory; a transport's own thread does the
 rest. Engine thread.

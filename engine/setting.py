@@ -1,4 +1,4 @@
-"""Declares settings: a setting is one field of a frozen dataclass, with its default, unit, bounds and line of help.
+"""Declares a setting as a dataclass field: its default, unit, bounds and help.
 
 EngineConfig (engine/config.py) and the server's classes (server/settings/) consist of such fields. Flags, variables, YAML
 keys, --help and docs/reference.md are made from them, and `check` holds a configuration to its bounds and conflicts however

@@ -1,4 +1,4 @@
-"""Wires --speculative-config into an engine: the drafter, its memory, and the cost of drafts. Called by build.py.
+"""Wires --speculative-config into an engine, for build.py.
 
 Runs once, on the thread that starts the daemon; importing it imports torch.
 """

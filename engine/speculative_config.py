@@ -1,4 +1,4 @@
-"""Reads --speculative-config. The keys are vLLM's, where they mean the same. Any thread."""
+"""Reads --speculative-config, whose keys are vLLM's where they mean the same."""
 
 from __future__ import annotations
 

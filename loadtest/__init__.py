@@ -1,0 +1,4 @@
+"""Load tests, benchmarks, the simulator and the tuner.
+
+`python -m loadtest --help` lists the commands.
+"""

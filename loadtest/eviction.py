@@ -1,4 +1,4 @@
-"""How much of its prompts each eviction policy finds cached, for traffic of several kinds, from pools of several sizes.
+"""Measures the cache hits of each eviction policy, by traffic and pool size.
 
 The prefix cache that serves is driven by itself, one request after another: a thousand requests take milliseconds, and
 no other part of the daemon runs. A prompt is a list of blocks, each a token.

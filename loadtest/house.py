@@ -191,7 +191,8 @@ def _imports(path: Path) -> Iterator[str]:
 
 def _sources(package: str) -> Iterator[Path]:
     for path in sorted((ROOT / package).rglob("*.py")):
-        if path.stat().st_size:  # an empty __init__.py is not a file to read
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        if not all(isinstance(node, ast.Expr) for node in body):  # a package's docstring alone is not a file to read
             yield path
 
 

@@ -1,4 +1,4 @@
-"""How well the engine, as it is set, predicts a text: the price of a number format, in one figure.
+"""Measures the perplexity of a text: what a number format costs in quality.
 
 `python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"` runs the same windows of the
 same text through the real engine for each group of settings, scheduler, pool and kernels included, and prints the

@@ -1,4 +1,4 @@
-"""Where a step's time goes: the real engine on this thread, without HTTP, its parts timed one by one.
+"""Times the parts of a step: the real engine on this thread, without HTTP.
 
 `python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16` decodes with so many sequences, as a daemon of
 these settings would, and prints the median microseconds of each part: plan, index tensors, model, LM head, sampler,

@@ -1,6 +1,6 @@
 """API keys: which clients may call, and on which account. Event loop.
 
-Without a key answered are the probes, the page's files and, without --protect-metrics, the monitoring paths.
+Without a key, only the probes, the page's files and, unless --protect-metrics is set, the monitoring paths are served.
 
 A key is compared by its digest, in constant time and with every known key (server/tenancy/tenancy.py), so the time taken
 reveals nothing of it.

@@ -1,4 +1,7 @@
-"""Runs the `quire` command: finds the subcommand and passes it the arguments. Light imports keep help instant."""
+"""Runs the `quire` command: finds the subcommand and passes it the arguments.
+
+It imports little, so that --help is instant.
+"""
 
 from __future__ import annotations
 

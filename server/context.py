@@ -146,7 +146,7 @@ InOwner = Annotated[str, Depends(_owner)]  # the owner of stored things, see ser
 def check_operator(owner: str, what: str) -> None:
     """Raise a 403 for a tenant of --tenants; `what` is for keys of --api-key."""
     if owner != DEFAULT:
-        message = f"{what} needs a key of --api-key; a tenant's key does not allow it."
+        message = f"{what} takes a key of --api-key; a tenant's key does not allow it."
         raise ApiError(403, "not_allowed", message, type="permission_error")
 
 

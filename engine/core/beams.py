@@ -1,11 +1,11 @@
-"""Beam search: which beams go on with which token, which answers are finished, and when the search is over.
+"""Beam search: the next tokens, the finished answers, and the end of a search.
 
     BeamSearch      the arithmetic of one search: pure numbers, no sequences and no blocks
     BeamGroup       the beams of one search as sequences
-    BeamSearches    moves beams on with what each step brought
+    BeamSearches    advances the searches with the results of each step
 
-The rules are those of transformers' `generate`, so that a search finds the same answers with the same scores. The width
-best of all continuations count: of these, those that end are finished answers; the width best that do not end are the
+The rules are those of transformers' `generate`, so that a search finds the same answers with the same scores. Of the
+`width` best continuations, those that end are finished answers. The `width` best continuations that do not end are the
 next beams. A finished answer's score is the sum of its tokens' log probabilities, its end token's included, divided by
 their number to the power of length_penalty. The search is over when max_tokens are reached, or when there are `width`
 finished answers and early_stopping says that this is enough.
@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.page_table import blocks_for
-from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, SamplingParams, TokenEvent, TokenLogprob
 
 Top = tuple[tuple[int, float], ...]  # the likeliest next tokens and their log probabilities, best first
@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """One continuation. Smaller is better; of equals the first beam's is."""
+    """One continuation. Smaller is better; of equals, the first beam's."""
 
     negative_sum: float  # of log probabilities
     parent: int
@@ -79,7 +79,7 @@ class _Candidate(NamedTuple):
 
 
 def row_params(params: SamplingParams) -> SamplingParams:
-    """Return what a runner samples for each beam: the likeliest tokens, so many that `width` do not end it."""
+    """Return a beam's parameters for the runner: enough of the likeliest tokens that `width` of them do not end it."""
     assert params.beam is not None
     num_needed = params.beam.width + len(params.eos_token_ids | params.stop_token_ids)
     return replace(params, temperature=0.0, logprobs=max(num_needed, params.logprobs or 0))
@@ -104,15 +104,15 @@ class BeamSearch:
         return self._beam.width
 
     def put(self, beam: int, top: Top) -> bool:
-        """Take in a beam's likeliest next tokens; True if those of all beams are known, so that `advance` is due."""
+        """Take in a beam's likeliest next tokens; returns whether those of all beams are known and `advance` is due."""
         self._tops[beam] = top
         return len(self._tops) == len(self._sums)
 
     def advance(self) -> list[Continuation]:
         """Return the next beams, each in its place; none when the search is over.
 
-        A beam that goes on does so in its own place, with the best of its continuations. The others take the places of
-        beams that end here.
+        A beam that continues keeps its place, with the best of its continuations. Its other continuations take the places
+        of beams that end here.
         """
         width, is_last = self._beam.width, self._length + 1 == self._max_tokens
         candidates = self._candidates()
@@ -139,7 +139,7 @@ class BeamSearch:
             for rank, (token, logprob) in enumerate(top)
             if not (is_too_short and token in self._ending_ids)
         ]
-        # Each beam can end in as many ways as there are ending tokens, and what is left are enough to go on with.
+        # Each beam can end in as many ways as there are ending tokens; the rest are enough for the next beams.
         return nsmallest(self._beam.width * (1 + len(self._ending_ids)), candidates)
 
     def _finish(self, candidate: _Candidate, reason: FinishReason) -> None:
@@ -149,7 +149,7 @@ class BeamSearch:
         del self.finished[self._beam.width :]
 
     def _is_settled(self, best_negative_sum: float) -> bool:
-        """Return whether there are enough answers, and none can become better."""
+        """Return whether there are enough answers, and no other can be better."""
         if len(self.finished) < self._beam.width:
             return False
         if self._beam.early_stopping is EarlyStopping.YES:
@@ -173,7 +173,7 @@ class BeamSearch:
 
 
 def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
-    """Return the candidates in places: each parent's best in the parent's, the others where no beam goes on."""
+    """Return the candidates in places: each parent's best in the parent's place, the others where no beam continues."""
     staying: dict[int, _Candidate] = {}
     moving: list[_Candidate] = []
     for candidate in candidates:
@@ -186,7 +186,7 @@ def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
 
 
 class BeamGroup:
-    """The beams of one search as sequences. The first is the request's own, and alone owes events.
+    """The beams of one search as sequences. The first is the request's own, and reports all events.
 
     A beam's max_total is one more than the tokens it has, so it waits until the tokens of all beams are known.
     """
@@ -232,7 +232,7 @@ class BeamGroup:
 
 
 class BeamSearches:
-    """Moves beams on when the next tokens of all beams of a search are known."""
+    """Advances a search once the next tokens of all of its beams are known."""
 
     __slots__ = ("_kv", "_queue", "_recorder")
 
@@ -257,7 +257,7 @@ class BeamSearches:
         return self._answers(group.search, first, now)
 
     def _go_on(self, group: BeamGroup, continuations: abc.Sequence[Continuation]) -> None:
-        """Give every beam its next token. One that continues another shares its blocks, copied before they are written."""
+        """Give every beam its next token. A beam that continues another shares its blocks, which are copied on write."""
         beams = group.members
         if len(beams) < len(continuations):
             slots = beams[0].kv.slots

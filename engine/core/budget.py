@@ -1,11 +1,11 @@
-"""How much a step may hold: tokens after the device ran out of memory, and seconds beside sequences that decode.
+"""Limits the tokens and seconds of a step.
 
     StepBudget    counts tokens and seconds for one step after another
     Allowance     what one step has left for prompts and drafts
     StepTime      estimates what a step takes, from the steps that were committed
 
-A prompt that fits one step is not held back: running sequences feel it once, and if there are many of them, prompts are
-the load, for which throughput matters. A long prompt is paced, because running sequences feel each of its steps:
+A prompt that fits one step is not held back: it delays running sequences once. If there are many such prompts, they are
+the load, and throughput matters. A long prompt is paced, because each of its steps delays running sequences:
 
     beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running
     alone            ALONE * n times the fixed cost of a step: a request that arrives waits for the step that runs
@@ -28,8 +28,8 @@ from engine.core.sequence import Sequence
 from engine.core.step import SequenceSlice
 
 BACKGROUND_SHARE = 4  # a background step is this many times smaller: a request that arrives waits for its end
-RESERVE = 8  # one token of so many is for long prompts, where a long one is first: it always makes progress
-SHARE = 0.32  # a step with one long prompt takes 1.32 times as long: running sequences hardly feel it
+RESERVE = 8  # one token in so many is kept for long prompts if a long one is first: it always makes progress
+SHARE = 0.32  # a step with one long prompt takes 1.32 times as long, which running streams hardly show
 ALONE = 8  # fixed costs a step: the last of them is the eighth that pacing costs a prompt which runs alone
 AIM = 0.9  # of a target, and of all time if a target TTFT is at risk: steps vary by about a tenth
 FLOOR = 0.1  # of the time for decoding, which prompts have at least: else an unattainable target ITL would starve them
@@ -63,7 +63,7 @@ class Load(NamedTuple):
 class Costs(NamedTuple):
     """Seconds that the parts of a step take, none of them negative.
 
-    While steps are too much alike to tell the parts apart, an earlier field takes the blame for what a later one costs.
+    While steps are too much alike to separate the parts, an earlier field includes the cost of a later one.
     """
 
     context_s: float = 0.0  # of a prompt
@@ -80,7 +80,7 @@ def decode_load(slices: abc.Collection[SequenceSlice]) -> Load:
 
 
 class StepTime:
-    """An estimate of what a step takes: least squares that forget, where no cost is below 0.
+    """An estimate of a step's duration: least squares with exponential forgetting, and no cost below 0.
 
     An error counts relative to the step's duration, or to the estimate if that is longer. So a step that was interrupted
     moves the estimate little.
@@ -122,12 +122,12 @@ class StepTime:
         self.costs = Costs(*costs)
 
     def seconds(self, load: Load) -> float:
-        """Return what a step of this load is expected to take."""
+        """Return the expected duration of a step of this load."""
         expected: float = sum(map(mul, self.costs, load.features))
         return expected
 
     def chunk_s(self, start: int, count: int) -> float:
-        """Return what `count` positions of a prompt from `start` add to a step that has prompts already."""
+        """Return the seconds that `count` positions of a prompt from `start` add to a step that has prompts already."""
         return count * (self.costs.token_s + self.costs.context_s * (start + count / 2))
 
     def tokens_within(self, seconds: float, start: int) -> float:
@@ -140,7 +140,7 @@ class StepTime:
 
 
 class StepBudget:
-    """Says how much each step may hold, and learns from what it took."""
+    """Sets the size of each step, and learns from its duration."""
 
     __slots__ = ("_limit", "_max_tokens", "_num_skipped", "_target_itl_s", "_target_ttft_s", "times")
 
@@ -156,7 +156,7 @@ class StepBudget:
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether the device ran out of memory lately."""
+        """Return whether the limit is still lowered after the device ran out of memory."""
         return self._limit < self._max_tokens
 
     def out_of_memory(self, num_tokens: int) -> None:
@@ -166,7 +166,7 @@ class StepBudget:
     def observe(
         self, prompts: Load | None, slices: abc.Collection[SequenceSlice], num_drafts: int, seconds: float
     ) -> None:
-        """Take in that a step took `seconds`. `prompts` is its load, or None if all of its slices are decodes."""
+        """Learn from a step that took `seconds`. `prompts` is its load, or None if all of its slices are decodes."""
         self._limit = min(self._limit + self._limit // _GROWTH + 1, self._max_tokens)
         self._num_skipped += 1
         if slices and (prompts is not None or self._num_skipped >= _DECODES_SKIPPED):
@@ -183,7 +183,7 @@ class StepBudget:
         return max(AIM * target_s - base_s, FLOOR * base_s)
 
     def long_s(self, others: Load, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the part of long prompts in that, beside `others`: decodes, and prompts that are not long."""
+        """Return the seconds that long prompts may take of `prompts_s`. `others` are decodes and short prompts."""
         times, costs, num_long = self.times, self.times.costs, len(long)
         if not times.is_known or (others.num_decodes and self._target_itl_s is not None):
             return inf
@@ -201,7 +201,7 @@ class StepBudget:
         return inf if target_s is None or not times.is_known else AIM * target_s - times.seconds(load)
 
     def _urgency(self, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the part of all time that long prompts need to meet the target TTFT, those that still can."""
+        """Return the share of all time that long prompts need to meet the target TTFT, counting those that still can."""
         if self._target_ttft_s is None:
             return 0.0
         target_s, urgency = self._target_ttft_s, 0.0
@@ -214,7 +214,7 @@ class StepBudget:
 
 
 class Allowance:
-    """What one step has left: tokens, and seconds where there is a reason to count them."""
+    """The rest of one step's budget: tokens, and seconds if those are limited."""
 
     __slots__ = ("_budget", "_decodes", "_held_s", "_load", "_num_held", "num_tokens", "seconds")
 
@@ -226,7 +226,7 @@ class Allowance:
         self.num_tokens, self.seconds = num_tokens, inf
 
     def take_decodes(self, slices: abc.Collection[SequenceSlice]) -> None:
-        """Take off what decodes with one token each need."""
+        """Subtract the tokens of decodes, one each."""
         self._decodes = slices
         self.num_tokens -= len(slices)
 
@@ -238,7 +238,7 @@ class Allowance:
         return self._load
 
     def begin_prompts(self, *, holds_back: bool) -> None:
-        """Start with the prompts. With `holds_back` a part of the allowance is kept for long ones, until `release`."""
+        """Start with the prompts. With `holds_back`, a part of the allowance is kept for long ones until `release`."""
         self.seconds = self._budget.prompts_s(self.load)
         if holds_back:
             self._num_held = -(-self.num_tokens // RESERVE)
@@ -254,7 +254,7 @@ class Allowance:
         self._num_held, self._held_s = 0, 0.0
 
     def prompt(self, start: int, wanted: int, least: int = 0) -> int:
-        """Return how many of `wanted` positions of a prompt to compute, and take them off.
+        """Return how many of `wanted` positions of a prompt to compute, and subtract them.
 
         They are as many as the seconds allow, but no fewer than `least`, and at least 1 in the first chunk of a step.
         """
@@ -270,7 +270,7 @@ class Allowance:
         return count
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the seconds that long prompts have in this step."""
+        """Return the seconds that long prompts may take in this step."""
         return min(self._budget.long_s(self.load, long, now), self.seconds)
 
     def drafts_s(self) -> float:

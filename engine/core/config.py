@@ -1,4 +1,4 @@
-"""SchedulerConfig: what the scheduler runs on, resolved to numbers. Frozen, and checked when made.
+"""SchedulerConfig: the scheduler's settings, resolved to numbers and checked.
 
 engine/build.py derives it from EngineConfig (engine/config.py), the model and measured memory.
 """

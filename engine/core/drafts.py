@@ -1,13 +1,13 @@
-"""Speculation as the scheduler sees it: how many positions beyond its next each sequence may have drafted in a step.
+"""Speculation in the scheduler: the number of draft tokens of each sequence in a step.
 
 The runner drafts the tokens and computes them in the same step, so a plan has counts and no values here either. Drafts
-take what everything else leaves: of the token budget, of the samples that memory is measured for, of the seconds that a
-target ITL allows, and of the blocks, for which no sequence is preempted.
+use only the rest of each budget: of tokens, of the samples that memory is measured for, of the seconds that a target ITL
+allows, and of blocks. No sequence is preempted for a draft.
 
 A step that is bound by reading weights computes a few more rows for next to nothing; one that is bound by arithmetic pays
-for each. So another draft is added as long as it raises the tokens a second that the step is expected to bring. How often
-a sequence's drafts are right is remembered; a new one starts with what is usual, and the chance of one that drafts
-nothing rises slowly, so that it tries again. Owned by the scheduler, engine thread.
+for each. So drafts are added as long as each raises the expected tokens per second of the step. Each sequence has a
+moving average of how often its drafts are right, which starts at the average of all sequences. For a sequence without
+drafts it rises slowly, so that drafting is tried again. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.core.sequence import DraftHistory, Sequence
 from engine.core.stats import Stats
 from engine.core.step import Drafted
 
-HOPE = 0.8  # the chance of a draft while nothing speaks against it
+HOPE = 0.8  # the chance of a draft before any was checked
 _MEMORY = 0.8  # weight of a sequence's past at each draft that was checked: about five count
 _LONG_MEMORY = 0.95  # weight of the past of all sequences at each such draft: about twenty count
 _FADING = 0.997  # weight of a sequence's chance at each step without drafts: it tries again after some hundred steps
 
 
 class DraftPlanner:
-    """Adds drafts to a plan that is otherwise complete, and learns from what becomes of them."""
+    """Adds drafts to a plan that is otherwise complete, and learns from how many are accepted."""
 
     __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_stats", "_usual")
 
@@ -74,7 +74,7 @@ class DraftPlanner:
         return seq.drafts
 
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
-        """Extend a sequence for its drafts; returns for how many there are blocks."""
+        """Allocate blocks for a sequence's drafts; returns how many drafts fit."""
         while seq.kv.writable_until < seq.num_planned + num_drafts:
             if self._kv.pool.num_available <= num_reserved:
                 return seq.kv.writable_until - seq.num_planned
@@ -82,7 +82,7 @@ class DraftPlanner:
         return num_drafts
 
     def observe(self, seq: Sequence, drafted: Drafted) -> None:
-        """Learn from what became of a sequence's drafts. If nothing was sampled at all, it goes on without drafts."""
+        """Learn from a sequence's checked drafts. If nothing was sampled at all, the sequence gets no more drafts."""
         history = self._history(seq)
         if not drafted.token_ids:
             history.is_allowed = False
@@ -95,7 +95,7 @@ class DraftPlanner:
             stats.spec_accepted_at[position] += 1
         history.num_drafted += drafted.num_drafts
         history.num_accepted += num_accepted
-        # The drafts behind the first wrong one say nothing.
+        # The drafts after the first wrong one were not checked.
         num_checked = min(num_accepted + 1, drafted.num_drafts)
         share = num_accepted / num_checked
         history.chance = share + (history.chance - share) * _MEMORY**num_checked
@@ -103,7 +103,7 @@ class DraftPlanner:
 
 
 def seconds(points: Points, count: int) -> float:
-    """Return the seconds of `count`, interpolated between the points, extrapolated behind the last."""
+    """Return the seconds of `count`, interpolated between the points, extrapolated after the last."""
     if not points or len(points) == 1 or count <= points[0][0]:
         return points[0][1] if points else 0.0
     (x0, y0), (x1, y1) = points[:2]
@@ -115,10 +115,10 @@ def seconds(points: Points, count: int) -> float:
 
 
 def lower_hull(points: abc.Iterable[tuple[int, float]]) -> Points:
-    """Return the points without those above a line between two others, none above a later one.
+    """Return the lower convex hull of the points, made non-decreasing.
 
-    So a measurement that was interrupted counts less, and each further row costs at least as much as the one before. That
-    is what allows to find the best drafts one by one.
+    So an interrupted measurement counts less, and each further row costs at least as much as the one before. Therefore
+    the best drafts can be found one by one.
     """
     hull: list[tuple[int, float]] = []
     least = inf
@@ -142,7 +142,7 @@ def choose_lengths(
     """Return how many tokens to draft for each sequence of a step of `num_rows` rows, at most its room.
 
     Together they add at most `spare_s` to the step. `chances` say how likely a draft is right if those before it were.
-    The likeliest is taken first; there are none if the step without them is expected to bring more tokens a second.
+    The likeliest draft is taken first. There are none if the step has more expected tokens per second without them.
     """
     lengths = [0] * len(chances)
     candidates = [(-chance, index) for index, chance in enumerate(chances) if rooms[index] > 0]

@@ -1,4 +1,4 @@
-"""Every error Quire raises on purpose, as one tree; server/errors.py maps it to HTTP in one place.
+"""The errors that Quire raises on purpose; server/errors.py maps them to HTTP.
 
     QuireError
     ├── ClientError               the caller can mend it

@@ -1,4 +1,4 @@
-"""A Runner without a model: deterministic tokens, from a simulated paged memory or from a counter.
+"""A Runner without a model, with deterministic tokens, for tests and simulations.
 
 With memory, a step writes each token into the block and offset that its page table names and draws the next token from
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or

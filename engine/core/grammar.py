@@ -1,4 +1,4 @@
-"""What a constrained answer's grammar looks like to the engine: an opaque handle, and a matcher for each sequence.
+"""Grammars as the core sees them: an opaque handle, and a matcher per sequence.
 
 The server makes grammars (engine/text/grammars/) and hands them over inside a request's SamplingParams; the sampler starts
 a matcher a sequence, tells it what was drawn and asks it what may come next. Nothing here knows how that is done.

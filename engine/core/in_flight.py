@@ -1,6 +1,6 @@
 """A step from its plan to its commit, or to its rollback if nothing of it was computed.
 
-It is apart from step.py because the runtime reads that, and must not see sequences. Owned by the scheduler, engine
+It is not in step.py, which the runtime imports: the runtime must not see sequences. Owned by the scheduler, engine
 thread.
 """
 
@@ -22,11 +22,11 @@ Pairs = abc.Sequence[tuple[int, int]]
 
 
 class Grant(NamedTuple):
-    """What a step has to do for blocks that were allocated; mostly nothing."""
+    """The copies and loads that a step makes for allocated blocks; mostly none."""
 
     copies: Pairs = ()  # (source, destination) blocks of the pool
     loads: Pairs = ()  # (host block, block of the pool)
-    host_blocks: abc.Sequence[int] = ()  # to be given back with the step
+    host_blocks: abc.Sequence[int] = ()  # released with the step
     num_found: int = 0  # positions that the sequence has without the copies and loads
 
     @property
@@ -46,9 +46,11 @@ class InFlightStep:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
-    arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it fills, and how far they were before
-    host_blocks: list[int] = field(default_factory=list)  # to be given back with the commit
-    num_decodes: int = 0  # of the slices, the first so many: one token each, which draws
+    arrivals: dict[Sequence, int] = field(
+        default_factory=dict
+    )  # sequences whose blocks the step fills, and their positions before
+    host_blocks: list[int] = field(default_factory=list)  # released at the commit
+    num_decodes: int = 0  # the first slices: one token each, which is sampled from
     num_samples: int = 0
     step_id: int = -1
     planned_s: float = 0.0
@@ -59,18 +61,18 @@ class InFlightStep:
         return sum([piece.num_tokens for piece in self.slices])
 
     def largest(self, request_ids: Container[str]) -> str | None:
-        """Return which of some requests has most tokens and samples in it; of equals, the last."""
+        """Return the request of `request_ids` with the most tokens and samples in the step; of equals, the last."""
         sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
         ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
         return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
 
     @property
     def all_sequences(self) -> Iterator[Sequence]:
-        """Return all sequences that it names."""
+        """Return all sequences that the step names."""
         return chain(self.sequences, self.arrivals, *self.children.values())
 
     def take(self, grant: Grant, seq: Sequence) -> None:
-        """Add what blocks that were allocated to a sequence need."""
+        """Add the copies and loads of blocks that were allocated to a sequence."""
         self.host_blocks += grant.host_blocks
         if grant.fills:
             self.copies += grant.copies
@@ -111,11 +113,11 @@ class InFlightStep:
             seq.num_planned = piece.start
             if not stand[seq]:
                 _forget_from(seq, filled)
-            for child in children:  # of what it was born with only what the cache was shown is surely computed
+            for child in children:  # of the blocks it was forked with, only published ones are surely computed
                 child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
             for each in (seq, *children):
                 each.num_in_flight -= 1
-        for seq, num_found in self.arrivals.items():  # their blocks are still theirs, and worth nothing
+        for seq, num_found in self.arrivals.items():  # they keep their blocks, whose contents are lost
             stand.setdefault(seq, True)
             seq.num_planned = seq.num_computed = num_found
             seq.num_in_flight -= 1
@@ -129,10 +131,10 @@ def _forget_from(seq: Sequence, filled: set[int]) -> None:
 
 
 def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
-    """Roll the plans in flight back; returns whether each of their sequences can go on from there.
+    """Roll back the plans in flight; returns whether each of their sequences can continue from there.
 
-    Choices that were to be born in them cannot, nor can a sequence whose last block was to be filled by a copy: the
-    block it was to be copied from may have been written to since.
+    A choice that was forked in them cannot, nor can a sequence whose last block was to be filled by a copy: the
+    copied block may have been written to since.
     """
     stand: dict[Sequence, bool] = {}
     while in_flight:

@@ -1,4 +1,4 @@
-"""What a step brought: tokens are appended, sequences end or are preempted, events are made, blocks are freed.
+"""Processes step results: tokens, events, ends and preemptions of sequences.
 
 Every end and every preemption passes here. Blocks and slots are freed immediately, or at the commit of the last step in
 flight that names them. Owned by the scheduler, engine thread.
@@ -13,10 +13,10 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError, InvalidRequestError, QuireError
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import FailureCause
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import Drafted, Fault, StepResult
 from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
@@ -24,7 +24,7 @@ Entries = list[TokenEvent | PlainToken]
 
 
 class OutputProcessor:
-    """Turns results into events, and lets sequences go."""
+    """Turns results into events, and removes sequences that end or are preempted."""
 
     __slots__ = ("_beams", "_drafts", "_kv", "_processed_s", "_queue", "_recorder", "num_leaving")
 
@@ -164,7 +164,7 @@ class OutputProcessor:
         self._finish(seq, (token,), logprobs, is_end, prompt, now, events)
 
     def _accept_beam(self, seq: Sequence, logprob: TokenLogprob, now: float, events: Entries) -> None:
-        """Take in a beam's likeliest next tokens. The last beam's end the search or move it on by a token."""
+        """Take in a beam's likeliest next tokens. Once all beams have theirs, the search advances or ends."""
         if seq.status is not Status.RUNNING:
             self.settle(seq)
             return
@@ -235,7 +235,7 @@ class OutputProcessor:
 
     def _fail(self, seq: Sequence, fault: Fault, now: float, events: Entries) -> None:
         """End one sequence that could not be computed."""
-        self._kv.hide(seq)  # its K/V may be wrong
+        self._kv.exclude_from_cache(seq)  # its K/V may be wrong
         if seq.status is not Status.DONE:
             is_clients = fault.cause in (FailureCause.GRAMMAR, FailureCause.RULED_OUT)
             error = InvalidRequestError(fault.message) if is_clients else ComputeError(fault.message)
@@ -244,7 +244,7 @@ class OutputProcessor:
             events += ends
         self.settle(seq)
 
-    # -- sequences leave ---------------------------------------------------------------------------------------------
+    # -- ends and preemptions ----------------------------------------------------------------------------------------
 
     def end(
         self,
@@ -261,7 +261,7 @@ class OutputProcessor:
         seq = seq.first_beam
         self.retire(seq)
         choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
-        num_generated = seq.num_generated if seq.beam_group is None else 0  # a search that is cut short has no answer
+        num_generated = seq.num_generated if seq.beam_group is None else 0  # an aborted search has no answer
         timings = self._recorder.finished(seq, reason, now, len(choices), num_generated)
         self._queue.completed(seq, reason, num_generated)
         return [
@@ -275,9 +275,9 @@ class OutputProcessor:
         if seq.status in (Status.PREFILL, Status.RUNNING):
             self._queue.stop(seq)
             if self._leave(seq):
-                # Published now, since the client may return before the step does; what that computes is unknown.
+                # Published now: the client's next request may arrive before the step ends. What the step adds is unknown.
                 self._kv.leave(seq)
-                self._kv.hide(seq)
+                self._kv.exclude_from_cache(seq)
             else:
                 self._kv.free(seq)
         elif not seq.is_leaving:
@@ -287,9 +287,9 @@ class OutputProcessor:
         self._queue.strike(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Have a running sequence wait again, now or once no step in flight names it.
+        """Preempt a running sequence; it waits again, now or once no step in flight names it.
 
-        A beam is preempted with its whole search, which starts again: the others could not go on without it.
+        A beam is preempted with its whole search, which starts again: the other beams cannot continue without it.
         """
         seq = seq.first_beam
         self._drop_beams(seq)
@@ -312,7 +312,7 @@ class OutputProcessor:
                 self._kv.free(seq)
 
     def _drop_beams(self, first: Sequence) -> None:
-        """Let go of all beams of a search but the first."""
+        """End all beams of a search but the first."""
         if first.beam_group is None:
             return
         for beam in first.beam_group.disband():
@@ -322,9 +322,9 @@ class OutputProcessor:
                 self._kv.free(beam)
 
     def _suspend(self, seq: Sequence) -> None:
-        """Free a preempted sequence, saved to host memory where that is possible; it keeps its tokens and its place.
+        """Free a preempted sequence after saving it to host memory if possible; it keeps its tokens and its place.
 
-        A beam search forgets its tokens: it finds the same ones again.
+        A beam search drops its tokens: it finds the same ones again.
         """
         if seq.beam_group is None:
             self._kv.suspend(seq)

@@ -1,9 +1,9 @@
-"""Overload: refuses a request that the queue has no place for, and says when there will be one.
+"""Refuses requests while the queue is full, and forecasts when to try again.
 
-A place is free whenever a request that runs has ended and one that waits has started. So the ends of the running requests
-are forecast: each is expected to last as long as one of the recent answers that were longer than it is so far, and those
-that follow as long as any recent answer. Refused clients come back at the time they were given, so each is given the time
-of another place. Any thread may ask: it reads numbers that the engine thread writes. It knows no clock.
+A place becomes free when a running request ends and a waiting one starts. So the ends of the running requests are
+forecast: each is expected to last as long as one of the recent answers that were longer than it is so far, and those
+that follow as long as any recent answer. Each refused client gets the time of a different place, because clients return
+at the time they were given. Any thread may ask: it reads numbers that the engine thread writes. It knows no clock.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.core.stats import Stats
 
 MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After of up to two minutes
 MIN_RETRY_S = 0.1  # also how long a forecast is used, and what a step is taken to last before one has ended
-MAX_RETRIES = 4096  # times that are remembered: of more refused clients, most do not come back
+MAX_RETRIES = 4096  # times that are kept: of more refused clients, most do not return
 _MEMORY = 0.98  # weight of the past in the moving average of a step's seconds: about fifty steps count
 _SPREAD = 0.6180339887498949  # the golden ratio: its multiples modulo 1 are spread evenly, however many there are
 
 
 class QueueLimits(NamedTuple):
-    """How much may wait beyond what can run; None is no limit."""
+    """The most requests and tokens that may wait; None is no limit."""
 
     max_requests: int | None = None
     max_tokens: int | None = None
@@ -36,8 +36,8 @@ class QueueLimits(NamedTuple):
     def find_full(self, num_ahead: int, num_tokens: int, num_new_tokens: int) -> str:
         """Return a sentence about the limit that a request of `num_new_tokens` would exceed, or "".
 
-        `num_ahead` requests and `num_tokens` prompt tokens wait. Only others count: an engine with a free slot takes any
-        request, since a large one would never be taken otherwise.
+        `num_ahead` requests and `num_tokens` prompt tokens wait. With a free slot any request is accepted: a large one would
+        never be accepted otherwise.
         """
         if num_ahead < 0:
             return ""
@@ -64,7 +64,7 @@ class RetryTimes:
         self._times: list[float] = []  # a heap
 
     def count(self, now: float) -> int:
-        """Return how many lie in the future."""
+        """Return how many of the times are in the future."""
         while self._times and self._times[0] <= now:
             heappop(self._times)
         return len(self._times)
@@ -93,7 +93,7 @@ class OverloadControl:
         self._step_s = memory * self._step_s + (1 - memory) * seconds
 
     def check(self, now: float, num_new_tokens: int, *, num_unseen: int = 0, num_unseen_tokens: int = 0) -> None:
-        """Raise OverloadedError if there is no place. `num_unseen` requests are still on their way to the scheduler."""
+        """Raise OverloadedError if the queue is full. `num_unseen` requests have not reached the scheduler yet."""
         stats = self._stats
         num_ahead = count_ahead(stats, self._scheduler.config.max_num_seqs) + num_unseen
         num_tokens = stats.num_waiting_tokens + num_unseen_tokens
@@ -107,7 +107,7 @@ class OverloadControl:
         raise OverloadedError(f"The queue is full: {full}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def _count_departures(self, num_ahead: int, num_tokens: int) -> int:
-        """Return how many waiting requests have to start before there is a place."""
+        """Return how many waiting requests have to start before a place is free."""
         num_departures = 1
         if self._limits.max_requests is not None:
             num_departures = max(num_departures, num_ahead - self._limits.max_requests + 1)
@@ -117,7 +117,7 @@ class OverloadControl:
         return num_departures
 
     def _seconds_to(self, departure: int, now: float) -> float:
-        """Return the seconds until so many of the requests that run, or follow them, will have ended."""
+        """Return the seconds until `departure` of the running and following requests will have ended."""
         if now - self._forecast_s > MIN_RETRY_S:
             self._forecast, self._forecast_s, self._departures = self._forecast_departures(), now, []
         while len(self._departures) < departure and (self._departures or [0.0])[-1] < MAX_RETRY_S:

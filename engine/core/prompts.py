@@ -1,13 +1,12 @@
-"""Chunks of prompts: what is known and not computed yet, be it new or preempted before.
+"""Plans the prompt chunks of a step, of new requests and of preempted ones that resume.
 
 A prompt is planned in chunks, as the budgets of its steps allow. Its last chunk samples the first token of each of the
-request's choices, and there n > 1 forks.
+request's choices; a request with n > 1 forks there.
 
-No prompt blocks the queue. Short ones go first, whole and in order. Long ones, which no single step can hold, share what
-the budget leaves them: half is for the first, half for the one that needs the fewest tokens. The first prompt makes
-progress in every step:
-
-    a step holds at least 1 token of it, and if it is long, 1 / RESERVE of the tokens are not for short ones
+No prompt blocks the queue. Short prompts come first, whole and in order. Long prompts, which no single step can hold,
+share the rest of the budget: half is for the first, half for the one that needs the fewest tokens. The first prompt
+makes progress in every step: a step holds at least 1 token of it, and if it is long, 1 / RESERVE of the tokens are kept
+from short prompts.
 
 Owned by the scheduler, engine thread.
 """
@@ -28,7 +27,7 @@ from engine.core.step import Sample
 class PromptPlan:
     """Adds chunks to one step: `resume`, then `admit`, then `finish`.
 
-    With `in_order` long prompts do not share: after out-of-memory, that finds the one that does not fit sooner.
+    With `in_order` long prompts do not share: after out-of-memory, the prompt that does not fit is found sooner.
     """
 
     __slots__ = ("_allowance", "_delayed", "_in_order", "_is_full", "_kv", "_long", "_queue", "_step")
@@ -40,10 +39,10 @@ class PromptPlan:
         self._in_order = in_order
         self._is_full = False
         self._long: list[Sequence] = []
-        self._delayed: list[Sequence] = []  # admitted, but blocks are loaded for them
+        self._delayed: list[Sequence] = []  # admitted, but their blocks are still being loaded
 
     def resume(self, sequences: list[Sequence]) -> None:
-        """Continue the prompts of running sequences, but for long ones."""
+        """Continue the prompts of running sequences, except long ones."""
         self._long = [seq for seq in sequences if seq.is_chunked_prefill and not self._in_order]
         self._allowance.begin_prompts(holds_back=bool(self._long) and self._long[0] is sequences[0])
         self._is_full = not self._allowance.num_tokens
@@ -55,7 +54,7 @@ class PromptPlan:
     def admit(self, admitted: Iterable[Sequence]) -> None:
         """Begin the prompts of sequences that are admitted one by one, while there is room.
 
-        Those for which blocks are loaded compute in the next step, so that this one need not wait for the blocks.
+        Sequences whose blocks are loaded compute in the next step, so that this one does not wait for the blocks.
         """
         if self._is_full or not self._allowance.num_tokens:
             return
@@ -72,7 +71,7 @@ class PromptPlan:
                     break
 
     def finish(self, now: float) -> None:
-        """Add the chunks of long prompts; in a step with nothing else, one that waits for its blocks."""
+        """Add the chunks of long prompts; in an otherwise empty step, a chunk of a sequence whose blocks are loading."""
         self._allowance.release()
         # Some may have been preempted for others that were admitted.
         if long := [seq for seq in self._long if seq.status is Status.PREFILL]:

@@ -1,4 +1,4 @@
-"""The sequences that run, those that wait in two queues of the policy, and all living ones by request.
+"""The running sequences, the waiting ones, and all living ones by request.
 
 Running sequences are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
 """
@@ -13,8 +13,8 @@ from operator import attrgetter
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.queues import POLICIES, Queue
-from engine.core.recorder import StatsRecorder
 from engine.core.sequence import Sequence
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.types import FinishReason
 
 _place = attrgetter("place")
@@ -22,7 +22,7 @@ _is_background = attrgetter("is_background")
 
 
 class RunningQueue:
-    """Moves sequences between waiting, parked, running and gone."""
+    """Moves sequences between the waiting queues, the parked ones and the running ones."""
 
     __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "parked", "requests", "running")
 
@@ -55,7 +55,7 @@ class RunningQueue:
         return [*self.foreground, *self.background, *self.parked]
 
     def enqueue(self, seq: Sequence) -> None:
-        """Have a sequence wait in its place."""
+        """Add a sequence to its waiting queue."""
         self.queue_of(is_background=seq.is_background).push(seq)
         self._recorder.queued(seq, 1)
 
@@ -68,17 +68,17 @@ class RunningQueue:
         self._recorder.queued(seq, -1)
 
     def park(self, seq: Sequence) -> None:
-        """Have a new sequence wait out of order, until `unpark`."""
+        """Hold a new sequence outside the queues, until `unpark`."""
         self.parked[seq] = None
         self._recorder.queued(seq, 1)
 
     def unpark(self, seq: Sequence) -> None:
-        """Have a parked sequence wait in its place."""
+        """Move a parked sequence to its waiting queue."""
         del self.parked[seq]
         self.queue_of(is_background=seq.is_background).push(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Add a sequence to those that run."""
+        """Add a sequence to the running ones."""
         self.queue_of(is_background=seq.is_background).started(seq)
         insort(self.running, seq, key=_place)
 

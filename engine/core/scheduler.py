@@ -26,11 +26,11 @@ from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.output import OutputProcessor
 from engine.core.prompts import PromptPlan
-from engine.core.recorder import StatsRecorder
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.snapshot import Snapshot, take_snapshot
 from engine.core.stats import FailureCause, Stats
+from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
@@ -69,7 +69,7 @@ class Scheduler:
                     (running if is_running else waiting).add(seq.params.adapter.name)
         return sorted(running), sorted(waiting)
 
-    # -- requests come and go ----------------------------------------------------------------------------------------
+    # -- add and abort -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises a ClientError if it can never run."""
@@ -92,7 +92,7 @@ class Scheduler:
         self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
-        """End the waiting requests that cannot be in time any more; called before each plan."""
+        """End the waiting requests that can no longer meet their deadline; called before each plan."""
         events: list[TokenEvent] = []
         for seq, target, error in self._deadlines.take_hopeless(now):
             self._recorder.dropped(seq, target)
@@ -159,8 +159,8 @@ class Scheduler:
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence in `due` its next position; returns the prompts that are not computed yet.
 
-        The queue is walked best first and victims are taken from its end, so a planned sequence is never preempted, but
-        for beams of a search that is.
+        The queue is walked from its front, and victims are taken from its end. So a planned sequence is preempted only as
+        a beam of a search whose other beams are.
         """
         catching_up: list[Sequence] = []
         slices, copies, turn, skipped = step.slices, step.copies, self._next_step_id % 2, set[Sequence]()
@@ -176,7 +176,7 @@ class Scheduler:
             seq.num_in_flight += 1
         step.sequences += [seq for seq in due if seq not in skipped] if skipped else due
         step.num_decodes = step.num_samples = len(slices)
-        # Some may have been preempted meanwhile: a search is as a whole, wherever its beams stand.
+        # Some may have been preempted meanwhile: the beams of a search are preempted together.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def _admit_first(self, now: float, step: InFlightStep) -> None:
-        """Let the policy preempt sequences for the next waiting one before the step is planned, so that none has a part in it."""
+        """Let the policy preempt sequences for the next waiting one, before the step has slices of them."""
         seq = self._queue.first_waiting
         if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
             self._start(seq, now)
@@ -229,15 +229,15 @@ class Scheduler:
         self._queue.start(seq)
 
     def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
-        """Allocate slots and blocks for a waiting sequence; returns whether it got them.
+        """Allocate slots and blocks for a waiting sequence; returns whether that succeeded.
 
-        Background work is preempted for it, and so are victims that the policy names, if they free enough.
+        Background work is preempted for it, and so are the policy's victims, if they free enough.
         """
         running = self._queue.running
         while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
-            # Not a sequence that was started in this plan and loads blocks: that could go on without end.
+            # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.
             victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
             if victims and not victims[0].is_background:
                 victims = self._kv.enough(victims, seq, len(running) + seq.headroom)
@@ -258,7 +258,7 @@ class Scheduler:
         """Take in the result of the oldest plan; returns the events in plan order."""
         step = self._in_flight.popleft()
         assert step.step_id == plan.step_id, "steps are committed in the order they were planned"
-        # With overlap a step begins, as far as the device goes, when the one before it ends.
+        # With overlap the device begins a step when the one before it ends.
         seconds = now - max(step.planned_s, self._committed_s)
         self._committed_s = now
         prompts = step.load if step.load.num_prompt_tokens else None
@@ -274,10 +274,10 @@ class Scheduler:
         return events
 
     def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
-        """Undo the plans in flight, for which the device had no memory: the next steps are half as large.
+        """Undo the plans in flight, for which the device had no memory, and halve the next steps.
 
-        With `failure`, a sentence, the request with the largest part in the oldest step ends on it. All others keep their
-        blocks: the pool's memory is allocated anyway.
+        With `failure`, an error message, the request with the largest part in the oldest step ends with that error. All
+        others keep their blocks: the pool's memory is allocated anyway.
         """
         oldest = self._in_flight[0]
         for step in self._in_flight:
@@ -302,7 +302,7 @@ class Scheduler:
         return events
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to host memory and back, since it fails: preempted sequences are recomputed from now on."""
+        """Stop copying blocks to and from host memory, after a copy failed; preempted sequences are recomputed."""
         self._kv.give_up_copies()
         self.stats.failed_copies += 1
         self._queue.update_gauges()
@@ -313,7 +313,7 @@ class Scheduler:
         self._queue.update_gauges()
 
     def _unpark(self, sequences: Iterable[Sequence]) -> None:
-        """Have those of these sequences that are parked wait in order, like any other."""
+        """Move the parked ones of these sequences to the waiting queue."""
         for seq in sequences:
             if seq in self._queue.parked:
                 self._queue.unpark(seq)

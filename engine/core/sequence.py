@@ -1,4 +1,4 @@
-"""A sequence: one running answer to a request, with its tokens, its K/V state and its place in the state machine.
+"""A sequence: one answer to a request, with its tokens, K/V and state.
 
             admit             prompt planned           stop, length, abort, error
     WAITING ------> PREFILL ----------------> RUNNING ----------------------------> DONE
@@ -35,7 +35,7 @@ class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # to be recomputed, but for what host memory has of it
+    PREEMPTED = "preempted"  # its K/V is recomputed on resume, except for what host memory holds
     DONE = "done"
 
 
@@ -57,7 +57,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 class Account:
-    """What a tenant was served and what it holds; one for all tenants, unless the policy tells them apart."""
+    """A tenant's service and its share of the batch. Policies other than `fair` use one Account for all tenants."""
 
     __slots__ = ("num_running", "served", "weight")
 
@@ -78,7 +78,7 @@ class Account:
 
 @dataclass(slots=True)
 class History:
-    """What happened to a sequence, for statistics; no step of a decode touches it. Times are -1.0 until they come."""
+    """What happened to a sequence, for statistics; decode steps do not touch it. Times are -1.0 until they are known."""
 
     first_scheduled_s: float = -1.0
     first_token_s: float = -1.0
@@ -89,7 +89,7 @@ class History:
 
 @dataclass(slots=True)
 class DraftHistory:
-    """What became of a sequence's drafts; drafts.py writes it."""
+    """How many of a sequence's drafts were accepted; drafts.py writes it."""
 
     chance: float  # that a drafted token is right if those before it were
     is_allowed: bool = True
@@ -175,7 +175,7 @@ class Sequence:
         self.ending_ids = params.eos_token_ids | params.stop_token_ids
         self.num_computed = self.num_planned = 0
         self.num_in_flight = 0  # launched steps that name this sequence
-        # Positions below need no more than a place in the plan, and their tokens no more than to be appended.
+        # Below these positions a decode only takes a place in the plan, and its token is only appended.
         self.fast_path_until = self.fast_commit_until = 0
         self.kv = SequenceKV(block_size, names)  # the KVCacheManager's
         self.slot = -1  # the runner row
@@ -202,7 +202,7 @@ class Sequence:
         self.fast_path_until = self.fast_commit_until = 0
 
     def update_fast_path(self) -> None:
-        """Find the positions up to which a step only samples one token: no end, no new block, nothing to publish.
+        """Set the positions up to which a step only samples one token: no end, no new block, nothing to publish.
 
         Called when a token was sampled, so nothing of the prompt is in flight.
         """
@@ -224,12 +224,12 @@ class Sequence:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether it runs, but has nothing to plan before a step in flight is committed."""
+        """Return whether the sequence runs, but cannot be planned until a step in flight is committed."""
         return self.status is Status.RUNNING and self.num_planned >= self.max_total - 1
 
     @property
     def first_beam(self) -> Sequence:
-        """Return the sequence that owes the events of a beam search; itself, if it belongs to none."""
+        """Return the sequence that reports a beam search's events; itself, if it belongs to no search."""
         return self if self.beam_group is None else self.beam_group.members[0]
 
     @property
@@ -253,7 +253,7 @@ class Sequence:
 
     @property
     def is_resuming(self) -> bool:
-        """Return whether it waits, but not for the first time."""
+        """Return whether the sequence was preempted and waits to resume."""
         return self.status is Status.PREEMPTED
 
     @property
@@ -294,7 +294,7 @@ class Sequence:
 
     def follow(self, other: Sequence, seq_id: int) -> None:
         """Copy the state of another answer to the same prompt, sharing its blocks. The caller counts the references."""
-        self.seq_id = seq_id  # a runner relies on it that under one id tokens are only ever appended
+        self.seq_id = seq_id  # a runner relies on this: under one id tokens are only ever appended
         self.tokens = list(other.tokens)
         self.num_computed = other.num_computed
         self.num_planned = other.num_planned
@@ -302,7 +302,7 @@ class Sequence:
         self._make_slices()
 
     def sibling(self, choice: int, seq_id: int) -> Sequence:
-        """Return another answer to the same prompt, of which nothing is computed, forked already."""
+        """Return another answer to the same prompt, running and forked, with nothing computed."""
         block_size = self.kv.block_size
         sibling = Sequence(self.request, choice, seq_id, self.order[0], block_size, self.first_names, self.account)
         sibling.status = Status.RUNNING

@@ -1,4 +1,4 @@
-"""The state of an engine between two steps: every living sequence's page table, and the cached blocks.
+"""Takes snapshots between two steps: the page tables and the cached blocks.
 
 The engine thread makes a snapshot on request (Engine.look); any thread may read it. Only integers are copied, which takes
 well under a millisecond; the reader formats them. It has no tokens and no text.

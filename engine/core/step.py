@@ -1,4 +1,4 @@
-"""The contract between the scheduler and a runner: a StepPlan goes down, a StepResult comes back.
+"""The contract between scheduler and runner: StepPlan in, StepResult out.
 
 A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
 runs. The engine thread makes plans and hands them to a Runner; a Runner reads them until the end of `wait` and keeps

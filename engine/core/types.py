@@ -1,4 +1,4 @@
-"""What crosses the boundary between the event loop and the engine thread: requests in, token events out.
+"""The types that cross the threads: requests in, token events out.
 
 Everything here is immutable, so either thread may hold it. Nothing here knows text, HTTP or tensors: the engine
 sees token ids only, and times are seconds of one monotonic clock.

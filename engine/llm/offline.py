@@ -37,7 +37,7 @@ from engine.loop import Engine
 from engine.model_check import check_model
 from engine.model_source import find_model
 from engine.setting import declared, expand, features
-from engine.startup import StartupStory
+from engine.startup_progress import StartupProgress
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
 from engine.text.fields.sampling import Constraint, QueueFields
@@ -86,8 +86,8 @@ class LLM:
         check_model(config)
         from engine.build import build_engine  # torch, seconds
 
-        with StartupStory() as story:
-            built = build_engine(config, story.report)
+        with StartupProgress() as startup:
+            built = build_engine(config, startup.report)
             text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
             text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)

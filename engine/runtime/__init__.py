@@ -1,0 +1,1 @@
+"""Models, kernels, sampling and K/V memory, in torch. runner.py runs a StepPlan."""

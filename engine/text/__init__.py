@@ -1,0 +1,4 @@
+"""Prompts, request fields, parsers and grammars: text before and after the engine.
+
+No torch, no HTTP.
+"""

@@ -117,7 +117,7 @@ class ChannelParser(PieceParser):
         return True
 
     def _between(self) -> bool:
-        """Read the text behind a message: the next message, or content."""
+        """Read the text after a message: the next message, or content."""
         self._buffer = self._buffer.lstrip()
         for mark in (START, CHANNEL):
             if self._buffer.startswith(mark):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from engine.text.chat_template import ChatTemplate
+if TYPE_CHECKING:
+    from engine.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Tests and measures everything on one GPU; loadtest/gpu.sh runs it."""

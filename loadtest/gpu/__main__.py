@@ -1,4 +1,4 @@
-"""`bash loadtest/gpu.sh` comes here: runs the parts one after another, each in a process with a limit on its time.
+"""Runs the parts of `bash loadtest/gpu.sh`, each in a process with a time limit.
 
 After each part everything found so far is written. A part that fails, or whose time is up, stops nothing but itself; the
 exit status is 1 then. This process never imports torch, so that it cannot be what breaks.

@@ -1,4 +1,4 @@
-"""Whether the things that can only go wrong on a card do: first of all parts, and each check a process of its own.
+"""Checks everything that only a GPU can refuse, each in a separate process.
 
 They run side by side, so that one look at the table tells what a card refuses, with the error's own text, before minutes
 go into measuring. The engines are of two layers, but as wide as the models that are measured: what they compile, those

@@ -1,4 +1,4 @@
-"""An engine as a daemon would have it, driven without HTTP: requests in, and when its thread handed tokens over."""
+"""Drives a daemon's engine without HTTP, and records when its tokens arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a part of the run finds, and how it is written: one JSON file a part, whole again after every finding.
+"""The findings of a part, and their JSON file, rewritten after every finding.
 
 So a part that fails, or that is stopped when its time is up, leaves what it had measured. Written by the part's process,
 read by the one that runs the parts. Standard library only.

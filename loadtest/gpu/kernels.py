@@ -1,4 +1,4 @@
-"""Every kernel of the CUDA engine alone: GB/s or TFLOP/s, beside what the card's own copies and products reach.
+"""Measures every CUDA kernel alone, beside the GPU's own copies and products.
 
 Bytes are counted once for each number that must be read or written, so a share says how far a kernel is from a copy of
 the same data. Tests say that results are right; here they are only seen to be finite.

@@ -1,4 +1,4 @@
-"""What the card itself does: the rates that every other figure is held against."""
+"""Measures the GPU's own rates, to which all other figures are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What figures are called, so that parts.py can say what those should come to. Standard library only."""
+"""The names of figures, for parts.py's targets. Standard library only."""
 
 from __future__ import annotations
 

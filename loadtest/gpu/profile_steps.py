@@ -1,4 +1,4 @@
-"""How much of a decode run the card spends idle, and on what it spends the rest: torch's profiler, device activity alone.
+"""Profiles a decode run: the GPU's idle time, and what the rest is spent on.
 
 Busy is every moment in which a kernel or a copy runs, from the first to the last of a window of steps. Tracing makes
 kernels of a graph a little longer and hands them out a little later; the step's length with and without it is told.

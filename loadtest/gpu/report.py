@@ -1,4 +1,4 @@
-"""What a run found, in files and as a table: results.json, table.md and a picture. Standard library, and matplotlib."""
+"""Writes a run's results: results.json, table.md and a picture."""
 
 from __future__ import annotations
 

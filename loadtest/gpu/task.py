@@ -1,4 +1,4 @@
-"""What a part is given: where to write, what the card can do, and whether all this is a rehearsal."""
+"""The inputs of a part: its folder, the GPU's abilities, and whether it rehearses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of a comparison, made from nothing but the embedded GGUF: for every server, in the format it reads best.
+"""Makes the models of a comparison from the embedded GGUF, in each server's format.
 
 Each model is written once under one folder, with the same weights: `hf/` (bfloat16 safetensors, config, tokenizer),
 `bf16.gguf` and `f16.gguf`, and in eight bits `q8_0.gguf` and `w8a8/` (safetensors of int8 rows with a scale each). SmolLM2's weights

@@ -16,7 +16,7 @@ from rich.console import Console
 from engine.core.queues import POLICIES
 from loadtest.arguments import open_console, positive_int, share
 from loadtest.plots import require_matplotlib
-from loadtest.simulation import asked, paging
+from loadtest.simulation import paging, shared_options
 from loadtest.simulation.calibrate import progress_bar
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.figures import recording_figures, summarize
@@ -36,13 +36,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     each = ways.add_parser(
         "replay", help="run traces or workloads under schedulers, or a recording of `serve --record`"
     )
-    asked.add_options(each)
+    shared_options.add_options(each)
     each.add_argument("--policy", nargs="+", choices=tuple(POLICIES), help="default: as calibrated")
     each.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests of the one workload as CSV")
     each.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     each.set_defaults(simulate=_replay)
     fleet = ways.add_parser("fleet", help="find the requests a second that replicas can take within the targets")
-    asked.add_options(fleet)
+    shared_options.add_options(fleet)
     fleet.add_argument("--policy", nargs=1, choices=tuple(POLICIES), help="default: as calibrated")
     fleet.add_argument("--replicas", type=positive_int, nargs="+", default=[1, 2, 4], metavar="N", help="default 1 2 4")
     fleet.add_argument("--router", nargs="+", choices=tuple(ROUTERS), default=list(ROUTERS), help="default: all")
@@ -69,7 +69,7 @@ def _replay_recordings(options: argparse.Namespace) -> int:
         figures = {
             source: {**recording_figures(done), "difference": done.difference} for source, done in replayed.items()
         }
-        asked.write(options, {"recordings": figures})
+        shared_options.write(options, {"recordings": figures})
     return int(any(done.difference for done in replayed.values()))
 
 
@@ -81,12 +81,15 @@ def _replay(options: argparse.Namespace) -> int:
     costs, console = StepCosts.load(options.costs), open_console()
     variants = make_variants(costs.settings, options.policy, options.assignments)
     max_model_len = min(variant.config.max_model_len for variant in variants)
-    workloads = [(asked.name(source), asked.rows(source, options, max_model_len, console)) for source in options.source]
+    workloads = [
+        (shared_options.name(source), shared_options.rows(source, options, max_model_len, console))
+        for source in options.source
+    ]
     if options.save_trace:
         if len(workloads) > 1:
             raise SimulationError(f"--save-trace writes one workload, and {len(workloads)} were named.")
         write_trace(options.save_trace, workloads[0][1])
-    targets, rows, histories = asked.targets(options), [], []
+    targets, rows, histories = shared_options.targets(options), [], []
     with progress_bar() as progress:
         for name, requests in workloads:
             for variant in variants:
@@ -96,7 +99,7 @@ def _replay(options: argparse.Namespace) -> int:
                     if not count % 64:
                         progress.update(task, completed=count)
 
-                settings = {"depth": options.depth, "new_replica": asked.new_replica(options)}
+                settings = {"depth": options.depth, "new_replica": shared_options.new_replica(options)}
                 history = replay(requests, variant.config, costs, on_progress=on_progress, **settings)
                 progress.update(task, completed=len(requests))
                 histories.append(history)
@@ -106,7 +109,7 @@ def _replay(options: argparse.Namespace) -> int:
     if options.json:
         variants_document = {variant.name: asdict(variant.config) for variant in variants}
         figures = [{"workload": row.workload, "variant": row.variant, **row.figures.as_dict()} for row in rows]
-        asked.write(options, {"variants": variants_document, "replays": figures})
+        shared_options.write(options, {"variants": variants_document, "replays": figures})
     if options.plot:
         from loadtest.simulation.plots import draw_replays
 
@@ -126,7 +129,7 @@ def _fleet(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         task = progress.add_task("fleets", total=len(options.replicas) * len(options.router))
         for num in options.replicas:
-            rows = asked.rows(options.source[0], options, config.max_model_len, console, num_replicas=num)
+            rows = shared_options.rows(options.source[0], options, config.max_model_len, console, num_replicas=num)
             if rows[-1].arrival_s <= 0:
                 raise SimulationError("a fleet cannot be sized for requests that all arrive at the same time.")
             if len(rows) * (1 - options.share) < 1:
@@ -134,15 +137,15 @@ def _fleet(options: argparse.Namespace) -> int:
                 console.print(told, style="yellow", markup=False)
             for router in options.router:
                 found[router, num] = capacity(
-                    rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=asked.targets(options),
-                    share=options.share, depth=options.depth, new_replica=asked.new_replica(options),
+                    rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=shared_options.targets(options),
+                    share=options.share, depth=options.depth, new_replica=shared_options.new_replica(options),
                 )  # fmt: skip
                 progress.advance(task)
     goal = f"{options.share:.0%} with TTFT up to {options.target_ttft_ms:g} ms and TPOT up to {options.target_tpot_ms:g} ms"
     show_fleets(found, goal, console)
     if options.json:
         fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
-        asked.write(options, {"config": asdict(config), "fleets": fleets})
+        shared_options.write(options, {"config": asdict(config), "fleets": fleets})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How much a fleet can take: the highest rate of requests at which a share of them still meets its targets.
+"""Finds the highest request rate at which a fleet still meets its targets.
 
 A rate is tried by replaying the workload at that speed; the search doubles until the targets are missed, then bisects.
 """

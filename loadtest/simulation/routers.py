@@ -1,4 +1,7 @@
-"""Which replica of a fleet takes a request: functions of the replicas as they are, the request, and its number."""
+"""Routers: each returns the replica that takes a request, from the replicas, the request and its number.
+
+They exist in the simulator only. Quire serves one replica; a gateway in front of several routes.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ Router = Callable[[Sequence[Replica], TraceRequest, int], int]
 
 
 def one(_replicas: Sequence[Replica], _row: TraceRequest, _count: int) -> int:
-    """There is no choice."""
+    """Return the only replica."""
     return 0
 
 
 def round_robin(replicas: Sequence[Replica], _row: TraceRequest, count: int) -> int:
-    """In turns."""
+    """Return the replicas in turn."""
     return count % len(replicas)
 
 
 def least_loaded(replicas: Sequence[Replica], _row: TraceRequest, count: int) -> int:
-    """The one with the fewest open requests; of equals, in turns."""
+    """Return the replica with the fewest open requests; equal ones take turns."""
     num = len(replicas)
     return min(range(num), key=lambda place: (replicas[place].num_requests, (place - count) % num))
 
 
 def prefix_affinity(replicas: Sequence[Replica], row: TraceRequest, count: int) -> int:
-    """The one that a prefix belongs to, by rendezvous hashing, unless it has clearly more to do than others."""
+    """Return the replica that owns a prefix by rendezvous hashing, unless it is clearly busier than others."""
     if row.prefix_group:
         place = max(range(len(replicas)), key=lambda place: crc32(f"{place} {row.prefix_group}".encode()))
         mean = sum(replica.num_requests for replica in replicas) / len(replicas)

@@ -1,13 +1,14 @@
 """Runs batches: checks their input, runs lines, records outcomes, writes files.
 
-One task of the event loop, in turns. Each turn does what the database says is due, so a restarted daemon continues, and a
-line with an outcome never runs twice. A line that runs when the daemon is killed runs again, at most MAX_ATTEMPTS times.
+One task of the event loop, in turns. Each turn does the work that is due according to the database, so a restarted daemon
+continues, and a line with an outcome never runs twice. If the daemon is killed, a running line runs again, at most
+MAX_ATTEMPTS times.
 
-Lines run in the background, in steps without other work. If none has ended for PATIENCE_S in which most steps were
-others', one line at a time runs as a client's request does, until the background moves again.
+Lines run in the background: their steps run only while there is no other work. If no line ends for PATIENCE_S, and most
+steps were not background steps, one line at a time runs like a client's request until background steps resume.
 
-Lines run on the account of their batch's owner, within its limits, and owners share the places. A batch whose owner is
-missing from --tenants waits until the owner is back, or its window ends.
+Lines run on the account of their batch's owner, within its limits, and owners take turns. If an owner is missing from
+--tenants, its batches wait until it returns or their window ends.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5
 RETRY_S = 1.0  # after the engine was full, or the disk failed
 MAX_REST_S = 60.0  # between two turns
-PATIENCE_S = 60.0  # while no line of the background ends
+PATIENCE_S = 60.0  # without the end of a background line, until one runs in the foreground
 PROBE_S = 1.0  # after a line ran in the foreground, to see if the background moves
 NOT_NOW = (429, 503)  # statuses that are not about the line
 
@@ -54,7 +55,7 @@ class Running(NamedTuple):
 
 
 class _NotNowError(Exception):
-    """The tenant has no room for the line, which goes back to the queue."""
+    """The tenant is at its limit; the line returns to the queue."""
 
 
 class BatchWorker:
@@ -70,7 +71,7 @@ class BatchWorker:
         self._max_line_bytes = max_line_bytes
         self._running: dict[Key, Running] = {}  # the oldest first
         self._hurried: Key | None = None  # the line that runs, or ran last, in the foreground
-        self._due_s = 0.0  # when the background will have stood still for too long
+        self._due_s = 0.0  # when the background will have been stalled for too long
         self._lead_before = 0  # the background's lead when the watch began
         self._outcomes: list[Outcome] = []  # not recorded yet
         self._deferred: list[Key] = []  # lines to give back to the queue; not recorded yet
@@ -128,7 +129,7 @@ class BatchWorker:
             try:
                 rest_s = await self._turn()
             except Exception:  # most likely the disk
-                logger.exception("batches stand still; trying again")
+                logger.exception("batches are stalled; trying again")
             with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
                 await asyncio.wait_for(self._news.wait(), rest_s)
             self._news.clear()
@@ -172,31 +173,31 @@ class BatchWorker:
             raise
 
     async def _hurry(self) -> float:
-        """If lines stand still, run the oldest in the foreground; return seconds to wait."""
+        """If lines are stalled, run the oldest in the foreground; return seconds to wait."""
         if not self._running or self._hurried in self._running:
             return MAX_REST_S
         rest_s = self._due_s - time.monotonic()
         if rest_s > 0:
             return rest_s
-        if self._lead() >= self._lead_before:  # the background moves; its lines take long
+        if self._lead() >= self._lead_before:  # background steps run; the lines are long
             self._watch(PATIENCE_S)
             return PATIENCE_S
         key, (line, account, task) = next(iter(self._running.items()))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        if task.cancelled():  # it had not ended
+        if task.cancelled():  # else it ended in time
             del self._running[key]
             self._hurried = key
             self._begin(line, account, self._foreground)
         return MAX_REST_S
 
     def _watch(self, patience_s: float) -> None:
-        """Give the background this time from now on."""
+        """Expect the end of a background line within this time."""
         self._due_s = time.monotonic() + patience_s
         self._lead_before = self._lead()
 
     def _lead(self) -> int:
-        """Return how many more steps the background has had than all others."""
+        """Return the number of background steps minus that of all other steps."""
         return 2 * self._stats.background_steps - self._stats.steps
 
     def _begin(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> None:
@@ -301,7 +302,7 @@ class BatchWorker:
         await self._settle(batch, total, sorted(errors, key=lambda error: error.line or 0)[:MAX_ERRORS])
 
     async def _settle(self, batch: Batch, total: int, errors: list[LineError]) -> None:
-        """Let a checked batch run or fail, unless it was cancelled meanwhile."""
+        """Start a checked batch or fail it, unless it was cancelled meanwhile."""
 
         def change(batch: Batch) -> None:
             if batch.status is not BatchStatus.VALIDATING:

@@ -1,4 +1,4 @@
-"""Reads JSON bodies without blocking the event loop: small ones here, large ones in a child process.
+"""Reads JSON bodies: small ones here, large ones in a child process.
 
 json and pydantic hold the GIL, so a thread would not help. The child (server/http/body_child.py) refuses invalid bodies and
 returns the document in compact parts. A worker thread then validates the parts again, which is cheap for a valid document

@@ -1,4 +1,4 @@
-"""The child process that reads large bodies: it counts, parses and checks them without the daemon's time and memory.
+"""The child process that counts, parses and checks large bodies.
 
 Run by server/http/bodies.py through engine/child_process.py. A question is a header, {"model": ..., "most": ..., "member": ...},
 and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}; the client sees the error.

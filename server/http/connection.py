@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's, with a bound on headers, and errors in our envelope for unreadable requests.
+"""Extends uvicorn's HTTP/1.1 connection: a bound on headers, errors as JSON.
 
 uvicorn's parser accepts a head of any length, so one client could fill the memory before any of our limits applies. It also
 stops reading when a second request arrives behind a running one, so it would not notice that the client left, and then

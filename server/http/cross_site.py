@@ -1,4 +1,4 @@
-"""Guards against web pages: which Host names are answered, and which origins may change anything. Event loop.
+"""Guards against foreign web pages, by Host and Origin. Event loop.
 
 A browser on this machine lets any web page send requests to the daemon. Two things keep such a page out:
 

@@ -1,4 +1,4 @@
-"""Parses host names and origins: the entries of --allowed-hosts and --allowed-origins, and headers.
+"""Parses host names and origins, of settings and of headers.
 
 Start-up thread and event loop. Standard library and pydantic only.
 """

@@ -1,8 +1,8 @@
-"""Negotiates the hand-over: a decode daemon has a prefill daemon compute prompts, and takes their K/V into its cache.
+"""Negotiates the hand-over of K/V from a prefill daemon to a decode daemon.
 
-The decode daemon (--kv-transfer-config) goes on as if the prefix cache had held the K/V all along, so an answer is the
-same with and without. If anything fails, the prompt is computed here: a stream may be late, it is never lost. Event
-loop; the copies run on threads (engine/handover.py).
+The decode daemon (--kv-transfer-config) continues as if its prefix cache had held the K/V before, so the answer is the
+same as without a hand-over. If anything fails, the prompt is computed here: a stream may be late, it is never lost.
+Event loop; the copies run on threads (engine/handover.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Receiver:
         await asyncio.gather(*(self._fetch(request) for request in requests))
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def _fetch(self, request: Request) -> None:
@@ -101,7 +101,7 @@ class Receiver:
             self._note(HandoffOutcome.RECEIVED if parcel else HandoffOutcome.FAILED)
 
     def _patience_s(self, request: Request) -> float:
-        """How long the prefill daemon may take: less where the request has a time by which it is to be started or done."""
+        """Return the seconds that the prefill daemon may take; fewer if the request has a deadline."""
         limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
         return min([self._timeout_s, *(limit / 2 for limit in limits)])
 

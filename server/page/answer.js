@@ -14,7 +14,7 @@ class Clock {
   #lastMs = NaN;
   tokens = 0;
 
-  /** A chunk has come that brings the number of tokens to `tokens`. */
+  /** Note a chunk, after which there are `tokens` tokens. */
   tick(tokens) {
     if (tokens > this.tokens) {
       this.#lastMs = performance.now();

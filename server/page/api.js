@@ -5,7 +5,7 @@ const KEY = "quire.api_key"; // in sessionStorage: this tab's, until it is close
 export const savedKey = () => sessionStorage.getItem(KEY) ?? "";
 export const saveKey = (key) => sessionStorage.setItem(KEY, key);
 
-/** An answer that is not a success, or an event that tells of one; `message` is the server's sentence. */
+/** An answer that is not a success, or an event that reports an error; `message` is the server's sentence. */
 export class ApiError extends Error {
   constructor(status, error) {
     super(error?.message ?? `The server answered ${status}.`);

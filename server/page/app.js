@@ -1,4 +1,4 @@
-// Wires the page: the key, the chats, the live view, the header.
+// Wires the page: the key, the chats, the live view (live.js), the header.
 
 import { ApiError, getJson, saveKey, savedKey } from "./api.js";
 import { Chat } from "./chat.js";
@@ -64,7 +64,7 @@ function showAskAll() {
   byId("ask-all-label").hidden = chats.length < 2;
 }
 
-/** What was typed in one chat goes to it, or to every idle one. */
+/** Send text that was typed in one chat to it, or to every idle chat. */
 function ask(chat, text) {
   const asked = byId("ask-all").checked ? chats : [chat];
   for (const each of asked) {

@@ -15,7 +15,7 @@ export function prepare(canvas) {
   return { context, width, height };
 }
 
-/** The smallest of 1, 2, 5, 10, 20, 50, ... that is at least `value`: a scale that changes seldom. */
+/** The smallest of 1, 2, 5, 10, 20, 50, ... that is at least `value`: a scale that rarely changes. */
 export function niceCeiling(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);

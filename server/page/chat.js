@@ -13,7 +13,7 @@ export class Chat {
   #messages = []; // what a chat sends as its history
   #answer = null; // the one that streams
 
-  /** `ask` is called with what was typed; whoever made the chat decides which chats it goes to. */
+  /** `ask` is called with what was typed; the caller decides which chats it goes to. */
   constructor(number, { ask, close }) {
     this.name = `Chat ${number}`;
     const named = (what, more = {}) => ({ "aria-label": `${this.name}: ${what}`, ...more });

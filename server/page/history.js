@@ -15,7 +15,7 @@ export class History {
 
   add({ time_s: at, blocks }) {
     if (at < this.#points.at(-1)?.at) {
-      this.#points = []; // the daemon was started anew, and its clock with it
+      this.#points = []; // the daemon was restarted, and its clock with it
     }
     this.#points.push({ at, held: blocks.held, cached: blocks.cached });
     while (this.#points[1]?.at < at - SPAN_S) {

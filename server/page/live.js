@@ -1,4 +1,4 @@
-// The live view: asks the engine how it stands while somebody looks, and has the figures and drawings follow.
+// The live view: polls the engine's state while the page is visible, and updates the figures and drawings.
 
 import { getJson } from "./api.js";
 import { byId, count, duration } from "./dom.js";
@@ -71,7 +71,7 @@ export class Live {
   #showFigures(snapshot) {
     const samples = this.#samples;
     if (snapshot.totals.steps < samples.at(-1)?.totals.steps) {
-      samples.length = 0; // the daemon was started anew
+      samples.length = 0; // the daemon was restarted
     }
     samples.push(snapshot);
     while (samples[1]?.time_s < snapshot.time_s - WINDOW_S) {

@@ -1,0 +1,1 @@
+"""Settings of the server. The engine's are in engine/config.py."""

@@ -1,4 +1,4 @@
-"""The settings of the HTTP application, each declared once; engine/setting.py describes how.
+"""The settings of the HTTP application; engine/setting.py says how to add one.
 
 server/settings/settings.py builds one AppConfig at start-up from flags, variables and files; tests build theirs by hand.
 Frozen. Any thread.
@@ -13,6 +13,8 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from engine.setting import feature, section
+from engine.text.reasoning import REASONING_TAGS
+from engine.text.tools.formats import HARMONY, TOOL_FORMATS
 from server.http.origins import read_hosts, read_origins
 
 _model = section("Model")
@@ -36,13 +38,13 @@ class AppConfig:
         "auto",
         "",
         "format of the model's tool calls; auto reads it off the chat template, none leaves calls in the text",
-        choices=("auto", "none", "hermes", "llama3_json", "mistral", "json", "qwen3_xml", "harmony"),
+        choices=("auto", "none", *TOOL_FORMATS),
     )
     reasoning_parser: str = _model(
         "auto",
         "",
         "format of the model's reasoning; auto reads it off the chat template, none leaves reasoning in the text",
-        choices=("auto", "none", "qwen3", "deepseek_r1", "mistral", "harmony"),
+        choices=("auto", "none", *REASONING_TAGS, HARMONY.name),
     )
     pooling: str = _model(
         "last",

@@ -1,4 +1,4 @@
-"""Settings of the server that do not go together: a table. `c` is the Settings; engine/config.py has the engine's rows."""
+"""The table of conflicting server settings; engine/config.py has the engine's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def _is_url(text: str) -> bool:
         return False
 
 
+# `c` is the Settings.
 CONFLICTS = (
     Conflict(
         lambda c: c.role == "decode" and not c.prefill_url,

@@ -1,4 +1,7 @@
-"""Reads files and checks folders that settings name. Files must be regular, UTF-8 and of bounded size. Start-up thread."""
+"""Reads files and checks folders that settings name. Start-up thread.
+
+Files must be regular, UTF-8 and of bounded size.
+"""
 
 from __future__ import annotations
 

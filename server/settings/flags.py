@@ -1,4 +1,4 @@
-"""The command line of `quire serve`, made from the declared settings, and each fault of a setting as one sentence.
+"""Makes the command line of `quire serve` from the declared settings.
 
 `load_settings` is the only entry. It raises ConfigError and nothing else; a sentence names the setting as its flag, the value,
 and the variable or file it came from. A secret's value is never repeated.

@@ -1,4 +1,4 @@
-"""The settings of the process `quire serve` itself, each declared once; engine/setting.py describes how."""
+"""The settings of the process `quire serve`; engine/setting.py says how to add one."""
 
 from __future__ import annotations
 

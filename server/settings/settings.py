@@ -1,4 +1,4 @@
-"""The settings of `quire serve`, from the fields that EngineConfig, AppConfig and ServeConfig declare, and their sources.
+"""Collects all settings of `quire serve` from their sources.
 
 The first source that names a setting wins: flag, then variable, then the file given by --config, then the default. An empty
 variable counts as absent, but in the Security group it is refused, because it would leave the daemon open. Settings are read

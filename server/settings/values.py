@@ -1,4 +1,4 @@
-"""How text from flags, variables and YAML becomes a setting's value: the type that pydantic validates each setting as.
+"""The pydantic types that turn text of flags, variables and YAML into values.
 
 Start-up thread.
 """

@@ -1,6 +1,6 @@
-"""The metrics that are counted from events, as rows of a table: a name, its meaning, and its samples in an event.
+"""The metrics that are counted from events, as rows of a table.
 
-A metric is added by one row. Those of `vllm_event_metrics` are exported with --metrics-compat vllm, under vLLM's names and labels;
+A metric is one row here. Those of `vllm_event_metrics` are exported with --metrics-compat vllm, under vLLM's names and labels;
 requests are counted there as its users do: one of n choices is one request with n answers.
 """
 

@@ -1,6 +1,6 @@
-"""The events of telemetry, and the one sink that takes them: metrics, the request log and the log lines listen to it.
+"""The events of telemetry, and the sink that passes them to listeners.
 
-Routes, middleware and the tenants' accounts emit; nothing emits once a token. Event loop, except where an event says so.
+Routes, middleware and the tenants' accounts emit events, never one per token. Event loop, unless an event says otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ class RequestOpened(NamedTuple):
 
 
 class RequestEnded(NamedTuple):
-    """Its answer is over: sent, failed or left. The record still has its generation while listeners are called."""
+    """A request's answer has ended: sent, failed or abandoned by its client.
+
+    The record still has its generation while listeners are called.
+    """
 
     record: RequestRecord
     status: int
@@ -57,7 +60,7 @@ class GrammarCompiled(NamedTuple):
 
 
 class PrefillDelegated(NamedTuple):
-    """A prompt might have been computed by a prefill daemon; `outcome` says whether it was."""
+    """The decode daemon tried the prefill daemon for a prompt; `outcome` is the result."""
 
     outcome: str
 
@@ -73,7 +76,7 @@ class Telemetry:
         self._requests, self._listeners = requests, listeners
 
     def emit(self, event: Event) -> None:
-        """Hand an event to all that listen. Any thread, where the event says so."""
+        """Pass an event to every listener. Any thread, where the event says so."""
         for listen in self._listeners:
             listen(event)
         if isinstance(event, RequestOpened):

@@ -1,8 +1,8 @@
-"""Takes snapshots of the engine, shared by all callers of the moment, and renders them as JSON for the page.
+"""Takes snapshots of the engine, shared by all callers, as JSON for the page.
 
-Event loop. However many pages are open and streams wait, the engine is asked at most once every MIN_AGE_S; without any,
-never. A snapshot contains no text, and of a request's id the page gets the first characters only: enough to recognise one's
-own, too few to use another's. A tenant sees its own sequences; sums cover all.
+Event loop. All open pages and waiting streams share one snapshot every MIN_AGE_S at most; without any, none is taken. A
+snapshot contains no text. The page gets only the first characters of a request's id: enough for a client to recognise its
+request, too few to use another's. A tenant sees its own sequences; sums cover all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats log lines and sends them to standard error: as text for people, or one JSON object per line for collectors.
+"""Writes log lines to standard error, as text or as one JSON object per line.
 
 Set up once, before anything else runs. What a caller passes as `extra=` becomes keys of the JSON line. Tracebacks are for
 --log-level debug; otherwise a line ends with its exception.

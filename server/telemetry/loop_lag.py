@@ -1,4 +1,4 @@
-"""Measures how late the event loop is: a timer compares, four times a second, its time with when it should run.
+"""Measures how late the event loop is, by a timer that runs four times a second.
 
 Code that blocks the loop delays every stream, probe and scrape. The worst lag of the last half minute to a minute is kept,
 so that a scrape finds a stall that is over. A stall shorter than PERIOD_S may be missed, or seen in part.

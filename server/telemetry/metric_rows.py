@@ -1,7 +1,7 @@
-"""The engine's metrics as rows of a table: a name, its meaning, and how to read it from the engine's Stats.
+"""The engine's metrics, as rows of a table: name, meaning, and value in Stats.
 
-A metric is added by one row. The help text is what Prometheus shows; server/telemetry/metrics.py renders rows at each
-scrape. VLLM_METRICS are the same rows under vLLM's names.
+A metric is one row here, which reads a field of Stats (engine/core/stats.py); engine/core/stats_recorder.py counts it.
+The help text is what Prometheus shows; server/telemetry/metrics.py renders rows at each scrape. VLLM_METRICS are the same rows under vLLM's names.
 """
 
 from __future__ import annotations

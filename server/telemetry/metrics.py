@@ -1,4 +1,4 @@
-"""Exports metrics to Prometheus: the engine's statistics, read when scraped, and counts of the server's events.
+"""Exports metrics to Prometheus: the engine's statistics and event counts.
 
 The engine counts in plain numbers (engine/core/stats.py) and never calls Prometheus; a scrape turns them into text on the
 event loop thread. metric_rows.py has the engine's metrics as rows, event_metrics.py those of events.

@@ -1,4 +1,4 @@
-"""Reports a request's state in the engine: its place in the queue, its prompt's progress, its choices' blocks.
+"""Reports a request's place in the queue, its prompt's progress and its blocks.
 
 Event loop. Reads the snapshots that LiveView shares among all callers; knows no text.
 """

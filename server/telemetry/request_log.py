@@ -1,8 +1,8 @@
-"""Records generating requests: all that are open, and the last RECENT that ended; batches' lines as many besides.
+"""Records generating requests: all open ones, and the last RECENT ended ones.
 
-No prompt and no answer is in a record. GET /v1/requests/{id} finds it by the `x-request-id` of the answer's headers, or by
-the answer's own id, both names within the owner's account; of two requests to which an owner gave the same id, the later
-one is found. Event loop.
+Batch lines have a separate bound of the same size. A record has no prompt and no answer. GET /v1/requests/{id} finds it by
+the answer's id or by the `x-request-id` of its headers, within the owner's account; if an owner used an id twice, the later
+request is found. Event loop.
 """
 
 from __future__ import annotations

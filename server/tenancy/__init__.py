@@ -1,0 +1,1 @@
+"""Tenants: their file, their limits, and the owners of stored objects."""

@@ -1,4 +1,4 @@
-"""The operator's pinned prefixes, which requests of every tenant may find in the prefix cache. Event loop.
+"""The operator's pinned prefixes, which every tenant may find in the cache.
 
 Tenants' blocks have separate names, so that no tenant can infer from times or from `cached_tokens` which prompts another
 has sent. The prompts of --pinned-prefixes are no secret: they are cached once, for all tenants.

@@ -236,7 +236,7 @@ class FaultMachine(RuleBasedStateMachine):
         self.leaving[seq] = ends
         if ends:
             self.kv.leave(seq)
-            self.kv.hide(seq)
+            self.kv.exclude_from_cache(seq)
         self.settle(seq)
 
     def settle(self, seq: Sequence) -> None:

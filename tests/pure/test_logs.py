@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from engine.core.types import Progress
-from engine.startup import StartupStory
+from engine.startup_progress import StartupProgress
 from server.telemetry.logs import JsonFormatter, TextFormatter
 
 
@@ -46,9 +46,9 @@ def test_an_exception_is_one_line_unless_tracebacks_are_wanted(
 @pytest.mark.parametrize("show_bars", [True, False])
 def test_each_stage_is_one_line_when_it_is_done(caplog: pytest.LogCaptureFixture, show_bars: bool) -> None:
     caplog.set_level(logging.INFO, logger="quire.startup")
-    with StartupStory(show_bars=show_bars) as story:
+    with StartupProgress(show_bars=show_bars) as startup:
         for done in (0, 1 << 20, 3 << 19, 3 << 20):
-            story.report(Progress("weights", "a.tensor", done, 3 << 20, "bytes"))
-        story.report(Progress("kv_pool", "64 blocks"))
-        story.report(Progress("graphs", "", 4, 4, "sizes"))
+            startup.report(Progress("weights", "a.tensor", done, 3 << 20, "bytes"))
+        startup.report(Progress("kv_pool", "64 blocks"))
+        startup.report(Progress("graphs", "", 4, 4, "sizes"))
     assert caplog.messages == ["weights: 3.0 MiB of 3.0 MiB", "kv pool: 64 blocks", "graphs: 4 of 4 sizes"]

@@ -1,4 +1,4 @@
-"""Indexes of blocks by content: the common part of the prefix cache and the tiers, and one for the tiers below the pool.
+"""Indexes of blocks by content, for the prefix cache and the tiers.
 
 Owned by the scheduler, engine thread.
 """

@@ -1,4 +1,4 @@
-"""The order in which cached blocks are evicted: four policies over the blocks without holders.
+"""The eviction order of cached blocks without holders: four policies.
 
     lru     least recently released first
     slru    the same, but blocks that were found again are behind all others, in a segment of bounded size

@@ -1,11 +1,11 @@
-"""Host memory behind the pool: copies of cached blocks, and the tickets of preempted sequences.
+"""Host memory behind the pool: cached blocks, and tickets of preempted sequences.
 
     offload    the pool evicts a cached block: the next plan copies it to a host block first
     save       a preempted sequence gets a ticket: host blocks with the K/V of its first positions
     release    a ticket or a step no longer needs its host blocks
 
-Both kinds share one pool of host blocks. Full blocks of a ticket are there under their names, so a block that is
-in host memory already is not copied, and any sequence may find it. Blocks without a name (of a sequence that is not
+Cached blocks and tickets share one pool of host blocks. Full blocks of a ticket keep their names, so a block that is
+already in host memory is not copied, and any sequence may find it. Blocks without a name (of a sequence that is not
 cacheable, or not full) are private to the ticket. A ticket holds its blocks until its sequence resumes or ends, so
 only cached blocks are evicted for others. Copies ride in plans: out before anything is written to the pool, in after
 the copy-on-write copies. If a step is rolled back its copies never happened, and tickets end before the first block
@@ -41,7 +41,7 @@ class HostTier(Tier):
         self.is_given_up = False  # copies fail here
 
     def offload(self, digest: bytes, block: int) -> None:
-        """Have a cached block that the pool evicts copied, unless host memory has it or has no room."""
+        """Schedule the copy of a cached block that the pool evicts, unless host memory has it or has no room."""
         if self.find(digest) < 0 and self.pool.num_expendable and not self.is_given_up:
             host = self.pool.alloc()
             self._due[host] = block
@@ -49,10 +49,10 @@ class HostTier(Tier):
             self.pool.free(host)
 
     def save(self, seq: Sequence) -> Ticket | None:
-        """Have what is computed of a preempted sequence copied, before its blocks are freed; None if it is not worth it.
+        """Schedule the copy of a preempted sequence's K/V, before its blocks are freed; None if that does not pay.
 
-        One block is computed again as fast as it is waited for. Of more, copying takes a hundredth of the time that
-        computing takes on a CPU, and a quarter or less on a GPU.
+        Recomputing one block takes no longer than its copy. For more blocks, copying takes a hundredth of the time of
+        computing on a CPU, and a quarter or less on a GPU.
         """
         kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
         has_room = self.pool.num_available >= num_blocks and not self.is_given_up
@@ -76,7 +76,7 @@ class HostTier(Tier):
         return ticket
 
     def discard(self, ticket: Ticket) -> None:
-        """Let go of a ticket's blocks; those with names stay as cached blocks."""
+        """Release a ticket's blocks; those with names stay as cached blocks."""
         del self._tickets[ticket]
         self.release(ticket.blocks)
 
@@ -88,7 +88,7 @@ class HostTier(Tier):
                 self._due.pop(host, None)
 
     def take_due(self) -> list[tuple[int, int]]:
-        """Return what the plan that is being made copies out: (block of the pool, host block)."""
+        """Return the copies that the next plan makes, as (block of the pool, host block)."""
         if not self._due:
             return []
         due = [(block, host) for host, block in self._due.items()]
@@ -115,11 +115,11 @@ class HostTier(Tier):
         return arrived
 
     def has_content(self, digest: bytes, host: int) -> bool:
-        """Return True if a host block has this content, not only will have it."""
+        """Return whether a host block has this content, and its copy is not still due or in flight."""
         return self.find(digest) == host and host not in self._num_copies and host not in self._due
 
     def overwritten(self, blocks: Iterable[int]) -> None:
-        """Blocks of the pool are written before the next plan copies them out: these copies are lost."""
+        """Drop the copies of blocks of the pool that are written before the next plan copies them out."""
         written = set(blocks)
         for host in [host for host, block in self._due.items() if block in written]:
             if self._due.pop(host, None) is not None:  # else it went with a ticket's tail
@@ -137,7 +137,7 @@ class HostTier(Tier):
         self._due.clear()
 
     def _lose(self, host: int) -> None:
-        """A copy to a host block never happened: it cannot be found, and tickets end before it."""
+        """Forget a host block whose copy never happened; tickets end before it."""
         self.forget(host)
         for ticket in self._tickets:
             if host in ticket.blocks:

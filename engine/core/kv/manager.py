@@ -1,9 +1,9 @@
 """The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
 
-    lookup, prefetch                       hints about a waiting sequence; `prefetch` starts loads, nothing else is taken
+    lookup, prefetch                       what is cached of a waiting sequence; `prefetch` starts to load it
     allocate, cover, extend                blocks for a sequence that starts, computes a chunk, or grows
     fork, reassign                         a sequence shares another's blocks
-    publish, leave, hide                   make computed blocks findable for other sequences, or keep them out
+    publish, leave, exclude_from_cache     make computed blocks findable for other sequences, or keep them out
     suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
     import_prefix, finish, cancel          K/V that another engine computed
     begin, committed, rolled_back          a step that moves blocks
@@ -118,7 +118,7 @@ class KVCacheManager:
         return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
-        """Load a new sequence's blocks that only a store has; True if it is to be parked for them."""
+        """Start loading a new sequence's blocks that only a store has; returns whether to park it until they arrive."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
         return self.tiers.prefetch(seq, len(self._match(seq)), now)
@@ -252,8 +252,8 @@ class KVCacheManager:
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
         """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        The caller fills them, then calls `finish` or `cancel`. Until then they are found and reused by no sequence, so
-        bytes that arrive late reach no other owner.
+        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them, so bytes that
+        arrive late reach no other owner.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
@@ -267,7 +267,7 @@ class KVCacheManager:
         return imported
 
     def finish(self, imported: PrefixImport) -> int:
-        """Have the cache find blocks that were imported and filled; returns how many of the prompt's it has."""
+        """Make imported and filled blocks findable; returns how many blocks of the prompt are cached."""
         if imported not in self._imports:
             return 0
         self._cache.register(imported.chain, imported.tokens, imported.blocks, imported.num_found, len(imported.blocks))
@@ -275,7 +275,7 @@ class KVCacheManager:
         return len(imported.blocks)
 
     def cancel(self, imported: PrefixImport) -> None:
-        """Let go of an import's blocks, once nothing writes to them any more."""
+        """Free an import's blocks, once nothing writes to them any more."""
         if imported in self._imports:
             del self._imports[imported]
             self.pool.free(*reversed(imported.blocks))
@@ -293,11 +293,12 @@ class KVCacheManager:
         for group, table in self._window_tables(seq):
             group.slide(table, seq.num_computed)
         due = (full + 1) * self.block_size
-        # An answer is published at its end; block by block if there are lower tiers, which need names, or windows.
+        # An answer is published at its end, but block by block if there are lower tiers, which need names, or windows.
         is_due = due <= seq.num_prompt or self._listener is not None or self._windows
         seq.kv.next_publish = due if is_due else NEVER
 
     def _publish_windows(self, seq: Sequence, full: int) -> None:
+        """Make a sequence's full blocks in the groups with windows findable that have not been yet."""
         for group, table in self._window_tables(seq):
             group.publish(seq.kv.chain, seq.tokens, table, range(seq.kv.num_published, full))
 
@@ -312,13 +313,13 @@ class KVCacheManager:
             seq.kv.num_pinned = max(seq.kv.num_pinned, (index + 1) * size)
 
     def leave(self, seq: Sequence) -> None:
-        """Make all computed blocks of a sequence findable, which it frees now or soon."""
+        """Make all computed blocks of a sequence findable, before it frees them."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
             self._publish_windows(seq, full)
             self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
-    def hide(self, seq: Sequence) -> None:
+    def exclude_from_cache(self, seq: Sequence) -> None:
         """Publish nothing more of a sequence: its last blocks may be incomplete or wrong."""
         seq.kv.is_cacheable, seq.kv.next_publish = False, NEVER
 
@@ -342,13 +343,13 @@ class KVCacheManager:
         return kv.ticket is not None
 
     def discard(self, seq: Sequence) -> None:
-        """Let go of a sequence's ticket, if it has one."""
+        """Release a sequence's ticket, if it has one."""
         if seq.kv.ticket is not None:
             self.tiers.host.discard(seq.kv.ticket)
             seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to host memory and back, since it fails. Suspended sequences are recomputed."""
+        """Stop copying blocks to and from host memory, after a copy failed. Suspended sequences are recomputed."""
         self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ class KVCacheManager:
         self._pins.expire(now)
 
     def begin(self) -> list[tuple[int, int]]:
-        """A step is planned: return the copies that it makes first, (block of the pool, host block)."""
+        """Return the copies that a planned step makes first, as (block of the pool, host block)."""
         return self.tiers.host.take_due()
 
     def take_window_copies(self) -> list[list[tuple[int, int]]]:
@@ -366,12 +367,12 @@ class KVCacheManager:
         return [group.take_copies() for group in self._windows]
 
     def committed(self, step: InFlightStep) -> None:
-        """A step is done: its copies and loads have arrived."""
+        """Note that a step is done: its copies and loads have arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=True)
 
     def rolled_back(self, step: InFlightStep) -> None:
-        """Nothing of a step was done: its copies never arrived."""
+        """Note that nothing of a step was done: its copies never arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=False)
         if self._windows:
@@ -380,7 +381,7 @@ class KVCacheManager:
                     group.cut(table, blocks_for(piece.start, self.block_size))
 
     def dropped(self, step: InFlightStep) -> None:
-        """A step was not launched, for nothing was left in it."""
+        """Note that a step was not launched, because it became empty."""
         self._arrived(step)
         self.take_window_copies()
         self.tiers.host.release(step.host_blocks)

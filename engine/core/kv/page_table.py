@@ -1,4 +1,4 @@
-"""The K/V state of one sequence: its page table, its names, and what waits for it behind the pool.
+"""The K/V state of one sequence: its page table, block names and ticket.
 
 Only the KVCacheManager writes it. The scheduler reads it when a sequence needs a new block or has filled one, not in
 every step. Integers only; engine thread.

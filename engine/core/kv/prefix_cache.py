@@ -2,9 +2,9 @@
 
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
 owner, salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further
-comparison. The digest is cryptographic (BLAKE2b-256), because a collision would show one user's context to another, and
-it is of content, because names must outlive the process once blocks move to slower tiers. Naming a block costs about 2
-us, and few requests continue an answer, so an answer's blocks are named when a request looks for them. If a prompt
+comparison. The digest is cryptographic (BLAKE2b-256), because a collision would show one user's context to another. It
+depends on content alone, because names must outlive the process once blocks move to slower tiers. Naming a block costs
+about 2 us, and few requests continue an answer, so an answer's blocks are named when a request looks for them. If a prompt
 leaves a known chain inside a block, the block can be copied for the tokens that agree. eviction.py chooses the block to
 evict. Owned by the scheduler, engine thread.
 """

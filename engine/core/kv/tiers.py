@@ -1,15 +1,17 @@
-"""Decides what moves between the pool, host memory and the stores behind it; engine/runtime/transports moves the bytes.
+"""Decides which blocks move between the pool, host memory and stores.
 
-    find        host blocks that continue a prompt where the pool's blocks end: the plan that admits it copies them in
-    prefetch    a request arrived whose prompt continues in a store: these blocks are loaded to host blocks, and the
-                request is parked until they are there or a deadline has passed
-    spill       in an idle moment, new blocks of the pool are saved to the stores too, to survive the process
-    start       the transfers that a transport is to begin; those that were given out are reported to `finish`
+engine/runtime/transports moves the bytes.
 
-Whatever arrives in host memory is saved to every store that lacks it. A host block that a transfer writes to is held by
-the transfer alone until it is reported, whatever happens to the request that waits for it, so late bytes never reach
-another owner. A report that comes twice is ignored. A store is any keeper of blocks behind host memory, such as a disk;
-core knows it by name, size and content. Owned by the scheduler, engine thread.
+    find        returns host blocks that continue a prompt where the pool's blocks end; the plan that admits it copies them
+    prefetch    loads the blocks of a new request that only a store has to host blocks; the request is parked until they
+                arrive or a deadline passes
+    spill       saves new blocks of the pool to the stores while the engine is idle, to survive the process
+    start       returns the transfers for a transport to begin; the transport reports them to `finish`
+
+Each block that arrives in host memory is saved to every store that lacks it. A transfer alone holds the host block that
+it writes to until it is reported, even if the waiting request ends. So late bytes never reach another owner. A second
+report of a transfer is ignored. A store keeps blocks behind host memory, on a disk for example; core knows its name,
+size and content. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Report = tuple[Transfer, bool]  # a transfer that ended, and whether it succeede
 
 
 class Transport(Protocol):
-    """A store's byte mover. It carries out transfers beside the engine thread and never blocks it."""
+    """Moves a store's bytes, beside the engine thread, which it never blocks."""
 
     def start(self, transfers: Iterable[Transfer]) -> None:
         """Queue transfers, loads first. None begins before the copies of all plans that were launched are done."""
@@ -128,9 +130,9 @@ class Tiers:
     # -- host memory and the stores ------------------------------------------------------------------------------------
 
     def prefetch(self, seq: Sequence, first: int, now: float) -> bool:
-        """Load what the stores have of a prompt from block `first` on; True if the sequence is to be parked for it.
+        """Start loading a prompt's blocks from `first` on that stores have; returns whether to park the sequence.
 
-        The deadline is when computing these blocks would be done.
+        It is parked for at most the time that computing these blocks would take.
         """
         wanted = [] if self.host.is_given_up else self._find_stored(seq, first)
         for name, tier in wanted:
@@ -148,7 +150,7 @@ class Tiers:
         return seq.kv.num_awaited > 0
 
     def _find_stored(self, seq: Sequence, first: int) -> list[tuple[bytes, str]]:
-        """Return the names that a store has and host memory lacks, and the stores, up to the first that neither has."""
+        """Return the (name, store) of blocks that host memory lacks, up to the first that no store has either."""
         wanted: list[tuple[bytes, str]] = []
         for index in range(first, (len(seq.tokens) - 1) // self._size):
             name = name_block(seq.kv.chain, seq.tokens, index, self._size)
@@ -161,11 +163,11 @@ class Tiers:
 
     @property
     def is_transferring(self) -> bool:
-        """True while anything is on its way, or is to go."""
+        """Return whether transfers are under way, or blocks wait to be saved."""
         return bool(self._under_way or (self._fresh and self._can_spill))
 
     def spill(self) -> list[tuple[int, int]]:
-        """Return the copies that bring new blocks of the pool to host memory to be saved: (block, host block)."""
+        """Return the copies to host memory of new blocks that are to be saved: (block, host block)."""
         self.unstage()
         while self._fresh and self._can_spill:
             name = next(iter(self._fresh))
@@ -175,13 +177,13 @@ class Tiers:
         return [(block, host) for _, block, host in self._staged]
 
     def unstage(self) -> None:
-        """The copies of the last spill never happened."""
+        """Undo the last spill: its copies never happened."""
         for _, _, host in self._staged:
             self.host.pool.free(host)
         self._staged.clear()
 
     def start(self) -> list[Transfer]:
-        """Return the transfers that are to begin; all plans made so far were launched."""
+        """Return the transfers to begin; all plans made so far were launched."""
         for name, _, host in self._staged:
             self._save(name, host)
         self.unstage()
@@ -194,7 +196,7 @@ class Tiers:
         return orders
 
     def finish(self, reports: Iterable[Report]) -> list[Sequence]:
-        """Take in the ends of transfers; returns the sequences that wait for nothing more."""
+        """Take in the ends of transfers; returns the sequences that wait for no other transfer."""
         ready: list[Sequence] = []
         for (transfer_id, tier, kind, name, host, slot), is_good in reports:
             if self._under_way.pop(transfer_id, None) is None:
@@ -207,7 +209,7 @@ class Tiers:
             else:
                 self._loading.discard(name)
                 if not is_good:
-                    store.forget(slot)  # what cannot be read once is not asked for again
+                    store.forget(slot)  # a block that cannot be read once is not read again
                 elif self.host.find(name) < 0:
                     self.host.put(name, host)
                     self.host.origins[host] = tier
@@ -222,7 +224,7 @@ class Tiers:
         return ready
 
     def restore(self, tier: str, kept: Iterable[tuple[bytes, int]]) -> None:
-        """Take in what a store has from before, (name, slot), oldest first. Once, before anything else."""
+        """Index the blocks a store kept from an earlier process, (name, slot), oldest first. Called once, first."""
         store = self.stores[tier]
         slots = store.pool.alloc_many(store.pool.num_blocks)
         for name, slot in kept:

@@ -1,6 +1,7 @@
-"""Scheduling policies: which request is admitted next, and which is preempted first. A policy is one line here.
+"""Scheduling policies: the order of admission and of preemption.
 
-There are two queues of a policy: background work waits in the second, which is served when the first is empty.
+A policy is one line of POLICIES. The scheduler makes two queues of the chosen policy. Background work waits in the second,
+which is served when the first is empty.
 """
 
 from __future__ import annotations

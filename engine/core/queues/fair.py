@@ -1,26 +1,26 @@
-"""Sharing between tenants, token by token: virtual token counters, and how much of the batch a tenant holds.
+"""The policy fair: tenants share tokens and the batch by weight.
 
-The policy `fair` follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
+It follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
 the service it has had, divided by its weight: INPUT_COST for a prompt token when its request is admitted, OUTPUT_COST
-for a token when it has been drawn. The tenant with the least is admitted next. A tenant that comes to wait is lifted to the
-least of those that wait already, so that idleness earns no credit, and a tenant alone gets everything. This gives the
-theorem that tests hold us to: of two tenants that wait all the time, neither gets more service than the other, weight
-for weight, than by 2 max(INPUT_COST * longest prompt, OUTPUT_COST * tokens that a batch holds at most).
+for a token when it has been drawn. The tenant with the lowest counter is admitted next. When an idle tenant starts to
+wait, its counter is raised to the lowest of those that wait already, so that idleness earns no credit. A tenant alone gets
+everything. Tests hold the policy to the paper's theorem: if two tenants wait all the time, their services, divided by
+weight, differ by at most 2 max(INPUT_COST * longest prompt, OUTPUT_COST * most tokens in a batch).
 
 Start-time fair queueing would have kept keys fixed at arrival, but only by guessing how long an answer will be, and a
 tenant that guesses (or lies) low in max_tokens gains by it. Counters charge what was really served.
 
-What is free: prompt tokens found in the prefix cache, for they were not computed, and all that is recomputed after a
-preemption, for that is no service. Background work has counters of its own, in a queue of its own.
+Prompt tokens found in the prefix cache are free, because they are not computed. So is recomputing after a preemption,
+which is no service. Background work has separate counters, in a separate queue.
 
 Slots and blocks follow a second rule, because with counters alone long answers of one tenant would keep all others out of
-the batch until they end. A sequence's place among the running is how many of its tenant's stand before it, divided by the
-weight: the last place is the last sequence of the tenant that holds most, which is preempted first when memory is
-exhausted. It is also preempted if a tenant waits that was served no more and would hold, with the newcomer, at most
-1 / YIELD_RATIO of what this one does. That ratio is the hysteresis: each such exchange lowers the sum of
+the batch until they end. A running sequence's place is its rank among its tenant's running sequences, divided by the
+weight. So the last place is the last sequence of the tenant that holds most; it is preempted first when memory is
+exhausted. It is also preempted for a waiting tenant that was served no more, and that would then hold at most
+1 / YIELD_RATIO of what this one holds. The ratio is a hysteresis: each such exchange lowers the sum of
 num_running^2 / weight, so exchanges end, and none is reversed by the next.
 
-Within a tenant `priority` orders, with its ageing. Owned by the scheduler, engine thread.
+Within a tenant the order is that of the policy `priority`. Owned by the scheduler, engine thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
 YIELD_RATIO = 2.0  # holdings this far apart are evened out: less would preempt back and forth
-MAX_IDLE_ACCOUNTS = 1024  # a tenant that is forgotten comes back as a new one does: at the least counter of all
+MAX_IDLE_ACCOUNTS = 1024  # a forgotten tenant returns like a new one: with the lowest counter of all
 
 
 class FairQueue:
@@ -52,7 +52,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}  # by tenant
         self._lanes: dict[Account, list[Sequence]] = {}  # a lane is there while a sequence waits in it
-        self._last_left = Account()  # whose sequence was the last to wait no more
+        self._last_left = Account()  # of the sequence that left the queue last
 
     def expect(self, request: Request) -> float | None:  # noqa: ARG002 - see Queue
         """See Queue."""
@@ -80,7 +80,7 @@ class FairQueue:
         }
 
     def push(self, seq: Sequence) -> None:
-        """See Queue. The counter of a tenant that did not wait is raised: idleness earns no credit."""
+        """See Queue. Raises the counter of a tenant that did not wait: idleness earns no credit."""
         account = seq.account
         if account not in self._lanes:
             floor = min([other.served for other in self._lanes], default=self._last_left.served)
@@ -157,7 +157,7 @@ class FairQueue:
         running.sort(key=lambda seq: seq.place)
 
     def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:
-        """See Queue. They belong to tenants that hold far more than the candidate's and were served no less."""
+        """See Queue. The victims' tenants hold far more than the candidate's and were served no less."""
         account, found = candidate.account, list["Sequence"]()
         least = YIELD_RATIO * (account.num_running + candidate.num_slots) / account.weight
         num_left = {

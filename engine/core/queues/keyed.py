@@ -1,12 +1,14 @@
-"""The policies fcfs, sjf and priority: one queue, sorted by a key that never changes.
+"""A queue sorted by a key that never changes: the policies fcfs and priority.
 
-A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. Because every waiting request ages at
-the same rate, "priority minus age" orders requests exactly as "arrival plus priority" does, so nothing is ever re-sorted,
-and no request can be overtaken for longer than its handicap: that is the proof that priority and sjf do not starve; sjf's
-handicap is at most MAX_WORK_S, whatever was asked for.
+The policy sjf (shortest.py) extends it.
 
-A deadline moves a request forward, under every policy: the earlier it is, the further, by at most DEADLINE_S. So nothing
-waits for longer because of deadlines than for requests that come within DEADLINE_S after it.
+A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. Because every waiting request ages at the
+same rate, "priority minus age" orders requests exactly as "arrival plus priority" does. So nothing is ever re-sorted, and
+no request can be overtaken for longer than its handicap. Therefore priority and sjf do not starve a request; sjf's
+handicap is at most MAX_WORK_S.
+
+Under every policy a deadline moves a request forward: the earlier the deadline, the further, by at most DEADLINE_S. So
+only requests that arrive within DEADLINE_S after another one can overtake it by their deadlines.
 """
 
 from __future__ import annotations

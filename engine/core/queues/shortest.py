@@ -1,4 +1,4 @@
-"""The policy sjf: the shortest job first, by lengths of answers that are predicted from those so far.
+"""The policy sjf: shortest job first, by predicted lengths of answers.
 
 There are means at four levels: all answers, the tenant's, those of them with about the same max_tokens, and those of them
 whose prompts begin alike. A finer level counts the more, the more answers it has seen; before any, max_tokens counts.

@@ -1,0 +1,1 @@
+"""Attention backends. table.py lists them; base.py is their interface."""

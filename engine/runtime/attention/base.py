@@ -66,7 +66,7 @@ class AttentionBackend(ABC):
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of one layer's K (and V) in this backend's layout, head_dim last.
 
-        With int8 K/V the tensors are int8 and their last dimension is longer, as described in pool.py.
+        With int8 K/V the tensors are int8 and their last dimension is longer, as described in engine/runtime/kv_layout.py.
         """
 
     @abstractmethod

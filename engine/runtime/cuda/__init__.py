@@ -1,0 +1,1 @@
+"""Triton kernels, and checks of the CUDA device."""

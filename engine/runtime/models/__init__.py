@@ -1,0 +1,1 @@
+"""Model architectures. families.py lists them; load.py loads a model."""

@@ -1,0 +1,1 @@
+"""The C library for CPUs, and its bindings."""

@@ -1,6 +1,6 @@
 /* New keys and values into an int8 pool: each row of a head gets a scale of its own, its largest magnitude / 127.
  *
- * engine/runtime/attention/pool.py does the same in torch, to the bit. A row with a NaN or an infinity gets a scale that
+ * engine/runtime/kv_layout.py does the same in torch, to the bit. A row with a NaN or an infinity gets a scale that
  * makes every product NaN, so that a sequence with broken arithmetic is still detected. */
 
 typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));

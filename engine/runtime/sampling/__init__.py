@@ -1,0 +1,1 @@
+"""Turns logits into token ids. sampler.py applies the steps in order."""

@@ -1,4 +1,4 @@
-"""The stores behind host memory, and what opens them. A new store is its file in this folder and its line here.
+"""The stores behind host memory, and what opens them. A new store is a file in this folder and a line of STORES.
 
 Opened by the thread that starts the daemon.
 """

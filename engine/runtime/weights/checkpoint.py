@@ -1,7 +1,7 @@
 """The interface of weight files: a config.json, and named tensors to copy one at a time.
 
-The GGUF reader translates names to Hugging Face's, so models know one spelling. Loading happens once, on the thread
-that builds the engine.
+The GGUF reader translates names to Hugging Face's, so models know one spelling. engine/runtime/models/load.py chooses
+the reader. Loading happens once, on the thread that builds the engine.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The fields of requests, for HTTP and the offline API."""

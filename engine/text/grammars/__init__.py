@@ -1,0 +1,1 @@
+"""Grammars of constrained answers, compiled in the background by llguidance."""

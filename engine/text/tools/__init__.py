@@ -1,0 +1,1 @@
+"""Tool calls. formats.py lists the formats."""

@@ -39,7 +39,7 @@ from engine.text.tools.xml_parser import (
 
 MAX_CALLS = 16  # of one answer that a grammar makes
 _OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
-# As models are shown their JSON: one space behind a comma and a colon.
+# As models are shown their JSON: one space after a comma and a colon.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SPACE = r"[ \t\r\n]{0,20}"
 _BETWEEN = {"whitespace_pattern": r"[\x20\x09\x0A\x0D]{0,40}"}  # between the JSON tokens of a call in free text
@@ -164,7 +164,7 @@ def _json_grammar(
 
 
 def _tag(index: int, mark: tuple[str, str], special_tokens: Mapping[str, int]) -> list[str]:
-    """Return the rules for text that ends with a mark, and for the calls behind it."""
+    """Return the rules for text that ends with a mark, and for the calls after it."""
     opening, closing = mark
     end = f"/{_SPACE}/ {_literal(closing, special_tokens)}" if closing else ""
     if opening in special_tokens:

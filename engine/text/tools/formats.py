@@ -1,4 +1,7 @@
-"""The formats of tool calls, and the one that a chat template teaches. Pure."""
+"""The formats of tool calls, and the one that a chat template teaches. Pure.
+
+engine/text/chat_format.py makes the parser of a format, and call_grammars.py its grammar.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The result does not depend on how the text was cut, and nothing is lost but the 
 to be a call is content, unchanged, and a fault within the arguments of a call that has begun stays in them. Never raises.
 One parser for each choice, on the event loop.
 
-    {"name": ..., "arguments": {...}}        or arguments alone, behind a name
+    {"name": ..., "arguments": {...}}        or arguments alone, after a name
 
 Text is a call once its name and the opening brace of its arguments have been read. From there on its arguments are passed
 on as they arrive.
@@ -210,7 +210,7 @@ class JsonToolParser(PieceParser):
         return True
 
     def _payload(self) -> bool:
-        """Read the beginning of a call, behind a mark or between two calls of a list."""
+        """Read the beginning of a call, after a mark or between two calls of a list."""
         first = self._skip_space()
         if first == "{":
             self._reader = CallReader(self._accepts)
@@ -281,7 +281,7 @@ class JsonToolParser(PieceParser):
             self._pieces.append(CallArguments(arguments))
 
     def _after(self) -> bool:
-        """Read the text behind a call: an end mark, another call, or content."""
+        """Read the text after a call: an end mark, another call, or content."""
         first = self._skip_space()
         if not first:
             return False
@@ -303,7 +303,7 @@ class JsonToolParser(PieceParser):
         return self._no_call()
 
     def _broken(self) -> bool:
-        """Read the text behind a fault in arguments, up to the next mark."""
+        """Read the text after a fault in arguments, up to the next mark."""
         marks = (*self._openings, self._closing) if self._closing else self._openings
         found = first_of(self._buffer, marks)
         if found is None:
@@ -331,7 +331,7 @@ class JsonToolParser(PieceParser):
         return True
 
     def _skip_space(self) -> str:
-        """Hold space and return the character behind it."""
+        """Hold space and return the character after it."""
         self._move(len(self._buffer) - len(self._buffer.lstrip()))
         return self._buffer[:1]
 

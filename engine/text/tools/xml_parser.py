@@ -106,7 +106,7 @@ class XmlToolParser(PieceParser):
         return True
 
     def _opened(self) -> bool:
-        """Read the beginning of a function behind the opening tag."""
+        """Read the beginning of a function after the opening tag."""
         self._skip_space()
         if self._buffer.startswith(FUNCTION):
             self._move(len(FUNCTION))
@@ -192,7 +192,7 @@ class XmlToolParser(PieceParser):
         self._step = self._after
 
     def _after(self) -> bool:
-        """Read the text behind a function: the closing tag, another function, or content."""
+        """Read the text after a function: the closing tag, another function, or content."""
         self._skip_space()
         if self._buffer.startswith(CLOSING):
             self._held, self._buffer = "", self._buffer[len(CLOSING) :]

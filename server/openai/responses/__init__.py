@@ -1,0 +1,1 @@
+"""OpenAI's /v1/responses: bodies, items, events and stored responses."""

@@ -1,6 +1,6 @@
-"""Counts what happens to sequences and steps in Stats: one small method for each event. Engine thread.
+"""Counts events of sequences and steps in Stats, one method for each event.
 
-Background work is counted, but its waits and gaps, which are long by intent, are left out of the latencies.
+Engine thread. Background work is counted, but its waits and gaps, which are long by intent, are left out of the latencies.
 """
 
 from __future__ import annotations

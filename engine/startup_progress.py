@@ -1,7 +1,7 @@
 """Reports the progress of start-up by bars and log lines.
 
 Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted; everywhere, each stage
-that is done is one log line, so that a collector reads the same story.
+that is done is one log line, so that a collector sees the same stages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 @final
-class StartupStory:
+class StartupProgress:
     """A context manager around loading; build_engine calls its `report`."""
 
     def __init__(self, *, show_bars: bool | None = None) -> None:
@@ -37,7 +37,7 @@ class StartupStory:
         self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> StartupStory:
+    def __enter__(self) -> StartupProgress:
         if self._bars:
             self._bars.start()
         return self
