@@ -85,7 +85,11 @@ class SchedulerConfig:
 
         A sequence holds its window, drafts that were not confirmed, and two blocks that are partly outside.
         """
-        held = blocks_for(window, self.block_size) + blocks_for(self.num_speculative_tokens, self.block_size) + 2
+        held = (
+            blocks_for(min(window, self.max_model_len), self.block_size)
+            + blocks_for(self.num_speculative_tokens, self.block_size)
+            + 2
+        )
         return self.max_num_seqs * held + blocks_for(2 * self.max_num_batched_tokens, self.block_size)
 
     def _check_windows(self) -> None:

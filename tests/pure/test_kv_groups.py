@@ -49,7 +49,7 @@ def check_footprint(driver: Driver) -> None:
 
 
 class WindowMachine(SchedulerMachine):
-    """The histories of test_scheduler_properties.py, aborts, beams and roll-backs included, with windows."""
+    """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with windows."""
 
     @initialize(
         depth=st.integers(0, 1),
@@ -113,13 +113,13 @@ turns = st.one_of(
 def play(driver: Driver, history: list[tuple[str, list[int], int]]) -> set[str]:
     """Run a history to its end; returns the requests that were aborted."""
     aborted: set[str] = set()
-    for deed, prompt, num in history:
-        if deed == "add":
+    for action, prompt, num in history:
+        if action == "add":
             driver.add(request(str(len(driver.requests)), tuple(prompt), max_tokens=12, n=num))
-        elif deed == "step":
+        elif action == "step":
             for _ in range(num):
                 driver.step()
-        elif deed == "memory":
+        elif action == "memory":
             driver.run_out_of_memory()
         elif events := driver.scheduler.abort(str(num), AbortCause.DISCONNECT, driver.now):
             aborted.add(str(num))
@@ -141,7 +141,7 @@ def test_windows_change_no_stream_and_without_a_cache_no_plan(
 ) -> None:
     sizes = {"num_blocks": num_blocks, "enable_prefix_caching": caching}
     one, more = PlanDriver(config(**sizes), depth), PlanDriver(windowed(windows, **sizes), depth)
-    aborted = set[str]()  # in one of them at least: how far they came depends on what was cached
+    aborted = set[str]()  # in either run: the lengths of these streams depend on what was cached
     for driver in (one, more):
         aborted |= play(driver, history)
     for driver in (one, more):
@@ -178,6 +178,19 @@ def test_a_step_that_is_rolled_back_finds_its_windows_again(num_steps: int) -> N
         driver.step()
     driver.run_out_of_memory()
     check_footprint(driver)
+    driver.drain()
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("num_steps", range(1, 12))
+def test_drafts_that_are_rolled_back_leave_tables_of_one_length(num_steps: int) -> None:
+    driver = Driver(windowed([5], num_speculative_tokens=4))
+    driver.add(request(prompt=(1, 2, 3, 4, 5), max_tokens=30, eos_token_ids=frozenset()))
+    for _ in range(num_steps):
+        driver.step()
+    driver.run_out_of_memory()
+    driver.step()
+    assert all(len(seq.kv.window_tables[0]) == len(seq.kv.blocks) for seq in driver.scheduler.running)
     driver.drain()
     driver.check_streams()
 

@@ -7,13 +7,13 @@ layers read the last `window` positions only; its table of a sequence is `seq.kv
     admission        a sequence resumes at the longest boundary that every group can resume from, see `resumable`
     each chunk       it takes the blocks that the chunk writes to, not those of its whole prompt
     each commit      blocks before the window of the next position are freed: no step in flight reads them
-    roll-back        blocks for what was not computed are freed; they are taken again with the next chunk
+    rollback         blocks for what was not computed are freed; they are taken again with the next chunk
 
-So a sequence holds window + chunk positions at most, and SchedulerConfig demands a pool that has them for all runner
-rows. No allocation here can fail, and group 0 alone decides who is admitted and preempted. Blocks have the same names
+So a sequence holds its window and its chunks in flight, in whole blocks, and SchedulerConfig demands a pool that has
+them for all runner rows. No allocation here can fail, and group 0 alone decides who is admitted and preempted. Blocks have the same names
 in all groups; with windows every block is named when it is full.
 
-A group with windows combines with chunks, overlap, drafts, n > 1, beams and roll-backs. Host blocks, stores and pins
+A group with windows combines with chunks, overlap, drafts, n > 1, beams and rollbacks. Host blocks, stores and pins
 are refused (SchedulerConfig). Copying the beginning of a cached block is left out, and K/V of another engine fills
 group 0 alone: both are recomputed. No group for recurrent state exists. The real runner reads group 0 only.
 """

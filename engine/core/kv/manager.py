@@ -43,6 +43,7 @@ class KVCacheManager:
         self._max_num_seqs = config.max_num_seqs
         self._caching = config.enable_prefix_caching
         self._windows = [WindowPool(each, config.block_size, config.eviction) for each in config.window_groups]
+        # A block's beginning would have to be copied in every group: with windows it is recomputed.
         self._min_copied = NEVER if self._windows else config.min_copied_tokens
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
