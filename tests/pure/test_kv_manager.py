@@ -70,6 +70,8 @@ class KVManagerMachine(RuleBasedStateMachine):
         self.memory = Memory()
         self.waiting: list[Sequence] = []
         self.living: list[Sequence] = []
+        self.shown: set[History] = set()  # full blocks that were published at any time
+        self.copies: set[int] = set()  # blocks published after another with the same history: they may have no name
 
     # -- what the reference knows ------------------------------------------------------------------------------------
 
@@ -84,7 +86,8 @@ class KVManagerMachine(RuleBasedStateMachine):
         shown: dict[History, int] = {}
         for seq in self.living:
             for index in range(seq.kv.num_published):
-                shown.setdefault(history(seq, (index + 1) * SIZE), seq.kv.blocks[index])
+                if seq.kv.blocks[index] not in self.copies:
+                    shown.setdefault(history(seq, (index + 1) * SIZE), seq.kv.blocks[index])
         return shown
 
     def num_surely_found(self, seq: Sequence) -> int:
@@ -188,6 +191,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         """A sequence ends, or is preempted and waits to be computed again."""
         seq = data.draw(st.sampled_from(self.living))
         self.living.remove(seq)
+        self.shown |= {history(seq, stop) for stop in range(SIZE, seq.num_computed + 1, SIZE)}
         self.kv.free(seq)
         assert not seq.kv.blocks
         if not ends:
@@ -202,7 +206,17 @@ class KVManagerMachine(RuleBasedStateMachine):
             self.memory.write(seq, position)
         seq.num_computed = seq.num_planned = stop
         if seq.num_computed >= seq.kv.next_publish:
+            first = seq.kv.num_published
             self.kv.publish(seq)
+            for index in range(first, seq.kv.num_published):
+                self.note_published(history(seq, (index + 1) * SIZE), seq.kv.blocks[index])
+
+    def note_published(self, content: History, block: int) -> None:
+        """The first block with a history is found; the cache may evict it while a sequence holds a later one."""
+        self.copies.discard(block)
+        if content in self.shown:
+            self.copies.add(block)
+        self.shown.add(content)
 
     # -- what holds at all times -------------------------------------------------------------------------------------
 
