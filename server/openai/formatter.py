@@ -56,7 +56,7 @@ class ChunkTemplate:
 
     def render(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
         """Return a whole chunk. `usage` is given, perhaps None, if the client wants it."""
-        return self._head + choice.json_bytes() + _tail(usage)
+        return self._head + choice.json_bytes() + (_tail(usage) if usage else b"]}")
 
     def render_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
         """Return a chunk with several choices, each written alone.
