@@ -137,7 +137,7 @@ class Generation:
                 if self._pinned_tokens is not None:
                     self._pinned_tokens.setdefault(prompt, event.prompt.num_pinned_tokens)
             try:
-                is_done = await _accept(choice, event)
+                is_done = choice.accept(event) if event.prompt is None else await _accept(choice, event)
             except QuireError:
                 self._answer.close(AbortCause.ERROR)  # one failed, so the others are ended too
                 raise
@@ -151,7 +151,7 @@ class Generation:
 
 
 async def _accept(choice: Choice, event: TokenEvent) -> bool:
-    """Hand an event to a choice; a long echo is decoded on the slow thread."""
-    if event.prompt is not None and choice.num_echoed > MAX_INLINE_ECHO:
+    """Hand an event with a prompt to a choice; a long echo is decoded on the slow thread."""
+    if choice.num_echoed > MAX_INLINE_ECHO:
         return await run_slowly(lambda: choice.accept(event))
     return choice.accept(event)

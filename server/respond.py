@@ -35,6 +35,7 @@ from server.http.slow_thread import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody
+from server.openai.usage import Usage
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
@@ -180,12 +181,18 @@ async def _frames(
 
     An exception becomes the last frame, as the status has been sent.
     """
+
+    def count() -> Usage:
+        return generation.usage
+
     try:
         if opening := formatter.opening():
             yield opening
         while news := await generation.next_deltas():
-            frames = partial(formatter.news, news, lambda: generation.usage)
-            yield await run_slowly(frames) if _has_long_prompt(news) else frames()
+            if _has_long_prompt(news):
+                yield await run_slowly(partial(formatter.news, news, count))
+            else:
+                yield formatter.news(news, count)
         metrics = None
         if wants_metrics:
             await generation.settle()
@@ -202,10 +209,10 @@ async def _frames(
 
 def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
     """Return whether deltas repeat a long prompt, or report its log probabilities."""
-    return any(
-        delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT
-        for _, delta in news
-    )
+    for _, delta in news:  # a loop, since a generator would cost each token half a microsecond
+        if delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT:
+            return True
+    return False
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:

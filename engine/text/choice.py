@@ -124,10 +124,11 @@ class Choice:
 
     def _echo(self, prompt: PromptInfo) -> None:
         """Begin the text with the prompt."""
+        detokenizer = self._make_detokenizer()
         for position, token_id in enumerate(self._prompt):
             if prompt.logprobs is not None:
                 self._note(token_id, prompt.logprobs[position])
-            text = self._push(token_id)
+            text = detokenizer.push(token_id)
             self._num_chars += len(text)
             self._delta.text += text
 
@@ -138,15 +139,13 @@ class Choice:
             self._note(token_id, logprob)
         is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
         if is_shown and token_id not in self._rules.hidden_ids:
-            self._read(self._push(token_id))
+            detokenizer = self._detokenizer or self._make_detokenizer()
+            self._read(detokenizer.push(token_id))
 
-    def _push(self, token_id: int) -> str:
-        """Return the text that a token completes."""
-        if self._detokenizer is None:
-            context = () if self._rules.echo else self._prompt
-            skip = self._rules.skip_special_tokens
-            self._detokenizer = Detokenizer(self._tokenizer, context, skip_special_tokens=skip)
-        return self._detokenizer.push(token_id)
+    def _make_detokenizer(self) -> Detokenizer:
+        context = () if self._rules.echo else self._prompt
+        self._detokenizer = Detokenizer(self._tokenizer, context, skip_special_tokens=self._rules.skip_special_tokens)
+        return self._detokenizer
 
     def _note(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add the log probability of a token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,17 +56,21 @@ class ChunkTemplate:
 
     def render(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
         """Return a whole chunk. `usage` is given, perhaps None, if the client wants it."""
-        return self.render_all([choice], **usage)
+        return self._head + choice.json_bytes() + (_tail(usage) if usage else b"]}")
 
     def render_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
         """Return a chunk with several choices, each written alone.
 
         A thousand in one call would hold the GIL for long.
         """
-        tail = b"]}"
-        for value in usage.values():
-            tail = b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
-        return self._head + b",".join([choice.json_bytes() for choice in choices]) + tail
+        return self._head + b",".join([choice.json_bytes() for choice in choices]) + _tail(usage)
+
+
+def _tail(usage: Mapping[str, Usage | None]) -> bytes:
+    """Return what closes a chunk: the usage, if there is any, and the braces."""
+    for value in usage.values():
+        return b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
+    return b"]}"
 
 
 class ResponseFormatter(Protocol):
