@@ -420,4 +420,4 @@ def test_adapters_are_the_operators(serve: Callable[..., Live], tmp_path: Path, 
             answer = http.post(path, json=body)
             assert (answer.status_code == 403) == (wanted == 403), answer.text
             if wanted == 403:
-                assert "needs a key of --api-key" in answer.json()["error"]["message"]
+                assert "adapters takes a key of --api-key" in answer.json()["error"]["message"]

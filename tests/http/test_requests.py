@@ -14,7 +14,7 @@ import pytest
 from harness import CONFIG, Live, eventually
 from test_completions import stream
 
-from server import sse
+from server import respond
 from server.telemetry import request_log
 
 Post = Callable[..., dict[str, Any]]
@@ -148,7 +148,7 @@ def test_the_key_guards_it(serve: Callable[..., Live]) -> None:
 def test_a_silent_stream_is_told_its_place_and_then_that_it_lives(
     serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "NEWS_S", 0.01)
+    monkeypatch.setattr(respond, "STATUS_S", 0.01)
     live = serve(config=ONE_AT_A_TIME, step_s=0.05, sse_keep_alive_interval_s=0.3)
     with streaming(live, "endless", max_tokens=400) as first:
         eventually(lambda: live.engine.stats.num_running == 1)
@@ -177,7 +177,7 @@ def up_to(lines: Iterator[str], last: str) -> list[str]:
 
 
 def test_keep_alive_can_be_turned_off(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "NEWS_S", 0.01)
+    monkeypatch.setattr(respond, "STATUS_S", 0.01)
     live = serve(config=ONE_AT_A_TIME, step_s=0.02, sse_keep_alive_interval_s=0.0)
     with streaming(live, "endless", max_tokens=10), streaming(live) as second:
         assert "\n:" not in "\n" + second.read().decode()
