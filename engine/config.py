@@ -182,7 +182,7 @@ class EngineConfig:
     max_loras: int | None = _lora(
         None,
         "N",
-        "most adapters held at once",
+        "most adapters held at the same time",
         unset=f"those of --lora-modules; {DEFAULT_MAX_LORAS} if others may be loaded",
         at_least=1,
     )
@@ -218,7 +218,7 @@ class EngineConfig:
 
     @property
     def num_loras(self) -> int:
-        """Return how many adapters may be held at once; 0 where there are never any."""
+        """Return the most adapters held at the same time; 0 if none can be loaded."""
         if not (self.lora_modules or self.allow_runtime_lora_updating):
             return 0
         least = DEFAULT_MAX_LORAS if self.allow_runtime_lora_updating else 0

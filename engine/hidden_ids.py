@@ -2,7 +2,7 @@
 
 A recording of lengths must not contain token ids, but the prefix cache compares and sorts them. The recorder walks a
 TokenTree of the real ids and writes down the steps it takes: "follow child 2", "add a child before child 0". The replay
-takes the same steps in a tree of its own. Its invented ids are equal where the real ones are, and sort as they do, as
+takes the same steps in a second tree. Its invented ids are equal where the real ones are, and sort as they do, as
 packed by prefix_cache.py; nothing else of an id can be read from the steps. Used by one thread at a time.
 """
 

@@ -151,11 +151,11 @@ class PlainIds:
         """Return the ids."""
         return list(ids)
 
-    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> int:  # noqa: ARG002
+    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> int:  # noqa: ARG002 - as HiddenIds
         """Return the id."""
         return token
 
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:  # noqa: ARG002
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:  # noqa: ARG002 - as HiddenIds
         """Return the ids."""
         return list(ids)
 

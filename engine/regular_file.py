@@ -54,8 +54,23 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
         raise ValueError("its values are nested too deeply") from None
 
 
+def read_object(path: Path, max_bytes: int, error: type[Exception], missing: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `error` with one sentence; `missing` is the one for no file."""
+    try:
+        values = read_json(path, max_bytes)
+    except FileNotFoundError:
+        raise error(missing) from None
+    except OSError as fault:
+        raise error(f"{path} cannot be read: {reason(fault)}.") from None
+    except ValueError as fault:
+        raise error(f"{path} cannot be read as JSON: {fault}.") from None
+    if not isinstance(values, dict):
+        raise error(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
+    return values
+
+
 def reason(error: OSError) -> str:
-    """Why a file cannot be read, without its name."""
+    """Return why a file cannot be read, without its name."""
     return error.strerror or str(error)
 
 

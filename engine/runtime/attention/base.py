@@ -59,7 +59,7 @@ class AttentionBackend(ABC):
 
     capabilities: ClassVar[BackendCapabilities]
 
-    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: B027
+    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: B027 - by default all
         """Raise ConfigError for a layer and pool that the backend has no kernel for."""
 
     @abstractmethod

@@ -48,7 +48,7 @@ def cut_tiles(
         first_block = 0 if window is None else max(0, context - window) // block_size
         blocks = table[first_block : -(-context // block_size)]
         flat += blocks
-        # A tile is padded with a block of its own sequence, so other sequences' values cannot affect it.
+        # A tile is padded with a block of the same sequence, so other sequences' values cannot affect it.
         flat += [blocks[-1]] * (-len(blocks) % per_tile)
         counts.append(-(-len(blocks) // per_tile))
         starts.append(first_block * block_size)

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.config import LoraModule
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
-from engine.regular_file import check_regular, read_json, reason
+from engine.regular_file import check_regular, read_object, reason
 
 WEIGHTS = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -61,18 +61,10 @@ class LoraConfig:
 
 
 def read_config(folder: Path) -> LoraConfig:
-    """Raises AdapterLoadError, with the key that is wrong or not supported."""
+    """Return the adapter's settings. Raises AdapterLoadError that names the wrong key."""
     path = folder / "adapter_config.json"
-    try:
-        values = read_json(path, _MAX_CONFIG_BYTES)
-    except FileNotFoundError:
-        raise AdapterLoadError(f"{folder} has no adapter_config.json; name a folder that PEFT has saved.") from None
-    except OSError as error:
-        raise AdapterLoadError(f"{path} cannot be read: {reason(error)}.") from None
-    except ValueError as error:
-        raise AdapterLoadError(f"{path} cannot be read as JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise AdapterLoadError(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
+    missing = f"{folder} has no adapter_config.json; name a folder that PEFT has saved."
+    values = read_object(path, _MAX_CONFIG_BYTES, AdapterLoadError, missing)
     _refuse(path, values)
     return LoraConfig(
         rank=int(_positive(path, values, "r", 8)),

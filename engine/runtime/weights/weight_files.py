@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine import regular_file
 from engine.core.errors import ModelLoadError
-from engine.regular_file import check_regular, read_json, reason
+from engine.regular_file import check_regular, reason
 
 INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
@@ -14,17 +15,8 @@ _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a checkpoint. Raises ModelLoadError."""
-    try:
-        values = read_json(path, _MAX_BYTES)
-    except FileNotFoundError:
-        raise ModelLoadError(f"{path.parent} has no {path.name}; name a folder that holds a model.") from None
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {reason(error)}.") from None
-    except ValueError as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, and holds a {type(values).__name__}.")
-    return values
+    missing = f"{path.parent} has no {path.name}; name a folder that holds a model."
+    return regular_file.read_object(path, _MAX_BYTES, ModelLoadError, missing)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from engine.child_process import Ask, ChildError, ChildProcess, Parts
 from engine.core.errors import InvalidRequestError, OverloadedError
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 
-_MAX_ANSWER_S = 60.0  # the process keeps to limits of its own, which are far below
+_MAX_ANSWER_S = 60.0  # the process enforces far lower limits itself
 _RETRY_S = 5.0
 _KEYWORD = re.compile(r'(?:Unimplemented keys: \["|Invalid type: |Unknown format: )([^"\n]+)')
 # A regex and a choice are wrapped in a line of Lark, whose positions mean nothing to the client.

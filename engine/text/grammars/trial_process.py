@@ -185,7 +185,7 @@ class GrammarTrials:
                 parts[1].decode(), n_vocab=document["vocab_size"], eos_token=document["end_ids"] or None
             )
             build(self._tokens, 'start: "a"')
-        except Exception as error:  # the library raises ValueError, and a bare one of its own
+        except Exception as error:  # the library raises ValueError, and a private class
             return [json.dumps({"error": str(error)}).encode()]
         return [b"{}"]
 

@@ -6,7 +6,7 @@
 
 Free text ends at a mark of the format; a call follows the mark. Where a format has calls without a mark, the tool's name
 distinguishes them from other JSON: an answer that begins as JSON cannot name a tool except to call it. Each tool's schema
-is a grammar of its own, so its references mean its own definitions.
+is a separate grammar, so its references mean that schema's definitions.
 
 llguidance's structural tags do not suffice: a tag begins with one literal text, without the space and the spellings that
 models vary, its number is not bounded, and a call needs a mark.
