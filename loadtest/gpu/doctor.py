@@ -95,7 +95,7 @@ def _graph() -> None:
     """What a decode step is of beside our kernels, recorded on a stream of its own and replayed on other numbers."""
     import torch
 
-    from engine.runtime.linear import Linear
+    from engine.runtime.linear import Dense, Linear
 
     weight = torch.randn(4096, 1024, dtype=torch.bfloat16, device="cuda")
     x, table = (
@@ -103,7 +103,7 @@ def _graph() -> None:
         torch.zeros(9, dtype=torch.int64, device="cuda"),
     )
     fields = torch.arange(8, device="cuda")
-    head, logits = Linear(weight), torch.empty((8, 4096), device="cuda")
+    head, logits = Linear(Dense(weight)), torch.empty((8, 4096), device="cuda")
 
     def compute() -> torch.Tensor:
         table.index_copy_(0, fields, torch.where(fields < 4, table.index_select(0, fields), fields))
