@@ -38,7 +38,7 @@ from engine.core.snapshot import Snapshot
 from engine.core.stats import FailureCause
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-from engine.inbox import Abort, EngineCall, Inbox, Message, SnapshotRequest, Stop
+from engine.inbox import Abort, EngineCall, Inbox, Message, Stop
 from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
@@ -128,12 +128,9 @@ class Engine:
         """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
         self._inbox.put(Abort(request_id, cause, choice))
 
-    def look(self, reply: Callable[[Snapshot], None]) -> None:
-        """Ask how things stand; `reply` is called once, on the engine's thread, before its next step.
-
-        Nothing is made unless somebody asks. An engine that dies or stops first never replies.
-        """
-        self._inbox.put(SnapshotRequest(reply))
+    def look(self) -> Future[Snapshot]:
+        """Take a snapshot before the next step; cancelled if the engine ends first."""
+        return self.between_steps(lambda scheduler, _: scheduler.snapshot(self.clock()))
 
     def first_names(self, request: Request) -> list[bytes]:
         """How the names of a request's K/V blocks begin; see Memory."""
@@ -283,8 +280,6 @@ class Engine:
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
             elif isinstance(message, EngineCall):
                 message.run(self._scheduler, self._runner)
-            elif isinstance(message, SnapshotRequest):
-                message.reply(self._scheduler.snapshot(self.clock()))
             else:
                 self._stop_at_s = message.deadline_s
         if self._stop_at_s is not None and self.clock() >= self._stop_at_s:
