@@ -46,21 +46,9 @@ class LiveView:
         return await asyncio.shield(self._taking)  # a caller that leaves must not cancel the snapshot for the others
 
     async def _take(self) -> Snapshot:
-        loop = asyncio.get_running_loop()
-        taken: asyncio.Future[Snapshot] = loop.create_future()
-
-        def settle(snapshot: Snapshot) -> None:
-            if not taken.done():
-                taken.set_result(snapshot)
-
-        def reply(snapshot: Snapshot) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, snapshot)
-
-        self._engine.look(reply)
         try:
-            return await asyncio.wait_for(taken, PATIENCE_S)
-        except asyncio.TimeoutError:  # not the builtin's before Python 3.11
+            return await asyncio.wait_for(asyncio.wrap_future(self._engine.snapshot()), PATIENCE_S)
+        except (asyncio.TimeoutError, asyncio.CancelledError):  # cancelled: the engine has ended
             message = f"The engine did not answer within {PATIENCE_S:.0f} s: a step takes that long, or it has stopped."
             raise ApiError(503, "engine_busy", message, type="service_unavailable_error") from None
 
