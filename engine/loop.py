@@ -128,7 +128,7 @@ class Engine:
         """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
         self._inbox.put(Abort(request_id, cause, choice))
 
-    def snapshot(self) -> Future[Snapshot]:
+    def look(self) -> Future[Snapshot]:
         """Take a snapshot before the next step; cancelled if the engine ends first."""
         return self.between_steps(lambda scheduler, _: scheduler.snapshot(self.clock()))
 

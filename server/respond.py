@@ -149,7 +149,7 @@ async def respond(
         await _prefill_elsewhere(http, context, requests)
     answer, generation = submit(http, context, requests, rules, stream=body.stream)
     if body.stream:
-        status = partial(context.queue_status.sentence, [request.request_id for request in requests])
+        status = partial(context.live.status, [request.request_id for request in requests])
         frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
         return EventStream(frames, answer, keep_alive_s=context.config.sse_keep_alive_interval_s, status=status)
     with answer:
