@@ -234,7 +234,7 @@ class Scheduler:
         Background work is preempted for it, and so are the policy's victims, if they free enough.
         """
         running = self._queue.running
-        while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
+        while (loads := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
             # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.
@@ -249,7 +249,8 @@ class Scheduler:
             for victim in victims:
                 if victim.status in (Status.PREFILL, Status.RUNNING):  # else it was preempted with another beam
                     self._output.preempt(victim)
-        step.take(grant, seq)
+        if loads:
+            step.add_loads(seq, loads)
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -340,11 +341,6 @@ class Scheduler:
     def recent_lengths(self) -> abc.Sequence[int]:
         """Return the tokens, prompts included, of the sequences completed last."""
         return self._recorder.lengths
-
-    @property
-    def recent_answers(self) -> list[float]:
-        """Return the lengths of the last completed answers; infinite if max_tokens cut them. Any thread may ask."""
-        return list(self._recorder.answers)
 
     @property
     def running(self) -> list[Sequence]:

@@ -124,6 +124,7 @@ class Stats:
     store_blocks: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # cached blocks of each store ...
     store_blocks_pinned: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # ... and the pinned ones of these
     last_step_s: float = 0.0  # clock reading at the last commit
+    answer_s: float = 0.0  # moving average of the seconds from an answer's start to its completion
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
     steps: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from engine.core.overload import QueueLimits
+from engine.core.admission import QueueLimits
 from loadtest.arguments import positive_float, positive_int, probability
 from loadtest.report import without_nan
 from loadtest.simulation.costs import DEFAULT_COSTS

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from engine.core.admission import QueueLimits
 from engine.core.errors import (
     ComputeError,
     ContextLengthError,
@@ -19,7 +20,6 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult

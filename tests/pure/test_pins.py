@@ -142,7 +142,7 @@ class PinnedCacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check_integrity()
+            self.cache.check_names()
             self.cache.pool.check_integrity([])
             self.pins.check_integrity()
             here = {block for digest, block in self.cache._block_of.items() if digest in self.pins}
