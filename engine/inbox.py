@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.scheduler import Scheduler
-from engine.core.snapshot import Snapshot
+from engine.core.stats import Snapshot
 from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
 

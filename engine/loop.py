@@ -33,8 +33,7 @@ from engine.core.errors import (
 from engine.core.kv.page_table import Layout
 from engine.core.kv.tiers import Transport
 from engine.core.scheduler import Scheduler
-from engine.core.snapshot import Snapshot
-from engine.core.stats import FailureCause
+from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.inbox import Abort, EngineCall, Inbox, Message, SnapshotRequest, Stop
@@ -136,7 +135,7 @@ class Engine:
 
     def first_names(self, request: Request) -> list[bytes]:
         """How the names of a request's K/V blocks begin; see Memory."""
-        return self._scheduler.first_names(request)
+        return self._scheduler.kv.first_names(request)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of running sequences, and of waiting ones. A cheap reading; runs nothing."""
@@ -283,7 +282,7 @@ class Engine:
             elif isinstance(message, EngineCall):
                 message.run(self._scheduler, self._runner)
             elif isinstance(message, SnapshotRequest):
-                message.reply(self._scheduler.snapshot(self.clock()))
+                message.reply(self._scheduler.snapshot())
             else:
                 self._stop_at_s = message.deadline_s
         if self._stop_at_s is not None and self.clock() >= self._stop_at_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.snapshot import SequenceView, Snapshot
+from engine.core.stats import SequenceView, Snapshot
 from server.telemetry.live import LiveView
 
 

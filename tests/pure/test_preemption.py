@@ -8,7 +8,6 @@ import pytest
 
 from engine.core.prompts import PromptPlan
 from engine.core.running import RunningQueue
-from engine.core.sequence import Status
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.types import AbortCause
 from tests.pure.driver import Driver, config, request
@@ -159,7 +158,7 @@ def test_waiting_tokens_are_those_still_to_compute() -> None:
     while not driver.scheduler.stats.num_preempted:
         driver.step()
     assert driver.scheduler.stats.num_waiting_tokens == 1
-    (swapped,) = [view for view in driver.scheduler.snapshot(0.0).sequences if view.status is Status.PREEMPTED]
+    (swapped,) = [view for view in driver.scheduler.snapshot().sequences if view.status == "preempted"]
     assert swapped.blocks == ()
     driver.drain()
     driver.check_streams()
