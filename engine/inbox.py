@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.scheduler import Scheduler
-from engine.core.stats import Snapshot
 from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
 
@@ -32,12 +31,6 @@ class Stop(NamedTuple):
     deadline_s: float
 
 
-class SnapshotRequest(NamedTuple):
-    """Take a snapshot; `reply` is called on the engine thread, must be quick and not raise."""
-
-    reply: Callable[[Snapshot], None]
-
-
 class EngineCall(NamedTuple):
     """Call a function with the engine's parts between two steps, and return its result."""
 
@@ -53,7 +46,7 @@ class EngineCall(NamedTuple):
                 self.outcome.set_exception(error)
 
 
-Message = Request | Abort | SnapshotRequest | EngineCall | Stop
+Message = Request | Abort | EngineCall | Stop
 
 
 class Inbox:
@@ -77,7 +70,7 @@ class Inbox:
             self._messages.extend(requests)
             self._changed.notify()
 
-    def put(self, message: Abort | SnapshotRequest | EngineCall | Stop) -> None:
+    def put(self, message: Abort | EngineCall | Stop) -> None:
         """Queue a message; it is never refused, but after the end a call is cancelled."""
         with self._changed:
             self._messages.append(message)

@@ -36,14 +36,13 @@ from server.http.openapi import openapi_router
 from server.middleware import RequestScope, log_answer
 from server.openai.responses.store import ResponseStore
 from server.operations import live, unserved
-from server.operations.handoff import Receiver, Sender
+from server.operations.handoff import Receiver
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig
 from server.telemetry.events import GrammarCompiled, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.queue_status import QueueStatus
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import Tenant, read_tenants
@@ -105,13 +104,12 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
 
 def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context:
     """Return the application's parts."""
-    live_view = LiveView(engine)
     handover = None
     if config.role != "both":
         handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
-    telemetry = Telemetry(request_log, metrics.counts.observe, log_answer)
+    telemetry = Telemetry(request_log, metrics.observe, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = _limits(engine, tokenizer, config)
@@ -130,15 +128,14 @@ def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context
         metrics=metrics,
         telemetry=telemetry,
         tenancy=tenancy,
-        live=live_view,
-        queue_status=QueueStatus(live_view),
+        live=LiveView(engine),
         request_log=request_log,
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
         bodies=bodies,
         batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
-        sender=Sender(engine, handover) if handover and config.role == "prefill" else None,
+        handover=handover if config.role == "prefill" else None,
         receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if handover and config.role == "decode"
         else None,
@@ -172,7 +169,7 @@ async def _start(context: Context, prefixes: Sequence[Request]) -> None:
 
 async def _stop(context: Context) -> None:
     if context.batches is not None:
-        await context.batches.stop()
+        await context.batches.worker.stop()
     await context.client.stop(context.config.shutdown_timeout_s)
     if context.receiver is not None:
         await context.receiver.close()

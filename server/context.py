@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from engine.core.errors import shorten
 from engine.core.types import Adapter
+from engine.handover import Handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.fields.base import RequestBody
@@ -28,12 +29,11 @@ from server.http.bodies import BodyReader, is_large, limited
 from server.http.slow_thread import run_slowly
 from server.middleware import IGNORED_FIELDS
 from server.openai.responses.store import ResponseStore
-from server.operations.handoff import Receiver, Sender
+from server.operations.handoff import Receiver
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.queue_status import QueueStatus
 from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
@@ -64,13 +64,12 @@ class Context:
     tenancy: Tenancy
     live: LiveView
     grammars: GrammarCompiler
-    queue_status: QueueStatus
     request_log: RequestLog
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
     batches: BatchService | None = None  # None without --data-dir
-    sender: Sender | None = None  # of a prefill daemon
+    handover: Handover | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
@@ -80,13 +79,6 @@ class Context:
     def limits(self) -> ModelLimits:
         """The limits of the served model."""
         return self.preprocessor.limits
-
-    def batch_service(self) -> BatchService:
-        """Return the service of files and batches. Raises a 501 without --data-dir."""
-        if self.batches is None:
-            message = "Files and batches need a folder on disk; start the server with --data-dir FOLDER."
-            raise ApiError(501, "not_enabled", message, type="not_implemented_error")
-        return self.batches
 
     def check_model(self, name: str | None) -> str:
         """Return the name to report. Raises a 404 for an unknown model."""

@@ -78,19 +78,14 @@ def _strings(num_quotes: int) -> int:
     return (STRING_WEIGHT - 1) * (num_quotes // 2)
 
 
-def too_many(count: int, most: int) -> ApiError:
-    """Return the error for a document with too many values."""
-    message = (
-        f"The body has {count} JSON values, where a string counts as {STRING_WEIGHT} and a list or object as "
-        f"{CONTAINER_WEIGHT}; at most {most} are read (--max-json-values). Send fewer, or several requests."
-    )
-    return ApiError(400, "too_many_values", message)
-
-
 def check_count(raw: bytes | bytearray, most: int) -> None:
     """Raise a 400 for a document with more than `most` values."""
     if most_values(raw) > most and (count := count_values(raw)) > most:
-        raise too_many(count, most)
+        message = (
+            f"The body has {count} JSON values, where a string counts as {STRING_WEIGHT} and a list or object as "
+            f"{CONTAINER_WEIGHT}; at most {most} are read (--max-json-values). Send fewer, or several requests."
+        )
+        raise ApiError(400, "too_many_values", message)
 
 
 def parse(raw: bytes | bytearray) -> Any:
@@ -156,12 +151,8 @@ class BodyReader:
                 self._num_held_bytes += more
                 num_bytes += more
                 if more and self._num_held_bytes > self._max_held_bytes:
-                    raise ApiError(
-                        503,
-                        "body_not_read",
-                        f"{self._max_held_bytes} bytes of large bodies wait to be read; try again later, or send less.",
-                        type="server_error",
-                        headers={"retry-after": "1"},
+                    raise _not_read(
+                        f"{self._max_held_bytes} bytes of large bodies wait to be read; try again later, or send less."
                     )
                 raw += piece
             yield raw
@@ -215,7 +206,9 @@ def _refusal(error: ChildError) -> ApiError:
         message = "The body takes too much memory to be read, or is nested too deeply; send fewer JSON values."
         return ApiError(413, "request_too_large", message)
     if isinstance(error, ChildTimeoutError):
-        message = f"The body takes longer than {MAX_READ_S:.0f} s to be read; send less, or try again later."
-    else:
-        message = "The process that reads large bodies was ended; try again."
+        return _not_read(f"The body takes longer than {MAX_READ_S:.0f} s to be read; send less, or try again later.")
+    return _not_read("The process that reads large bodies was ended; try again.")
+
+
+def _not_read(message: str) -> ApiError:
     return ApiError(503, "body_not_read", message, type="server_error", headers={"retry-after": "1"})

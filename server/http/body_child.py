@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from dataclasses import asdict
 from importlib import import_module
-from typing import Any
+from pkgutil import resolve_name
 
-from pydantic import BaseModel
 from pydantic_core import to_json
 
 from engine.child_process import Parts, serve
@@ -40,11 +40,8 @@ def answer(parts: Parts) -> list[bytes]:
         raise
     except Exception as error:
         error_answer = to_api_error(error)
-        fields = {
-            name: getattr(error_answer, name) for name in ("status", "code", "message", "param", "type", "headers")
-        }
         trace = traceback.format_exc() if error_answer.status >= 500 else ""  # a bug, which the daemon logs
-        return [json.dumps({"error": fields, "traceback": trace}).encode()]
+        return [json.dumps({"error": asdict(error_answer), "traceback": trace}).encode()]
 
 
 def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
@@ -52,16 +49,10 @@ def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[
     check_count(raw, most)
     tree = parse(raw)
     raw.clear()
-    _model(model).model_validate(tree)
+    resolve_name(model).model_validate(tree)
     if member is not None:
         return [to_json(tree[member], inf_nan_mode="constants")]
     return pack(tree)
-
-
-def _model(name: str) -> type[BaseModel]:
-    module, _, qualified = name.partition(":")
-    found: Any = getattr(import_module(module), qualified)
-    return found  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import ParamSpec, TypeVar, cast
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,26 +18,14 @@ T = TypeVar("T")
 
 async def run_detached(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a blocking call on a thread of its own and return its result; cancelling does not stop the call."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: Exception | None) -> None:
-        if outcome.done():  # cancelled
-            return
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(cast(T, result))
+    outcome: Future[T] = Future()
+    outcome.set_running_or_notify_cancel()  # from here on the result is set, even if the waiting task was cancelled
 
     def work() -> None:
-        result: T | None = None
-        failure: Exception | None = None
         try:
-            result = call(*args, **kwargs)
+            outcome.set_result(call(*args, **kwargs))
         except Exception as error:  # raised where it is awaited
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            outcome.set_exception(error)
 
     threading.Thread(target=work, name="quire-detached", daemon=True).start()
-    return await outcome
+    return await asyncio.wrap_future(outcome)

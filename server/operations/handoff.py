@@ -44,17 +44,6 @@ class HandoffOutcome(str, Enum):
     FAILED = "failed"  # it was asked for, and had to be computed here all the same
 
 
-class Sender:
-    """A prefill daemon's end."""
-
-    def __init__(self, engine: Engine, handover: Handover) -> None:
-        self._engine, self._handover = engine, handover
-
-    def send(self, request: Request) -> tuple[str, int] | None:
-        """Pack a computed prompt: the parcel's name and its blocks. Blocks; raises ParcelError."""
-        return self._handover.send(_prefix(self._engine, request))
-
-
 class Receiver:
     """A decode daemon's end."""
 
@@ -72,7 +61,7 @@ class Receiver:
         )
         least = MIN_BLOCKS * engine.config.block_size
         log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
-        self._is_well = True  # the last prompt that was asked for came; a change is told in the log once
+        self._is_well = True  # the last prompt that was asked for came
 
     async def fetch(self, requests: Sequence[Request]) -> None:
         """Have the prefix cache hold the beginnings of some prompts, as far as that goes well."""
@@ -86,7 +75,7 @@ class Receiver:
         params = request.params
         if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
             return  # no client waits for its first token, or every position has to be computed here
-        prefix = _prefix(self._engine, request)
+        prefix = prefix_of(self._engine, request)
         try:
             num_missing = await asyncio.to_thread(self._handover.count_missing, prefix)
             if num_missing < MIN_BLOCKS:
@@ -116,14 +105,17 @@ class Receiver:
         answer = await self._client.post("/v1/internal/prefill", json=body)
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
-        told = Prefilled.model_validate_json(answer.content)
-        if told.adapter != body["adapter"]:  # K/V kept under an adapter that did not make it would be wrong in silence
+        prefilled = Prefilled.model_validate_json(answer.content)
+        if (
+            prefilled.adapter != body["adapter"]
+        ):  # K/V kept under an adapter that did not make it would be wrong in silence
             raise ParcelError(
                 "it computed the prompt without its adapter; run the same version of Quire on both daemons"
             )
-        return told.parcel
+        return prefilled.parcel
 
     def _note(self, outcome: HandoffOutcome, why: str = "") -> None:
+        """Count an outcome; log only when the prefill daemon starts or stops to answer."""
         self._count(outcome)
         is_well = outcome is HandoffOutcome.RECEIVED
         if is_well and not self._is_well:
@@ -135,10 +127,11 @@ class Receiver:
 
 def _remote_salt(request: Request) -> str:
     """Return the salt that keeps owners apart on the prefill daemon, which knows no tenants but this daemon's key."""
-    return (
-        chain_root(request.cache_salt, owner=request.cache_owner).hex() if request.cache_owner else request.cache_salt
-    )
+    if not request.cache_owner:
+        return request.cache_salt
+    return chain_root(request.cache_salt, owner=request.cache_owner).hex()
 
 
-def _prefix(engine: Engine, request: Request) -> Prefix:
+def prefix_of(engine: Engine, request: Request) -> Prefix:
+    """Return what names the K/V of a request's prompt."""
     return Prefix(engine.first_names(request), request.prompt)

@@ -1,18 +1,85 @@
-"""GET /v1/engine/live: the state of the pool and the engine, for the page."""
+"""GET /v1/engine/live: the state of the pool and the engine, for the page.
+
+The page gets only the first characters of a request's id: enough for a client to recognise its request, too few to use
+another's. A tenant sees its own sequences; sums cover all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from fastapi import APIRouter
+from pydantic_core import to_json
 from starlette.responses import Response
 
+from engine.core.stats import SequenceView
 from server.context import InContext, InOwner
 from server.tenancy.tenant_file import DEFAULT
+
+TAG_CHARS = 8
 
 router = APIRouter()
 
 
 @router.get("/v1/engine/live")
 async def live(context: InContext, owner: InOwner) -> Response:
-    """Return the engine's state; a tenant sees its sequences and the sums of all."""
-    document = await context.live.document(None if owner == DEFAULT else owner)
-    return Response(document, media_type="application/json", headers={"cache-control": "no-store"})
+    """Return the engine's state."""
+    snapshot = await context.live.snapshot()
+    config, stats = context.engine.config, context.engine.stats
+    views = [view for view in snapshot.sequences if owner in (DEFAULT, view.tenant)]
+    document = {
+        "object": "engine.live",
+        "time_s": context.engine.clock(),
+        "block_size": config.block_size,
+        "num_blocks": config.num_blocks,
+        "blocks": {
+            "held": snapshot.num_held_blocks,
+            "cached": len(snapshot.cached_blocks),
+            "free": snapshot.num_free_blocks,
+        },
+        "requests": {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "preempted": stats.num_preempted,
+        },
+        "totals": {
+            "steps": stats.steps,
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "preemptions": stats.preemptions,
+            "finished": stats.num_completed,
+        },
+        "targets": {"held": stats.targeted, "met": stats.met},
+        "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
+        "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
+        "cached_runs": runs(sorted(snapshot.cached_blocks)),
+        "sequences": [_sequence(view) for view in views],
+    }
+    return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def _sequence(view: SequenceView) -> dict[str, Any]:
+    return {
+        "seq_id": view.seq_id,
+        "tag": view.request_id[:TAG_CHARS],
+        "choice": view.choice,
+        "status": view.status,
+        "num_prompt": view.num_prompt,
+        "num_tokens": view.num_tokens,
+        "num_computed": view.num_computed,
+        "num_cached": view.num_cached,
+        "num_preemptions": view.num_preemptions,
+        "block_runs": runs(view.blocks),
+    }
+
+
+def runs(blocks: Iterable[int]) -> list[list[int]]:
+    """Return [first, length] of each run of adjacent blocks, in order: the pool hands out few and long runs."""
+    found: list[list[int]] = []
+    for block in blocks:
+        if found and block == found[-1][0] + found[-1][1]:
+            found[-1][1] += 1
+        else:
+            found.append([block, 1])
+    return found

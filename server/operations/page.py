@@ -6,9 +6,9 @@ without a key; the page asks for one and sends it like any other client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -32,18 +32,11 @@ SECURITY_HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
+class PageFile(NamedTuple):
     """One file, ready to be sent."""
 
     content: bytes
     headers: dict[str, str]
-
-    def response(self, if_none_match: str | None) -> Response:
-        """Return the file, or a 304 if the browser has it."""
-        if if_none_match == self.headers["etag"]:
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.content, headers=self.headers)
 
 
 def load_files() -> dict[str, PageFile]:
@@ -68,7 +61,9 @@ def page_router(files: dict[str, PageFile]) -> APIRouter:
 
     def add(url: str, file: PageFile) -> None:
         async def send(request: Request) -> Response:
-            return file.response(request.headers.get("if-none-match"))
+            if request.headers.get("if-none-match") == file.headers["etag"]:
+                return Response(status_code=304, headers=file.headers)
+            return Response(file.content, headers=file.headers)
 
         router.add_api_route(url, send, include_in_schema=False)
 

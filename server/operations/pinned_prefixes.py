@@ -13,6 +13,7 @@ import json
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -129,13 +130,12 @@ def _requests(line: str, context: Context) -> list[Request]:
 
 
 def _prompts(body: ChatBody | CompletionBody, context: Context) -> list[list[int]]:
-    tokenizer, limits = context.tokenizer, context.limits
+    prompts: list[str | list[int]]
     if isinstance(body, CompletionBody):
-        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-        for prompt in body.prompt:
+        prompts = body.prompt
+        for prompt in prompts:
             if not isinstance(prompt, str):
-                limits.check_ids(prompt, "prompt")
-        ids = [prompt for prompt in body.prompt if not isinstance(prompt, str)]
+                context.limits.check_ids(prompt, "prompt")
     else:
         shown = [
             context.preprocessor.render(
@@ -143,5 +143,6 @@ def _prompts(body: ChatBody | CompletionBody, context: Context) -> list[list[int
             )
             for word in _PROBES
         ]
-        texts, ids = [shown[0][: num_common(*shown)]], []
-    return ids + [tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
+        prompts = [shown[0][: num_common(*shown)]]
+    encode = partial(context.tokenizer.encode, add_special_tokens=body.add_special_tokens)
+    return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

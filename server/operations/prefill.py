@@ -15,13 +15,14 @@ from pydantic import Field
 
 from engine.core.errors import ParcelError
 from engine.core.types import Request, SamplingParams
+from engine.handover import Handover
 from engine.text.choice import TextRules
 from engine.text.fields.base import RequestBody
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
 from server.generation import Generation
 from server.openai.sampling import MAX_CACHE_SALT
-from server.operations.handoff import Prefilled, Sender
+from server.operations.handoff import Prefilled, prefix_of
 from server.respond import unless_disconnected
 
 router = APIRouter()
@@ -44,7 +45,7 @@ async def prefill(
     body: Annotated[PrefillBody, Depends(json_body(PrefillBody))],
 ) -> Prefilled:
     """Compute a prompt and pack its full blocks; a daemon that leaves ends it."""
-    if context.sender is None:
+    if context.handover is None:
         message = "This server computes no prompts for others; start it with role prefill in --kv-transfer-config."
         raise ApiError(501, "not_enabled", message, type="not_implemented_error")
     check_operator(owner, "Computing prompts for other daemons")
@@ -62,15 +63,15 @@ async def prefill(
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
-    return await unless_disconnected(http.receive, _compute(context, context.sender, request))
+    return await unless_disconnected(http.receive, _compute(context, context.handover, request))
 
 
-async def _compute(context: Context, sender: Sender, request: Request) -> Prefilled:
+async def _compute(context: Context, handover: Handover, request: Request) -> Prefilled:
     answer = context.client.submit([request])
     with answer:
         await Generation(answer, [request], context.tokenizer, TextRules()).all_deltas()
     try:
-        sent = await asyncio.to_thread(sender.send, request)
+        sent = await asyncio.to_thread(handover.send, prefix_of(context.engine, request))
     except ParcelError as error:
         raise ApiError(
             503, "parcel_failed", f"The prompt's K/V cannot be handed over: {error}.", type="server_error"

@@ -27,6 +27,6 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
     if record.generation is None:
         return record.document((), None)
     ids = record.engine_ids
-    place = await context.queue_status.place(ids)
-    views = await context.queue_status.sequences(ids)
+    place = await context.live.place(ids)
+    views = await context.live.sequences(ids)
     return record.document(views, place)  # it may have ended in between

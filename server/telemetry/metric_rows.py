@@ -1,7 +1,8 @@
 """The engine's metrics, as rows of a table: name, meaning, and value in Stats.
 
 A metric is one row here, which reads a field of Stats (engine/core/stats.py); engine/core/stats_recorder.py counts it.
-The help text is what Prometheus shows; server/telemetry/metrics.py renders rows at each scrape. VLLM_METRICS are the same rows under vLLM's names.
+The help text is what Prometheus shows; server/telemetry/metrics.py renders rows at each scrape. VLLM_METRICS are the same
+rows under vLLM's names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -28,10 +31,10 @@ class Kind(Enum):
 class Metric:
     """One row: a name, its meaning, and how to read it. A row with a `label` reads one value per label value."""
 
-    name: str
     kind: Kind
+    name: str
     help: str
-    read: Callable[[Stats], float | Histogram | Mapping[str, float]]
+    read: Callable[[Stats], float | Histogram | Mapping[Any, float]]
     label: str = ""
 
     def family(self, stats: Stats, common: Mapping[str, str]) -> Family:
@@ -44,8 +47,8 @@ class Metric:
             assert isinstance(value, Histogram)
             family.add_metric(own, *_cumulative(value))
         elif isinstance(value, Mapping):
-            for name, number in value.items():
-                family.add_metric((*own, name), number)
+            for key, number in value.items():
+                family.add_metric((*own, str(key.value if isinstance(key, Enum) else key)), number)
         else:
             assert not isinstance(value, Histogram)
             family.add_metric(own, value)
@@ -53,18 +56,10 @@ class Metric:
 
 
 def _cumulative(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """Return Prometheus' buckets, (upper bound, observations up to it), and the sum; counts are copied once, so they agree."""
-    counts, total = list(histogram.counts), 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*map(repr, histogram.bounds), "+Inf"), counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    return buckets, histogram.sum
-
-
-def _by_value(counts: Callable[[Stats], Mapping[Any, float]]) -> Callable[[Stats], Mapping[str, float]]:
-    """Return a reader of counts by Enum members, all of which are exported from the start."""
-    return lambda stats: {member.value: count for member, count in counts(stats).items()}
+    """Return Prometheus' buckets, (upper bound, observations up to it), and the sum."""
+    bounds = [*map(repr, histogram.bounds), "+Inf"]
+    counts = list(histogram.counts)  # copied once, so that the buckets agree
+    return list(zip(bounds, accumulate(counts), strict=True)), histogram.sum
 
 
 def _background(stats: Stats) -> Mapping[str, float]:
@@ -83,23 +78,7 @@ def _pinned(stats: Stats) -> Mapping[str, float]:
     return {"pool": stats.blocks_pinned, "host": stats.host_blocks_pinned, **stats.store_blocks_pinned}
 
 
-def _accepted(stats: Stats) -> Mapping[str, float]:
-    return {str(position): num for position, num in enumerate(stats.spec_accepted_at)}
-
-
-def _gauge(name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = "") -> Metric:
-    return Metric(name, Kind.GAUGE, help_text, read, label)
-
-
-def _counter(
-    name: str, help_text: str, read: Callable[[Stats], float | Mapping[str, float]], label: str = ""
-) -> Metric:
-    return Metric(name, Kind.COUNTER, help_text, read, label)
-
-
-def _histogram(name: str, help_text: str, read: Callable[[Stats], Histogram]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, help_text, read)
-
+_gauge, _counter, _histogram = (partial(Metric, kind) for kind in Kind)
 
 METRICS = (
     _gauge("quire_num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
@@ -163,19 +142,19 @@ METRICS = (
     _counter(
         "quire_kv_offload_blocks_total",
         "Blocks loaded from the disk and saved to it.",
-        _by_value(lambda s: s.transferred),
+        lambda s: s.transferred,
         "direction",
     ),
     _counter(
         "quire_kv_offload_failures_total",
         "Blocks that could not be moved, or were damaged; their content was recomputed.",
-        _by_value(lambda s: s.failed_transfers),
+        lambda s: s.failed_transfers,
         "direction",
     ),
     _counter(
         "quire_preemptions_total",
         "Sequences preempted because the KV pool was exhausted, by how their K/V is restored.",
-        _by_value(lambda s: s.preempted),
+        lambda s: s.preempted,
         "kind",
     ),
     _counter(
@@ -197,7 +176,7 @@ METRICS = (
     _counter(
         "quire_spec_decode_num_accepted_tokens_per_pos_total",
         "Drafted tokens that were accepted, by position in the draft, from 0.",
-        _accepted,
+        lambda s: dict(enumerate(s.spec_accepted_at)),
         "position",
     ),
     _counter(
@@ -208,7 +187,7 @@ METRICS = (
     _counter(
         "quire_swapped_blocks_total",
         "KV blocks copied out to host memory, and in again.",
-        _by_value(lambda s: s.swapped_blocks),
+        lambda s: s.swapped_blocks,
         "direction",
     ),
     _gauge(
@@ -236,24 +215,18 @@ METRICS = (
     _counter(
         "quire_requests_missed_targets_total",
         "Targets missed: ttft, itl, deadline, queue.",
-        _by_value(lambda s: s.missed),
+        lambda s: s.missed,
         "target",
     ),
     _counter(
         "quire_requests_dropped_total",
         "Requests dropped before prefill because they could not be in time.",
-        _by_value(lambda s: s.dropped),
+        lambda s: s.dropped,
         "reason",
     ),
-    _counter(
-        "quire_requests_finished_total", "Sequences ended, by finish reason.", _by_value(lambda s: s.finished), "reason"
-    ),
-    _counter(
-        "quire_requests_failed_total", "Sequences ended on an error, by cause.", _by_value(lambda s: s.failed), "cause"
-    ),
-    _counter(
-        "quire_requests_aborted_total", "Sequences ended early, by cause.", _by_value(lambda s: s.aborted), "cause"
-    ),
+    _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", lambda s: s.finished, "reason"),
+    _counter("quire_requests_failed_total", "Sequences ended on an error, by cause.", lambda s: s.failed, "cause"),
+    _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", lambda s: s.aborted, "cause"),
     _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", lambda s: s.ttft_s),
     _histogram(
         "quire_time_per_output_token_seconds", "A request's mean time per token after the first.", lambda s: s.tpot_s
@@ -266,53 +239,38 @@ METRICS = (
     _histogram("quire_step_duration_seconds", "One forward pass, plan to commit.", lambda s: s.step_s),
     _histogram("quire_step_tokens", "Tokens computed in a step.", lambda s: s.step_tokens),
     _histogram("quire_step_sequences", "Sequences in a step.", lambda s: s.step_sequences),
-    _histogram(
-        "quire_request_prompt_tokens",
-        "Prompt length of ended sequences.",
-        lambda s: s.request_prompt_tokens,
-    ),
+    _histogram("quire_request_prompt_tokens", "Prompt length of ended sequences.", lambda s: s.request_prompt_tokens),
     _histogram(
         "quire_predicted_length_error_tokens",
         "Absolute error of sjf's prediction of an answer's length.",
         lambda s: s.length_error_tokens,
     ),
     _histogram(
-        "quire_request_generation_tokens",
-        "Tokens generated by ended sequences.",
-        lambda s: s.request_generation_tokens,
+        "quire_request_generation_tokens", "Tokens generated by ended sequences.", lambda s: s.request_generation_tokens
     ),
 )
 
+# vLLM's names, so that dashboards and autoscalers made for it work: "vllm:" instead of "quire_" ...
+_SAME_NAMES = (
+    "num_requests_running", "prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+)  # fmt: skip
+_OTHER_NAMES = {  # ... or another name
+    "quire_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "quire_prefix_cache_queried_tokens_total": "vllm:prefix_cache_queries_total",
+    "quire_prefix_cache_hit_tokens_total": "vllm:prefix_cache_hits_total",
+    "quire_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "quire_step_tokens": "vllm:iteration_tokens_total",
+}
+
 
 def _vllm() -> Iterator[Metric]:
-    """vLLM's names for what we have, so that dashboards and autoscalers made for it work."""
     ours = {metric.name: metric for metric in METRICS}
-    for quire, vllm in (
-        ("quire_num_requests_running", "vllm:num_requests_running"),
-        ("quire_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
-        ("quire_prefix_cache_queried_tokens_total", "vllm:prefix_cache_queries_total"),
-        ("quire_prefix_cache_hit_tokens_total", "vllm:prefix_cache_hits_total"),
-        ("quire_prompt_tokens_total", "vllm:prompt_tokens_total"),
-        ("quire_generation_tokens_total", "vllm:generation_tokens_total"),
-        ("quire_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
-        ("quire_time_per_output_token_seconds", "vllm:request_time_per_output_token_seconds"),
-        ("quire_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
-        ("quire_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
-        ("quire_request_queue_time_seconds", "vllm:request_queue_time_seconds"),
-        ("quire_request_prefill_time_seconds", "vllm:request_prefill_time_seconds"),
-        ("quire_request_decode_time_seconds", "vllm:request_decode_time_seconds"),
-        ("quire_spec_decode_num_drafts_total", "vllm:spec_decode_num_drafts_total"),
-        ("quire_spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total"),
-        ("quire_spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
-        (
-            "quire_spec_decode_num_accepted_tokens_per_pos_total",
-            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-        ),
-        ("quire_step_tokens", "vllm:iteration_tokens_total"),
-        ("quire_request_prompt_tokens", "vllm:request_prompt_tokens"),
-        ("quire_request_generation_tokens", "vllm:request_generation_tokens"),
-    ):
-        yield replace(ours[quire], name=vllm)
+    for name, vllm_name in ({f"quire_{name}": f"vllm:{name}" for name in _SAME_NAMES} | _OTHER_NAMES).items():
+        yield replace(ours[name], name=vllm_name)
     yield replace(ours["quire_requests_finished_total"], name="vllm:request_success_total", label="finished_reason")
     yield _counter("vllm:num_preemptions_total", "Sequences preempted, of any kind.", lambda s: s.preemptions)
     yield _counter(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Gauge,
     GCCollector,
+    Info,
     PlatformCollector,
     ProcessCollector,
     generate_latest,
@@ -24,95 +25,39 @@ from prometheus_client.registry import Collector
 
 from engine.loop import Engine
 from engine.version import VERSION
-from server.telemetry.event_metrics import EVENT_METRICS, EventCounts, vllm_event_metrics
+from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
+from server.telemetry.events import Event
 from server.telemetry.loop_lag import LoopLag
-from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family
+from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family, Metric
 
 
 class EngineCollector(Collector):
-    """Reads the engine's statistics at each scrape."""
+    """Reads rows from the engine's statistics at each scrape."""
 
-    def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
-        self._engine = engine
-        self._labels = {"model_name": model_name}
-        self._compat_vllm = compat_vllm
+    def __init__(self, engine: Engine, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
+        self._engine, self._rows, self._labels = engine, rows, labels
 
     def collect(self) -> Iterator[Family]:
-        stats = self._engine.stats
-        for metric in METRICS:
-            yield metric.family(stats, self._labels)
-        yield from self._health()
-        yield self._adapters()
-        yield from self._info()
-        if self._compat_vllm:
-            labels = {**self._labels, "engine": "0"}
-            for metric in VLLM_METRICS:
-                yield metric.family(stats, labels)
-            if self._engine.adapters.max_loras:
-                yield self._lora_requests()
+        for metric in self._rows:
+            yield metric.family(self._engine.stats, self._labels)
 
-    def _health(self) -> Iterator[Family]:
-        health = self._engine.health()
-        for name, help_text, value in (
-            ("quire_engine_alive", "1 while the engine thread lives, 0 once it has died.", health.alive),
-            ("quire_engine_busy", "1 while the engine has work.", health.busy),
-            (
-                "quire_engine_seconds_since_step",
-                "Seconds since the last step ended; 0 while idle.",
-                health.seconds_since_step,
-            ),
-        ):
-            family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), float(value))
-            yield family
 
-    def _adapters(self) -> Family:
-        family = GaugeMetricFamily(
-            "quire_lora_adapters", "LoRA adapters that requests may name.", labels=list(self._labels)
-        )
-        family.add_metric(list(self._labels.values()), len(self._engine.adapters.all()))
-        return family
+class LoraCollector(Collector):
+    """The metric that vLLM's routers read: the value is the time, the labels are lists."""
 
-    def _lora_requests(self) -> Family:
-        """Return the metric that vLLM's routers read: the value is the time, the labels are lists."""
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Family]:
         running, waiting = self._engine.adapters_in_use()
-        labels = {
-            "max_lora": str(self._engine.adapters.max_loras),
-            "waiting_lora_adapters": ",".join(waiting),
-            "running_lora_adapters": ",".join(running),
-        }
-        text = "LoRA adapters that running and waiting requests use; the value is when they were read."
-        return _info("vllm:lora_requests_info", text, labels, time.time())
-
-    def _info(self) -> Iterator[Family]:
-        config = self._engine.config
-        settings = {
-            "block_size": str(config.block_size),
-            "num_blocks": str(config.num_blocks),
-            "num_host_blocks": str(config.num_host_blocks),
-            "max_model_len": str(config.max_model_len),
-            "max_num_seqs": str(config.max_num_seqs),
-            "max_num_batched_tokens": str(config.max_num_batched_tokens),
-            "enable_prefix_caching": str(config.enable_prefix_caching).lower(),
-            "scheduling_policy": config.policy,
-        }
-        build = {"version": VERSION, "python": platform.python_version()}
-        yield _info("quire_build_info", "What is running.", self._labels | build)
-        yield _info("quire_config_info", "The engine's settings as resolved at start-up.", self._labels | settings)
-        if self._compat_vllm:
-            cache = {
-                "engine": "0",
-                "block_size": settings["block_size"],
-                "num_gpu_blocks": settings["num_blocks"],
-                "enable_prefix_caching": str(config.enable_prefix_caching),
-            }
-            yield _info("vllm:cache_config_info", "KV cache settings.", cache)
-
-
-def _info(name: str, help_text: str, labels: Mapping[str, str], value: float = 1.0) -> Family:
-    family = GaugeMetricFamily(name, help_text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters that running and waiting requests use; the value is when they were read.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        lists = (str(self._engine.adapters.max_loras), ",".join(waiting), ",".join(running))
+        family.add_metric(lists, time.time())
+        yield family
 
 
 class Metrics:
@@ -120,18 +65,75 @@ class Metrics:
 
     def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine, model_name, compat_vllm))
+        self._model_name = model_name
+        self.loop_lag = LoopLag()
+        self._registry.register(EngineCollector(engine, METRICS, {"model_name": model_name}))
+        self._add_engine(engine)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
-        vllm = vllm_event_metrics(model_name, engine.config.max_model_len) if compat_vllm else []
-        self.counts = EventCounts(self._registry, [*EVENT_METRICS, *vllm])
-        self.loop_lag = LoopLag()
+        self._listeners = [EventMetrics(self._registry).observe]
+        if compat_vllm:
+            self._add_vllm(engine)
         Gauge(
             "quire_event_loop_lag_seconds",
             "Longest time that the event loop was held up, in the last half minute to a minute.",
             registry=self._registry,
         ).set_function(lambda: self.loop_lag.seconds)
 
+    def observe(self, event: Event) -> None:
+        """Count an event. Any thread."""
+        for listen in self._listeners:
+            listen(event)
+
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def _add_engine(self, engine: Engine) -> None:
+        """Add the engine's health, adapters and settings."""
+        self._gauge(
+            "quire_engine_alive", "1 while the engine thread lives, 0 once it has died.", lambda: engine.health().alive
+        )
+        self._gauge("quire_engine_busy", "1 while the engine has work.", lambda: engine.health().busy)
+        self._gauge(
+            "quire_engine_seconds_since_step",
+            "Seconds since the last step ended; 0 while idle.",
+            lambda: engine.health().seconds_since_step,
+        )
+        self._gauge("quire_lora_adapters", "LoRA adapters that requests may name.", lambda: len(engine.adapters.all()))
+        config = engine.config
+        self._info("quire_build", "What is running.", version=VERSION, python=platform.python_version())
+        self._info(
+            "quire_config",
+            "The engine's settings as resolved at start-up.",
+            block_size=str(config.block_size),
+            num_blocks=str(config.num_blocks),
+            num_host_blocks=str(config.num_host_blocks),
+            max_model_len=str(config.max_model_len),
+            max_num_seqs=str(config.max_num_seqs),
+            max_num_batched_tokens=str(config.max_num_batched_tokens),
+            enable_prefix_caching=str(config.enable_prefix_caching).lower(),
+            scheduling_policy=config.policy,
+        )
+
+    def _add_vllm(self, engine: Engine) -> None:
+        """Add the metrics of --metrics-compat vllm."""
+        config, registry = engine.config, self._registry
+        registry.register(EngineCollector(engine, VLLM_METRICS, {"model_name": self._model_name, "engine": "0"}))
+        if engine.adapters.max_loras:
+            registry.register(LoraCollector(engine))
+        Info("vllm:cache_config", "KV cache settings.", registry=registry).info(
+            {
+                "engine": "0",
+                "block_size": str(config.block_size),
+                "num_gpu_blocks": str(config.num_blocks),
+                "enable_prefix_caching": str(config.enable_prefix_caching),
+            }
+        )
+        self._listeners.append(VllmEventMetrics(registry, self._model_name, config.max_model_len).observe)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name).set_function(read)
+
+    def _info(self, name: str, text: str, **labels: str) -> None:
+        Info(name, text, ["model_name"], registry=self._registry).labels(self._model_name).info(labels)

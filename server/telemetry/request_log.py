@@ -16,7 +16,7 @@ from typing import Any
 from engine.core.stats import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
-from server.telemetry.queue_status import Place
+from server.telemetry.live import Place
 from server.telemetry.timeline import AnswerMetrics
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT

@@ -14,7 +14,7 @@ import pytest
 from fake_adapters import AdaptableParrot, read_adapter
 from harness import CONFIG as HTTP_CONFIG
 from harness import Live, eventually
-from prometheus_client import CollectorRegistry, Counter, Metric
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.adapters import Adapters
@@ -25,7 +25,7 @@ from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection, T
 from engine.core.step import Runner
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
-from server.telemetry.event_metrics import MAX_NAMES, EventCounts, EventMetric
+from server.telemetry.event_metrics import MAX_NAMES
 from server.telemetry.events import FieldIgnored, HttpAnswered
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS
 from server.telemetry.metrics import Metrics
@@ -265,8 +265,8 @@ def test_health_is_told() -> None:
 def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> None:
     metrics = Metrics(engine, "tiny", compat_vllm=False)
     for index in range(1000):
-        metrics.counts.observe(FieldIgnored(f"field{index}"))
-    metrics.counts.observe(FieldIgnored("field0"))
+        metrics.observe(FieldIgnored(f"field{index}"))
+    metrics.observe(FieldIgnored("field0"))
     family = scrape(metrics)["quire_ignored_fields"]
     counts = {sample.labels["field"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
     assert len(counts) == MAX_NAMES + 1
@@ -276,8 +276,8 @@ def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> No
 
 def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) -> None:
     metrics = Metrics(engine, "tiny", compat_vllm=False)
-    metrics.counts.observe(HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
-    metrics.counts.observe(HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
+    metrics.observe(HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
+    metrics.observe(HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
     families = scrape(metrics)
     requests = {
         sample.labels["status"]: sample.value
@@ -287,18 +287,6 @@ def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) ->
     assert requests == {"200": 1, "429": 1}
     seconds = {sample.name: sample.value for sample in families["quire_http_request_duration_seconds"].samples}
     assert seconds["quire_http_request_duration_seconds_sum"] == pytest.approx(0.201)
-
-
-def test_a_metric_of_events_is_added_by_one_row() -> None:
-    """The worked example of CONTRIBUTING.md; the engine's metrics are rows of metric_rows.py likewise."""
-    row = EventMetric(
-        Counter, "quire_slow_total", "Slow.", ("route",), (HttpAnswered,), lambda e: [((e.route,), 1)] * (e.seconds > 1)
-    )
-    registry = CollectorRegistry()
-    counts = EventCounts(registry, [row])
-    for seconds in (0.5, 2.0):
-        counts.observe(HttpAnswered("id", "/v1/models", "GET", 200, seconds, None))
-    assert registry.get_sample_value("quire_slow_total", {"route": "/v1/models"}) == 1
 
 
 def test_drafts_are_counted_by_their_place() -> None:

@@ -16,7 +16,8 @@ from harness import Live, eventually
 
 import server
 from engine.core.config import SchedulerConfig
-from server.telemetry.live import MIN_AGE_S, runs
+from server.operations.live import runs
+from server.telemetry.live import MIN_AGE_S
 
 Serve = Callable[..., Live]
 FOLDER = Path(server.__file__).parent / "page"
@@ -119,7 +120,7 @@ def test_many_who_look_at_once_cost_one_look(serve: Serve, monkeypatch: pytest.M
     live = serve()
     looks = []
     ask = live.engine.look
-    monkeypatch.setattr(live.engine, "look", lambda reply: (looks.append(1), ask(reply))[1])
+    monkeypatch.setattr(live.engine, "look", lambda: (looks.append(1), ask())[1])
     assert [look(live)["object"] for _ in range(5)] == ["engine.live"] * 5
     assert len(looks) == 1
 

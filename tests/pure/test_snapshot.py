@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from engine.core.fake_runner import FakeRunner
@@ -76,22 +74,14 @@ def test_of_many_that_wait_only_some_are_shown_and_all_are_counted() -> None:
     assert (len(snapshot.sequences), len(snapshot.queue)) == (MAX_LISTED, MAX_LISTED + 10)
 
 
-def test_a_look_is_answered_while_idle_on_the_engines_thread() -> None:
+def test_a_look_is_answered_while_idle() -> None:
     settings = config()
     engine = Engine(Scheduler(settings), FakeRunner(settings, vocab_size=VOCAB), vocab_size=VOCAB)
     engine.start(lambda events: None)
-    seen: list[tuple[Snapshot, str]] = []
-    told = threading.Event()
-
-    def reply(snapshot: Snapshot) -> None:
-        seen.append((snapshot, threading.current_thread().name))
-        told.set()
-
-    engine.look(reply)
-    assert told.wait(PATIENCE_S)
+    snapshot = engine.look().result(PATIENCE_S)
     engine.stop(drain_s=0)
-    [(snapshot, thread)] = seen
-    assert (snapshot.num_free_blocks, snapshot.sequences, thread) == (24, (), "quire-engine")
+    assert (snapshot.num_free_blocks, snapshot.sequences) == (24, ())
+    assert engine.look().cancelled(), "the engine has ended"
 
 
 def test_the_queue_is_shown_in_its_order() -> None:

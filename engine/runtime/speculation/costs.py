@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.drafts import lower_hull
 from engine.core.kv.page_table import blocks_for
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.runner import ModelRunner
+from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.base import Drafter, with_drafts
 
 _MIN_TIMES, _MAX_TIMES, _LONG_S = 3, 10, 0.05
@@ -67,22 +68,8 @@ def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
 def _plan(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
     """Return a plan of sequences of one token, with room for drafts."""
     params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
-    blocks = blocks_for(1 + num_drafts, config.block_size)
-    slices = [
-        SequenceSlice(
-            slot=slot,
-            tokens=[0],
-            num_prompt=1,
-            start=0,
-            num_tokens=1,
-            block_table=list(range(slot * blocks, (slot + 1) * blocks)),
-            samples=(Sample(slot, 0),),
-            params=params,
-            prompt_logprobs=-1,
-            seq_id=-1 - slot,
-        )
-        for slot in range(num_seqs)
-    ]
+    whole = warm_up_plan(config, num_seqs, num_seqs * (1 + num_drafts))
+    slices = [replace(piece, tokens=[0], num_prompt=1, num_tokens=1, params=params) for piece in whole.slices]
     room = dict.fromkeys(range(num_seqs), num_drafts) if num_drafts else {}
     return StepPlan(0, slices, [], num_seqs, num_seqs, num_drafts=room)
 

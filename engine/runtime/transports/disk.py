@@ -37,8 +37,8 @@ _ENTRY = struct.Struct("<32sQI")  # digest, when, checksum
 _CHECK = struct.Struct("<I")
 _ENTRY_BYTES = 64
 _KINDS = (".kv", ".index")
-_MAX_TOLD = 5  # faults in a row; after so many the log has heard enough ...
-_TELL_AGAIN_S = 600.0  # ... until there was none for so long
+_MAX_LOGGED = 5  # faults in a row; more are only counted ...
+_LOG_AGAIN_S = 600.0  # ... until there was none for so long
 
 Rows = Callable[[int], memoryview]  # the bytes of a host block
 
@@ -60,8 +60,8 @@ def open_store(opening: Opening) -> DiskStore | None:
             f"--kv-offload-config: disk_gib is {config.kv_offload_disk_gib:g}, less than one block of K/V "
             f"({block_bytes / (1 << 20):.2f} MiB); raise it."
         )
-    store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes)
-    store.serve(opening.pool.row, opening.pool.finish_copies)
+    pool = opening.pool
+    store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes, pool.row, pool.finish_copies)
     kept = f"{len(store.kept)} of them kept from before"
     opening.report(Progress("kv_offload", f"{num_slots} blocks in {folder}, {kept}"))
     return store
@@ -70,8 +70,19 @@ def open_store(opening: Opening) -> DiskStore | None:
 class DiskStore:
     """A Store over one folder. Made by the thread that starts the daemon, then the engine thread's."""
 
-    def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
-        """Lock the folder and read its index. Raises ConfigError if it cannot be used."""
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        num_slots: int,
+        block_bytes: int,
+        rows: Rows,
+        wait_for_copies: Callable[[], None],
+    ) -> None:
+        """Lock the folder, read its index and start the thread. Raises ConfigError if the folder cannot be used.
+
+        `wait_for_copies` returns once all launched copies between pool and host are done.
+        """
         self._stride = -(-block_bytes // _PAGE) * _PAGE
         self.num_slots = num_slots
         self._folder = folder
@@ -92,12 +103,13 @@ class DiskStore:
         self._num_written = 0
         self.kept = self._read_index()  # from before: (digest, slot), oldest first
         self._make_way(len(self._checksums))
-        self._num_told = 0
-        self._last_fault_s = 0.0
+        self._num_logged, self._last_fault_s = 0, 0.0
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
         self._done: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._rows, self._wait_for_copies = rows, wait_for_copies
+        self._thread = threading.Thread(target=self._work, name="quire-kv-store", daemon=True)
+        self._thread.start()
 
     def _read_index(self) -> list[tuple[bytes, int]]:
         found: dict[bytes, tuple[int, int]] = {}
@@ -121,13 +133,6 @@ class DiskStore:
             for kind in _KINDS:
                 (self._folder / (name + kind)).unlink(missing_ok=True)
 
-    def serve(self, rows: Rows, wait_for_copies: Callable[[], None]) -> None:
-        """Start the thread. `wait_for_copies` returns once all launched copies between pool and host are done."""
-        self._thread = threading.Thread(
-            target=self._work, args=(rows, wait_for_copies), name="quire-kv-store", daemon=True
-        )
-        self._thread.start()
-
     def start(self, transfers: Iterable[Transfer]) -> None:
         """Queue transfers; requests wait for loads, so these go first."""
         for transfer in transfers:
@@ -145,22 +150,21 @@ class DiskStore:
 
     def close(self) -> None:
         """Finish what is queued, and unlock the folder."""
-        if self._thread is not None:
-            self._queue.put((2, next(self._order), None))
-            self._thread.join()
+        self._queue.put((2, next(self._order), None))
+        self._thread.join()
         for file in (self._blocks, self._index, self._lock):
             os.close(file)
 
     # -- its own thread ------------------------------------------------------------------------------------------------
 
-    def _work(self, rows: Rows, wait_for_copies: Callable[[], None]) -> None:
+    def _work(self) -> None:
         while (transfer := self._queue.get()[2]) is not None:
             try:
-                wait_for_copies()
+                self._wait_for_copies()
                 move = self._write if transfer.kind is TransferKind.SAVE else self._read
-                is_good = move(transfer, rows(transfer.host_block))
+                is_good = move(transfer, self._rows(transfer.host_block))
             except Exception as error:  # whatever it is, the engine does without
-                self._tell(transfer, f"{type(error).__name__}: {error}")
+                self._log(transfer, f"{type(error).__name__}: {error}")
                 is_good = False
             self._done.put((transfer, is_good))
 
@@ -179,21 +183,17 @@ class DiskStore:
         length = os.preadv(self._blocks, [row], transfer.slot * self._stride)
         if length == len(row) and _checksum(transfer.name, row) == self._checksums.get(transfer.slot):
             return True
-        self._tell(transfer, "it is not what was written")
+        self._log(transfer, "it is not what was written")
         return False
 
-    def _tell(self, transfer: Transfer, reason: str) -> None:
-        now, last_s, self._last_fault_s = time.monotonic(), self._last_fault_s, time.monotonic()
-        self._num_told = 1 if now - last_s > _TELL_AGAIN_S else self._num_told + 1
-        if self._num_told <= _MAX_TOLD:
-            last = "; more of this is only counted" if self._num_told == _MAX_TOLD else ""
-            log.warning(
-                "A K/V block on disk could not be used (%s, slot %d): %s%s",
-                transfer.kind.value,
-                transfer.slot,
-                reason,
-                last,
-            )
+    def _log(self, transfer: Transfer, reason: str) -> None:
+        now = time.monotonic()
+        self._num_logged = 1 if now - self._last_fault_s > _LOG_AGAIN_S else self._num_logged + 1
+        self._last_fault_s = now
+        if self._num_logged <= _MAX_LOGGED:
+            last = "; more of this is only counted" if self._num_logged == _MAX_LOGGED else ""
+            message = "A K/V block on disk could not be used (%s, slot %d): %s%s"
+            log.warning(message, transfer.kind.value, transfer.slot, reason, last)
 
 
 def _checksum(digest: bytes, row: memoryview) -> int:
