@@ -6,9 +6,10 @@ A field that chat has too, and that the other API does not spell otherwise, is p
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -24,6 +25,8 @@ from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, Sampling
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.
 _CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format", "stop"}
 _CHATS_OWN |= {"include_metrics", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "use_beam_search"}
+
+Event = TypeVar("Event")
 
 
 class TranslatedBody(RequestBody):
@@ -91,6 +94,51 @@ class TranslatedBody(RequestBody):
 PASSED_ON = (
     (SamplingBody.model_fields.keys() | {"chat_template_kwargs"}) - TranslatedBody.model_fields.keys() - _CHATS_OWN
 )
+
+
+class PieceWriter(ABC, Generic[Event]):
+    """Writes an answer as blocks, one for each run of text or reasoning and each call.
+
+    Both a stream and a plain answer use it: the latter is the former's state at its end.
+    """
+
+    def __init__(self) -> None:
+        self._open: type[Piece] | None = None  # the kind of piece that continues the open block
+        self._texts: list[str] = []  # of the open block
+
+    @abstractmethod
+    def _begin(self, piece: Piece) -> list[Event]:
+        """Open a block and return its events."""
+
+    @abstractmethod
+    def _grow(self, text: str) -> Event:
+        """Return the event of more text in the open block."""
+
+    @abstractmethod
+    def _close(self, text: str) -> list[Event]:
+        """Complete the open block with its whole text and return its events."""
+
+    def _write(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        for piece in pieces_of(delta):
+            if type(piece) is not self._open:
+                events += self._end_block()
+                events += self._begin_block(piece)
+            if not isinstance(piece, CallBegin):
+                self._texts.append(piece.text)
+                events.append(self._grow(piece.text))
+        return events
+
+    def _begin_block(self, piece: Piece) -> list[Event]:
+        self._open = CallArguments if isinstance(piece, CallBegin) else type(piece)
+        return self._begin(piece)
+
+    def _end_block(self) -> list[Event]:
+        if self._open is None:
+            return []
+        text = "".join(self._texts)
+        self._open, self._texts = None, []
+        return self._close(text)
 
 
 def pieces_of(delta: Delta) -> list[Piece]:
