@@ -169,7 +169,7 @@ async def _start(context: Context, prefixes: Sequence[Request]) -> None:
 
 async def _stop(context: Context) -> None:
     if context.batches is not None:
-        await context.batches.stop()
+        await context.batches.worker.stop()
     await context.client.stop(context.config.shutdown_timeout_s)
     if context.receiver is not None:
         await context.receiver.close()

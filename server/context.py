@@ -80,13 +80,6 @@ class Context:
         """The limits of the served model."""
         return self.preprocessor.limits
 
-    def batch_service(self) -> BatchService:
-        """Return the service of files and batches. Raises a 501 without --data-dir."""
-        if self.batches is None:
-            message = "Files and batches need a folder on disk; start the server with --data-dir FOLDER."
-            raise ApiError(501, "not_enabled", message, type="not_implemented_error")
-        return self.batches
-
     def check_model(self, name: str | None) -> str:
         """Return the name to report. Raises a 404 for an unknown model."""
         self.adapter(name)

@@ -127,7 +127,7 @@ class Daemon(uvicorn.Server):
     async def _drain(self, timeout_s: float) -> None:
         stopping = [self._client.stop(timeout_s)]
         if self._batches is not None:
-            stopping.append(self._batches.stop())  # does not wait for running lines: the next daemon runs them
+            stopping.append(self._batches.worker.stop())  # does not wait for running lines: the next daemon runs them
         try:
             await asyncio.wait_for(asyncio.gather(*stopping), timeout_s + STOP_MARGIN_S)
         except asyncio.TimeoutError:

@@ -33,7 +33,7 @@ from server.errors import REQUEST_ID, ApiError, to_api_error
 from server.generation import ChoiceDelta, Generation
 from server.http.slow_thread import run_slowly
 from server.middleware import RECORD
-from server.openai.formatter import ResponseFormatter
+from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody
 from server.openai.usage import Usage
 from server.telemetry.events import RequestOpened
@@ -81,6 +81,14 @@ def engine_requests(
 def answer_id(requests: Sequence[Request]) -> str:
     """Return the shared part of the request ids, which is in the answer's id."""
     return requests[0].request_id.partition("-")[0]
+
+
+def chunk_meta(context: Context, requests: Sequence[Request], *, id_prefix: str, model: str) -> ChunkMeta:
+    """Return the fields that all chunks of the requests' answer share."""
+    prompts = [request.prompt for request in requests]
+    return ChunkMeta(
+        id_prefix=id_prefix, model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
+    )
 
 
 def submit(

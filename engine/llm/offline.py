@@ -46,7 +46,8 @@ from engine.text.limits import ModelLimits
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.sampling import sampling_params, seconds, text_rules, truncated
 from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
-from engine.text.tools.formats import HARMONY, TOOL_FORMATS
+from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.tools.harmony import HARMONY
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,6 @@ _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-def speaks_in_channels(template: str) -> bool:
-    """Return whether a chat template is such a model's."""
-    return CHANNEL in template and MESSAGE in template
-
-
 class ChannelParser(PieceParser):
     """`push` text, `finish` at its end. Calls are thoughts unless it `reads_calls`."""
 

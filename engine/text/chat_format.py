@@ -7,18 +7,20 @@ separates the text of an answer into content, thoughts and calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.text.channels import MARKS, ChannelParser, speaks_in_channels
+from engine.text.channels import MARKS, ChannelParser
 from engine.text.grammars.thinking import TagIds
 from engine.text.message_fallbacks import ALL_ROLES, KnownRoles
+from engine.text.piece_parser import PieceParser
 from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
-from engine.text.tools.formats import HARMONY, HERMES, TOOL_FORMATS, ToolFormat, detect_tool_format
-from engine.text.tools.json_parser import JsonToolParser
-from engine.text.tools.xml_parser import XmlToolParser
+from engine.text.tools.base import ToolFormat, Tools
+from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
+from engine.text.tools.harmony import HARMONY
+from engine.text.tools.json_calls import HERMES
 from engine.text.types import Content, Piece, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,15 +28,11 @@ logger = logging.getLogger(__name__)
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _EFFORT_SWITCH = "reasoning_effort"
 
-Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the tool's name
-
 
 class MessageParser:
     """`push` text, `finish` at its end. Thoughts come first, calls in the rest."""
 
-    def __init__(
-        self, thoughts: ReasoningParser | ChannelParser | None, calls: JsonToolParser | XmlToolParser | None
-    ) -> None:
+    def __init__(self, thoughts: ReasoningParser | ChannelParser | None, calls: PieceParser | None) -> None:
         self._thoughts = thoughts
         self._calls = calls
 
@@ -85,11 +83,11 @@ class ChatFormat:
         tool_format = _choose_tool_format(tool_call_parser, source, shows_tools=shows_tools)
         detected = detect_reasoning(source) if reasoning_parser == "auto" else None
         tags = REASONING_TAGS.get(reasoning_parser, detected)
-        has_channels = reasoning_parser in ("auto", HARMONY.name) and speaks_in_channels(source)
+        has_channels = reasoning_parser in ("auto", HARMONY.name) and HARMONY.is_taught_by(source)
         if tool_format is HARMONY and not has_channels:
             raise ConfigError(
                 f"Calls are read as in {HARMONY.name}, where the channels tell them, but --reasoning-parser is "
-                f"{reasoning_parser} and the chat template {'has' if speaks_in_channels(source) else 'has no'} channels; "
+                f"{reasoning_parser} and the chat template {'has' if HARMONY.is_taught_by(source) else 'has no'} channels; "
                 "leave both parsers at auto, or set --tool-call-parser none."
             )
         chat_format = cls(
@@ -101,7 +99,7 @@ class ChatFormat:
             roles=KnownRoles.of(template),
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
-            hidden_ids=_hidden_ids(tokenizer, tool_format, tags, MARKS if has_channels else ()),
+            hidden_ids=_hidden_ids(tokenizer, tool_format, tags, has_channels=has_channels),
         )
         if template:
             logger.info("%s", chat_format.describe())
@@ -148,21 +146,15 @@ class ChatFormat:
         """Return a function that makes a parser for each choice of an answer."""
 
         def make() -> MessageParser:
-            thoughts: ReasoningParser | ChannelParser | None = None
-            reads_calls = self.has_channels and tool_format is HARMONY
+            calls = None if tool_format is None else tool_format.parser(tools)
+            if isinstance(calls, ChannelParser):
+                return MessageParser(calls, None)
             if self.has_channels:
-                thoughts = ChannelParser(reads_calls=reads_calls)
-            elif self.tags is not None:
-                thoughts = ReasoningParser(self.tags, begins_within=begins_within)
-            calls = None if reads_calls or tool_format is None else make_tool_parser(tool_format, tools)
+                return MessageParser(ChannelParser(reads_calls=False), calls)
+            thoughts = ReasoningParser(self.tags, begins_within=begins_within) if self.tags is not None else None
             return MessageParser(thoughts, calls)
 
         return make
-
-
-def make_tool_parser(tool_format: ToolFormat, tools: Tools) -> JsonToolParser | XmlToolParser:
-    """Return a parser that finds calls of these tools in an answer."""
-    return XmlToolParser(tools) if tool_format.is_xml else JsonToolParser(tool_format, frozenset(tools))
 
 
 def _choose_tool_format(asked: str, source: str, *, shows_tools: bool) -> ToolFormat | None:
@@ -186,11 +178,12 @@ def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
 
 
 def _hidden_ids(
-    tokenizer: Tokenizer, tool_format: ToolFormat | None, tags: ReasoningTags | None, more: Sequence[str]
+    tokenizer: Tokenizer, tool_format: ToolFormat | None, tags: ReasoningTags | None, *, has_channels: bool
 ) -> frozenset[int] | None:
     """Return the special tokens to hide, if a mark is one, which must be shown."""
-    marks = {mark for pair in tool_format.marks for mark in pair} | {tool_format.name_end} if tool_format else set()
-    marks |= {*more}
+    marks = {*MARKS} if has_channels else set[str]()
+    if tool_format is not None:
+        marks |= tool_format.markup
     if tags is not None:
         marks |= {tags.opening, tags.closing}
     special = tokenizer.special_tokens

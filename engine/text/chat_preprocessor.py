@@ -22,8 +22,9 @@ from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGram
 from engine.text.limits import ModelLimits
 from engine.text.message_fallbacks import spell_out_tools
 from engine.text.sampling import sampling_params, text_rules, truncated
-from engine.text.tools.call_grammars import forced_grammar, free_text_grammar
-from engine.text.tools.formats import ToolFormat, forced_format
+from engine.text.tools.base import ToolFormat
+from engine.text.tools.forced import forced_grammar
+from engine.text.tools.json_calls import FORCED, HERMES, JsonFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +137,9 @@ class ChatPreprocessor:
         """
         chat_format, choice = self._format, chat.choice
         if choice.mode != "auto" or (constraint is not None and not chat_format.calls_stay_text):
-            tool_format = forced_format(chat_format.tool_format, marks_are_text=chat_format.hidden_ids is None)
-            return self._forced_calls(chat, choice, tool_format, constraint), tool_format
+            can_spell_marks = chat_format.tool_format is HERMES and chat_format.hidden_ids is None
+            forced = HERMES if can_spell_marks else FORCED
+            return self._forced_calls(chat, choice, forced, constraint), forced
         if chat_format.calls_stay_text:
             return constraint, None
         if chat_format.tool_format is None:
@@ -149,7 +151,7 @@ class ChatPreprocessor:
         return self._strict_calls(chat, chat_format.tool_format), chat_format.tool_format
 
     def _forced_calls(
-        self, chat: ChatFields, choice: ToolChoice, tool_format: ToolFormat, constraint: Constraint | None
+        self, chat: ChatFields, choice: ToolChoice, tool_format: JsonFormat, constraint: Constraint | None
     ) -> Constraint:
         """Return a grammar of calls, perhaps with a JSON answer instead of them."""
         answer = None
@@ -174,9 +176,8 @@ class ChatPreprocessor:
         tools = [tool.function.offered() for tool in chat.shown_tools]
         if not any(tool.strict for tool in tools):
             return None
-        grammar = free_text_grammar(
-            tools, tool_format, self._tokenizer.special_tokens, parallel=chat.parallel_tool_calls
-        )
+        special_tokens = self._tokenizer.special_tokens
+        grammar = tool_format.grammar(tools, special_tokens, parallel=chat.parallel_tool_calls)
         return Constraint(GrammarSpec.of_lark(grammar), "tools")
 
     # -- thoughts ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ choice, on the event loop; never raises.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from engine.text.types import Piece
@@ -22,7 +23,7 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
     return min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=None)
 
 
-class PieceParser:
+class PieceParser(ABC):
     """`push` text as it arrives.
 
     A step reads some of the buffer, perhaps sets the next step, and returns True; or it returns False and waits for more.
@@ -39,6 +40,10 @@ class PieceParser:
         while self._buffer and self._step():
             pass
         return self._take()
+
+    @abstractmethod
+    def finish(self) -> list[Piece]:
+        """Return what was held back. Ends the text."""
 
     def _take(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []

@@ -10,13 +10,20 @@ from pydantic_core import from_json
 from engine.core.types import FinishReason
 from engine.text.choice import Delta
 from engine.text.tools.formats import new_call_id
-from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
+from engine.text.types import CallBegin, Piece, Reasoning
 from server.errors import ApiError
 from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, frame
-from server.openai.translated import pieces_of
+from server.openai.translated import PieceWriter
 from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics
+
+# A block's type -> the type and the field of its deltas.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
 class MessageUsage(ResponseBody):
@@ -88,21 +95,20 @@ class MessageEvent(ResponseBody):
     usage: MessageUsage | None = None
 
 
-class MessageFormatter:
-    """Implements ResponseFormatter; a plain answer is a stream's state at its end."""
+class MessageFormatter(PieceWriter[MessageEvent]):
+    """Implements ResponseFormatter for /v1/messages."""
 
     def __init__(self, meta: ChunkMeta, *, call_id_length: int) -> None:
+        super().__init__()
         self._meta = meta
         self._call_id_length = call_id_length
         self._blocks: list[ContentBlock] = []
-        self._is_open = False
-        self._texts: list[str] = []  # of the open block
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         self._add(deltas[0])
-        self._close()
+        self._end_block()
         return self._message(self._blocks, usage).json_bytes()
 
     def opening(self) -> bytes:
@@ -116,7 +122,7 @@ class MessageFormatter:
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:  # noqa: ARG002 - of chat
         delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         end = MessageEvent(type="message_delta", delta=delta, usage=MessageUsage.of(usage))
-        return _frames([*self._close(), end, MessageEvent(type="message_stop")])
+        return _frames([*self._end_block(), end, MessageEvent(type="message_stop")])
 
     def failure(self, error: ApiError) -> bytes:
         return frame(error.anthropic_body(), "error")
@@ -134,32 +140,15 @@ class MessageFormatter:
         )
 
     def _add(self, delta: Delta) -> list[MessageEvent]:
-        events: list[MessageEvent] = []
-        for piece in pieces_of(delta):
-            if not self._fits(piece):
-                events += [*self._close(), self._begin(piece)]
-            if not isinstance(piece, CallBegin):
-                events.append(self._grow(piece))
-        if delta.finish_reason is not None:
-            self._end(delta)
-        return events
-
-    def _end(self, delta: Delta) -> None:
         if delta.finish_reason is FinishReason.LENGTH:
             self._stop_reason = "max_tokens"
-        elif isinstance(delta.stop_reason, str):
+        elif delta.finish_reason is not None and isinstance(delta.stop_reason, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_reason
-        else:
+        elif delta.finish_reason is not None:
             self._stop_reason = "tool_use" if delta.has_called else "end_turn"
+        return self._write(delta)
 
-    def _fits(self, piece: Piece) -> bool:
-        """Return whether a piece continues the open block."""
-        if not self._is_open or isinstance(piece, CallBegin):
-            return False
-        kinds = {Content: "text", Reasoning: "thinking", CallArguments: "tool_use"}
-        return self._blocks[-1].type == kinds[type(piece)]
-
-    def _begin(self, piece: Piece) -> MessageEvent:
+    def _begin(self, piece: Piece) -> list[MessageEvent]:
         if isinstance(piece, CallBegin):
             name = new_call_id("toolu_", self._call_id_length)
             block = ContentBlock(type="tool_use", id=name, name=piece.name, input={})
@@ -167,36 +156,23 @@ class MessageFormatter:
             block = ContentBlock(type="thinking", thinking="", signature="")
         else:
             block = ContentBlock(type="text", text="")
-        self._is_open = True
         self._blocks.append(block)
-        return MessageEvent(type="content_block_start", index=self._index, content_block=block.model_copy())
+        return [self._block_event("start", content_block=block.model_copy())]
 
-    def _grow(self, piece: Content | Reasoning | CallArguments) -> MessageEvent:
-        self._texts.append(piece.text)
-        if isinstance(piece, CallArguments):
-            delta: dict[str, str | None] = {"type": "input_json_delta", "partial_json": piece.text}
-        elif isinstance(piece, Reasoning):
-            delta = {"type": "thinking_delta", "thinking": piece.text}
-        else:
-            delta = {"type": "text_delta", "text": piece.text}
-        return MessageEvent(type="content_block_delta", index=self._index, delta=delta)
+    def _grow(self, text: str) -> MessageEvent:
+        kind, name = _DELTAS[self._blocks[-1].type]
+        return self._block_event("delta", delta={"type": kind, name: text})
 
-    def _close(self) -> list[MessageEvent]:
-        if not self._is_open:
-            return []
-        block, text = self._blocks[-1], "".join(self._texts)
+    def _close(self, text: str) -> list[MessageEvent]:
+        block = self._blocks[-1]
         if block.type == "tool_use":
             block.input = _arguments(text)
-        elif block.type == "thinking":
-            block.thinking = text
         else:
-            block.text = text
-        self._is_open, self._texts = False, []
-        return [MessageEvent(type="content_block_stop", index=self._index)]
+            setattr(block, block.type, text)
+        return [self._block_event("stop")]
 
-    @property
-    def _index(self) -> int:
-        return len(self._blocks) - 1
+    def _block_event(self, kind: str, **fields: Any) -> MessageEvent:
+        return MessageEvent(type=f"content_block_{kind}", index=len(self._blocks) - 1, **fields)
 
 
 def _frames(events: Sequence[MessageEvent]) -> bytes:

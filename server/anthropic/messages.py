@@ -38,9 +38,9 @@ from server.anthropic.formatter import AnthropicError, AnthropicMessage, Message
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError
 from server.http.openapi import answers
-from server.openai.chat_request import ChatBody, chunk_meta, count_common, prepare, prompt_ids
+from server.openai.chat_request import ChatBody, count_common, prepare, prompt_ids
 from server.openai.translated import TranslatedBody
-from server.respond import respond
+from server.respond import chunk_meta, respond
 
 _BILLING = "x-anthropic-billing-header:"
 
@@ -217,12 +217,9 @@ class CountBody(TranslatedBody):
         return self
 
     def ignored_fields(self) -> list[str]:
-        """Return also the ignored fields of nested objects."""
-        objects = ("tool_choice", "thinking", "output_config", "metadata")
-        parts = {name: part for name in objects if (part := getattr(self, name)) is not None}
-        names = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
-        marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() for name in mark.ignored_fields()]
-        return super().ignored_fields() + names + list(dict.fromkeys(marks))
+        """Return also the ignored fields of the marks within blocks and tools."""
+        marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() if at for name in mark.ignored_fields()]
+        return super().ignored_fields() + list(dict.fromkeys(marks))
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also thinking that the model does not have, and edits without effect.
@@ -343,7 +340,7 @@ async def create_message(
     with body.own_names():
         chat = await aside(body.to_chat)
         prepared, requests = await prepare(context, chat)
-        meta = chunk_meta(context, prepared, requests, id_prefix="msg", model=model)
+        meta = chunk_meta(context, requests, id_prefix="msg", model=model)
         requests = await _retaining(context, body, chat, prepared, requests)
         formatter = MessageFormatter(meta, call_id_length=context.limits.call_id_length)
         return await respond(http, context, chat, requests, prepared.rules, formatter)

@@ -34,23 +34,21 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """Consecutive lines."""
+    """Consecutive lines; by default none, at the beginning of a file."""
 
-    next_number: int
-    end: int
+    next_number: int = 1
+    end: int = 0
     lines: list[Line] = field(default_factory=list)
     errors: list[LineError] = field(default_factory=list)
     is_last: bool = False
 
 
-def read_piece(
-    path: Path, endpoint: str, bodies: BodyReader, max_line_bytes: int, *, start: int = 0, number: int = 1
-) -> Piece:
-    """Check lines from `start`, whose first has `number`; blank ones are skipped."""
-    piece = Piece(number, start)
+def read_piece(path: Path, endpoint: str, bodies: BodyReader, max_line_bytes: int, before: Piece) -> Piece:
+    """Check the lines after a piece; blank ones are skipped."""
+    piece = Piece(before.next_number, before.end)
     with path.open("rb") as file:
-        file.seek(start)
-        while piece.end - start < PIECE_BYTES and len(piece.errors) < MAX_ERRORS:
+        file.seek(piece.end)
+        while piece.end - before.end < PIECE_BYTES and len(piece.errors) < MAX_ERRORS:
             raw = file.readline(max_line_bytes + 1)
             if not raw:
                 piece.is_last = True
@@ -86,23 +84,20 @@ def _check(raw: bytes, endpoint: str, bodies: BodyReader, piece: Piece) -> None:
     text = _text(raw, piece.end)
     if not text.strip():
         return
-    fault: LineError | None = None
     try:
         line = bodies.read_here(BatchLine, text)
-    except (ApiError, ValidationError) as error:
-        api_error = to_api_error(error)
-        if api_error.status >= 500:
-            raise
-        fault = LineError(code=api_error.code, message=api_error.message, param=api_error.param)
-    else:
         if line.url != endpoint:
             message = f"url is {shorten(line.url)!r}, but the batch is for {endpoint}; make one batch an endpoint."
-            fault = LineError(code="invalid_value", message=message, param="url")
-        elif line.body.get("stream"):
+            raise ApiError(400, "invalid_value", message, "url")
+        if line.body.get("stream"):
             message = "stream has no meaning in a batch: answers are written to a file; leave it out."
-            fault = LineError(code="unsupported_parameter", message=message, param="body.stream")
-    if fault is None:
-        piece.lines.append(Line(piece.next_number, piece.end, len(raw), line.custom_id))
+            raise ApiError(400, "unsupported_parameter", message, "body.stream")
+    except (ApiError, ValidationError) as error:
+        fault = to_api_error(error)
+        if fault.status >= 500:
+            raise
+        piece.errors.append(
+            LineError(code=fault.code, message=fault.message, param=fault.param, line=piece.next_number)
+        )
     else:
-        fault.line = piece.next_number
-        piece.errors.append(fault)
+        piece.lines.append(Line(piece.next_number, piece.end, len(raw), line.custom_id))

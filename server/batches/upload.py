@@ -34,13 +34,13 @@ class Form:
             )
             raise ApiError(400, "unsupported_media_type", message)
         self.fields: dict[str, str] = {}
-        self.filename: str | None = None  # of the file's part, once it has come
+        self._filename: str | None = None  # of the file's part, once it has come
         self._file = file
-        self._piece = bytearray()
-        self._field = bytearray()
-        self._headers: dict[bytes, bytes] = {}
+        self._piece = bytearray()  # of the file, not written yet
         self._header = bytearray(), bytearray()
-        self._name = ""
+        self._disposition = b""
+        self._name = ""  # of the part
+        self._field = bytearray()
         self._num_parts = 0
         self._is_whole = False
         callbacks = {
@@ -55,8 +55,8 @@ class Form:
         }
         self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]  # a TypedDict of the same names
 
-    async def read(self, stream: AsyncIterable[bytes]) -> None:
-        """Read the body. Raises a 400 for a malformed one, or one without a file."""
+    async def read(self, stream: AsyncIterable[bytes]) -> str:
+        """Read the body; return the file's name. Raises a 400 if malformed, or without a file."""
         try:
             async for data in stream:
                 self._parser.write(data)
@@ -67,34 +67,35 @@ class Form:
             raise ApiError(400, "invalid_multipart", f"The form cannot be read: {error}.") from error
         if not self._is_whole:
             raise ApiError(400, "invalid_multipart", "The form ends before its closing boundary; send all of it.")
-        if self.filename is None:
+        if self._filename is None:
             raise ApiError(400, "missing_required_parameter", "file: Field required, as a part with a filename", "file")
         await self._flush()
+        return self._filename
 
     async def _flush(self) -> None:
         piece, self._piece = bytes(self._piece), bytearray()
         await asyncio.to_thread(self._file.write, piece)
 
     def _begin(self) -> None:
-        self._headers = {}
-        self._field = bytearray()
+        self._disposition, self._field = b"", bytearray()
         self._num_parts += 1
         if self._num_parts > MAX_PARTS:
             raise ApiError(400, "invalid_multipart", f"The form has more than {MAX_PARTS} parts; send fewer.")
 
     def _end_header(self) -> None:
-        name, value = self._header
-        self._headers[bytes(name).lower()] = bytes(value)
+        name, value = map(bytes, self._header)
         self._header = bytearray(), bytearray()
+        if name.lower() == b"content-disposition":
+            self._disposition = value
 
     def _name_part(self) -> None:
-        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")[:64]
         if self._name != "file":
             return
-        if self.filename is not None:
+        if self._filename is not None:
             raise ApiError(400, "invalid_value", "The form has two files; upload one at a time.", "file")
-        self.filename = options.get(b"filename", b"").decode("utf-8", "replace")[:255] or "file"
+        self._filename = options.get(b"filename", b"").decode("utf-8", "replace")[:255] or "file"
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":

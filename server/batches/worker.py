@@ -26,7 +26,7 @@ from typing import NamedTuple
 from engine.core.stats import Stats
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
-from server.batches.lines import MAX_ERRORS, MAX_LINES, read_body, read_piece
+from server.batches.lines import MAX_ERRORS, MAX_LINES, Piece, read_body, read_piece
 from server.batches.objects import Batch, BatchStatus, LineError, LineErrors
 from server.batches.outputs import answered, unanswered, write_files
 from server.batches.store import OpenBatch, Outcome, PendingLine, Store, StoreThread
@@ -41,6 +41,7 @@ RETRY_S = 1.0  # after the engine was full, or the disk failed
 MAX_REST_S = 60.0  # between two turns
 PATIENCE_S = 60.0  # without the end of a background line, until one runs in the foreground
 PROBE_S = 1.0  # after a line ran in the foreground, to see if the background moves
+INPUT_LOST = "The input file cannot be read any more; upload it again."
 NOT_NOW = (429, 503)  # statuses that are not about the line
 
 Key = tuple[str, int]  # a batch, and the number of a line
@@ -73,12 +74,10 @@ class BatchWorker:
         self._hurried: Key | None = None  # the line that runs, or ran last, in the foreground
         self._due_s = 0.0  # when the background will have been stalled for too long
         self._lead_before = 0  # the background's lead when the watch began
-        self._outcomes: list[Outcome] = []  # not recorded yet
-        self._deferred: list[Key] = []  # lines to give back to the queue; not recorded yet
+        self._ended: dict[Key, Outcome | None] = {}  # not recorded yet; None gives the line back to the queue
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self._stopped: asyncio.Task[None] | None = None
 
     def start(
         self,
@@ -104,22 +103,10 @@ class BatchWorker:
 
         Idempotent; it continues if the caller is cancelled.
         """
-        if self._stopped is None:
-            self._stopped = asyncio.create_task(self._stop())
-        await asyncio.shield(self._stopped)
-
-    async def _stop(self) -> None:
-        task = self._task
-        if task is None:
-            return
-        self._is_stopping = True  # before Python 3.12 wait_for may swallow a cancellation
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        stopped = list(self._running)
-        await self._cancel(stopped)
-        with suppress(OSError, sqlite3.Error):
-            await self._record()
-            await self._store(lambda store: store.give_back(stopped))
+        self._is_stopping = True
+        self.wake()
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
@@ -130,9 +117,13 @@ class BatchWorker:
                 rest_s = await self._turn()
             except Exception:  # most likely the disk
                 logger.exception("batches are stalled; trying again")
-            with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
-                await asyncio.wait_for(self._news.wait(), rest_s)
+            if not self._is_stopping:
+                with suppress(asyncio.TimeoutError):  # not the builtin's before Python 3.11
+                    await asyncio.wait_for(self._news.wait(), rest_s)
             self._news.clear()
+        with suppress(OSError, sqlite3.Error):
+            stopped = await self._interrupt(list(self._running))
+            await self._store(lambda store: store.give_back(stopped))
 
     async def _turn(self) -> float:
         """Do what is due; return the seconds until the next turn at the latest."""
@@ -150,27 +141,21 @@ class BatchWorker:
         room = self._max_running - len(self._running)
         if not self._running:
             self._watch(PATIENCE_S)
-        if room > 0 and not self._is_dead():
+        if room > 0 and not self._is_dead() and not self._is_stopping:
             accounts = self._tenancy.owners
             for line in await self._take(room, accounts):
                 self._begin(line, accounts[line.owner], self._background)
         return max(min(next_s, await self._hurry()), 0.01)
 
     async def _take(self, room: int, accounts: Mapping[str, Account | None]) -> list[PendingLine]:
-        """Return the lines to begin; if cancelled, give them back to the queue."""
+        """Return the lines to begin."""
         running = {key: running.line.owner for key, running in self._running.items()}
         num_running = Counter(running.values())
         rooms = {
             owner: room if account is None else int(min(room, account.room_for_lines(num_running[owner])))
             for owner, account in accounts.items()
         }
-        taking = asyncio.ensure_future(self._store(lambda store: store.take_lines(running, room, rooms)))
-        try:
-            return await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            keys = [(line.batch_id, line.number) for line in await taking]
-            await self._store(lambda store: store.give_back(keys))
-            raise
+        return await self._store(lambda store: store.take_lines(running, room, rooms))
 
     async def _hurry(self) -> float:
         """If lines are stalled, run the oldest in the foreground; return seconds to wait."""
@@ -207,20 +192,21 @@ class BatchWorker:
     # -- a line ------------------------------------------------------------------------------------------------------
 
     async def _run(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> None:
+        key = line.batch_id, line.number
         outcome: Outcome | None = None
         try:
             outcome = await self._ask(line, account, dispatcher)
         except _NotNowError:
-            self._deferred.append((line.batch_id, line.number))
+            self._ended[key] = None
             self.wake()
             return
         except Exception:  # it counts as an attempt
             logger.exception("line %d of batch %s could not be run", line.number, line.batch_id)
         self._watch(PATIENCE_S if dispatcher is self._background else PROBE_S)
         if outcome is not None:
-            self._outcomes.append(outcome)
+            self._ended[key] = outcome
         else:
-            self._running.pop((line.batch_id, line.number), None)
+            self._running.pop(key, None)
         self.wake()
 
     async def _ask(self, line: PendingLine, account: Account | None, dispatcher: Dispatcher) -> Outcome | None:
@@ -237,7 +223,7 @@ class BatchWorker:
             return unanswered(line, error.code, error.message)
         except (OSError, ValueError) as error:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
-            return unanswered(line, "input_lost", "The input file cannot be read any more; upload it again.")
+            return unanswered(line, "input_lost", INPUT_LOST)
         reply = await dispatcher.ask(line.endpoint, document, account)
         while reply.status in NOT_NOW:
             await asyncio.sleep(RETRY_S)
@@ -247,53 +233,51 @@ class BatchWorker:
         return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
 
     async def _record(self) -> None:
-        num_deferred = len(self._deferred)
-        if deferred := [key for key in self._deferred if key in self._running]:
-            await self._store(lambda store: store.give_back(deferred))
-            for key in deferred:
-                self._running.pop(key, None)
-        del self._deferred[:num_deferred]
-        outcomes = list(self._outcomes)
+        """Store what ended lines came to. If the disk fails, the next turn tries again."""
+        ended = dict(self._ended)
+        outcomes = [outcome for outcome in ended.values() if outcome is not None]
+        returned = [key for key, outcome in ended.items() if outcome is None]
         if outcomes:
             await self._store(lambda store: store.record(outcomes))
-            del self._outcomes[: len(outcomes)]
-            for outcome in outcomes:
-                self._running.pop((outcome.line.batch_id, outcome.line.number), None)
+        if returned:
+            await self._store(lambda store: store.give_back(returned))
+        for key in ended:
+            del self._ended[key]
+            self._running.pop(key, None)
 
-    async def _cancel(self, keys: list[Key]) -> None:
-        tasks = [running.task for key in keys if (running := self._running.pop(key, None)) is not None]
+    async def _interrupt(self, keys: list[Key]) -> list[Key]:
+        """Cancel running lines, record what ended in time, and return the others."""
+        tasks = [self._running[key].task for key in keys]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._record()
+        return [key for key in keys if self._running.pop(key, None) is not None]
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     async def _validate(self, batch: Batch) -> None:
         """Check all lines and queue them, after dropping those of a killed daemon."""
         await self._store(lambda store: store.clear_lines(batch.id))
-        path, start, number, total = self._folder.path_of(batch.input_file_id), 0, 1, 0
+        path, piece, total = self._folder.path_of(batch.input_file_id), Piece(), 0
         errors: list[LineError] = []
-        while True:
-            read = partial(
-                read_piece, path, batch.endpoint, self._bodies, self._max_line_bytes, start=start, number=number
-            )
+        while not piece.is_last and total <= MAX_LINES and len(errors) < MAX_ERRORS:
+            if self._is_stopping:
+                return  # the next daemon begins again
+            read = partial(read_piece, path, batch.endpoint, self._bodies, self._max_line_bytes, piece)
             try:
                 piece = await asyncio.to_thread(read)
             except OSError as error:
                 logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
-                message = "The input file cannot be read any more; upload it again."
-                errors, total = [LineError(code="input_lost", message=message)], 1
+                errors, total = [LineError(code="input_lost", message=INPUT_LOST)], 1
                 break
-            taken = await self._store(partial(Store.add_lines, batch_id=batch.id, lines=piece.lines))
             errors += piece.errors
-            for line in taken:
+            for line in await self._store(partial(Store.add_lines, batch_id=batch.id, lines=piece.lines)):
                 message = "custom_id is that of another line; give each its own."
                 errors.append(
                     LineError(code="duplicate_custom_id", message=message, param="custom_id", line=line.number)
                 )
-            start, number, total = piece.end, piece.next_number, total + len(piece.lines)
-            if piece.is_last or total > MAX_LINES or len(errors) >= MAX_ERRORS:
-                break
+            total += len(piece.lines)
         if total > MAX_LINES:
             message = f"The file has more than {MAX_LINES} requests; split it."
             errors = [LineError(code="too_many_requests", message=message)]
@@ -322,8 +306,7 @@ class BatchWorker:
 
     async def _finish(self, batch: Batch, end: BatchStatus) -> None:
         """Stop a batch's lines, write its files, and end it."""
-        await self._cancel([key for key in self._running if key[0] == batch.id])
-        await self._record()
+        await self._interrupt([key for key in self._running if key[0] == batch.id])
         if end is not BatchStatus.CANCELLED:
             await self._store(
                 lambda store: store.update(batch.id, lambda b: b.move(BatchStatus.FINALIZING, time.time()))

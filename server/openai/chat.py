@@ -10,16 +10,16 @@ from starlette.responses import Response
 
 from engine.core.types import FinishReason
 from engine.text.choice import CallDelta, Delta
-from engine.text.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.logprobs import PromptLogprobs
 from engine.text.tools.formats import new_call_id
 from server.context import InContext, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
-from server.openai.chat_request import ChatBody, chunk_meta, prepare
-from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
+from server.openai.chat_request import ChatBody, prepare
+from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.openai.usage import Usage
-from server.respond import respond
+from server.respond import chunk_meta, respond
 
 
 class ChatFunction(ResponseBody):
@@ -73,98 +73,76 @@ class ChatCompletion(ResponseBody):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatFormatter:
-    """Implements ChunkFormatter for the chat API."""
+class ChatFormatter(ChunkFormatter):
+    """Formats answers of the chat API."""
+
+    _body: ChatBody
 
     def __init__(self, body: ChatBody, meta: ChunkMeta, *, call_id_length: int = 0) -> None:
-        self._body = body
-        self._meta = meta
-        self._call_id_length = call_id_length
         self._chunk_fields = meta.fields("chat.completion.chunk")
-        self._template = ChunkTemplate(ChatCompletion(**self._chunk_fields, choices=[]))
+        super().__init__(body, meta, ChatCompletion(**self._chunk_fields, choices=[]))
+        self._call_id_length = call_id_length
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [self._choice(index, delta, {"message": self._message(delta)}) for index, delta in enumerate(deltas)]
+        choices = [
+            self._choice(index, delta, {"message": self._message(delta, is_whole=True)})
+            for index, delta in enumerate(deltas)
+        ]
         answer = ChatCompletion(**self._meta.fields("chat.completion"), choices=choices, usage=usage)
         self._add_prompt(answer, deltas[0])
         return answer.json_bytes()
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        choice = self._choice(index, delta, {"delta": self._news(delta)})
+        choice = self._choice(index, delta, {"delta": self._message(delta)})
         if delta.prompt is None:
-            return [self._template.render(choice, **usage)]
+            return [self._render(choice, **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
         message = ChatMessage(role="assistant", content="")
         role = ChatChoice(index=index, delta=message, logprobs=None, finish_reason=None)
-        return [self._template.render(role, **usage), chunk.json_bytes()]
+        return [self._render(role, **usage), chunk.json_bytes()]
 
-    def closing(self, usage: Usage) -> bytes:
-        return ChatCompletion(**self._chunk_fields, choices=[], usage=usage).json_bytes()
-
-    def _message(self, delta: Delta) -> ChatMessage:
-        """Return a whole answer; its content is null if it has only other parts."""
-        message = ChatMessage(role="assistant", content=delta.text, refusal=None)
-        if not delta.text and (delta.reasoning or delta.calls):
-            message.content = None
-        self._add_thoughts(message, delta)
-        if delta.calls:
-            message.tool_calls = [self._call(call) for call in delta.calls]
-        return message
-
-    def _news(self, delta: Delta) -> ChatMessage:
-        message = ChatMessage()
+    def _message(self, delta: Delta, *, is_whole: bool = False) -> ChatMessage:
+        """Return a whole answer or a chunk's part of it; there is no content beside other parts only."""
+        message = ChatMessage(role="assistant", content=None, refusal=None) if is_whole else ChatMessage()
         if delta.text or not (delta.reasoning or delta.calls):
             message.content = delta.text
-        self._add_thoughts(message, delta)
-        if delta.calls:
-            message.tool_calls = [self._call(call, index=call.index) for call in delta.calls]
-        return message
-
-    def _add_thoughts(self, message: ChatMessage, delta: Delta) -> None:
         if delta.reasoning and self._body.include_reasoning:
             message.reasoning_content = message.reasoning = delta.reasoning
+        if delta.calls:
+            message.tool_calls = [
+                self._call(call) if is_whole else self._call(call, index=call.index) for call in delta.calls
+            ]
+        return message
 
     def _call(self, call: CallDelta, **index: int) -> ChatToolCall:
+        function = ChatFunction(arguments=call.arguments)
         if call.name is None:
-            return ChatToolCall(**index, function=ChatFunction(arguments=call.arguments))
-        return ChatToolCall(
-            **index,
-            id=new_call_id("call_", self._call_id_length),
-            type="function",
-            function=ChatFunction(name=call.name, arguments=call.arguments),
-        )
+            return ChatToolCall(**index, function=function)
+        function.name = call.name
+        name = new_call_id("call_", self._call_id_length)
+        return ChatToolCall(**index, id=name, type="function", function=function)
 
     def _choice(self, index: int, delta: Delta, content: dict[str, Any]) -> ChatChoice:
         finish = delta.finish_reason
-        has_called = finish is FinishReason.STOP and delta.has_called
-        choice = ChatChoice(
-            index=index,
-            **content,
-            logprobs=self._logprobs(delta),
-            finish_reason="tool_calls" if has_called else finish.value if finish else None,
-        )
+        choice = ChatChoice(index=index, **content, logprobs=None, finish_reason=finish.value if finish else None)
+        if self._body.logprobs:
+            as_ids = self._body.return_tokens_as_token_ids
+            choice.logprobs = chat_logprobs(self._meta.tokenizer, delta, as_ids=as_ids)
         if finish is not None:
             choice.stop_reason = delta.stop_reason
+            if finish is FinishReason.STOP and delta.has_called:
+                choice.finish_reason = "tool_calls"
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         return choice
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
-        return chat_logprobs(self._meta.tokenizer, delta, as_ids=self._body.return_tokens_as_token_ids)
-
     def _add_prompt(self, answer: ChatCompletion, delta: Delta) -> None:
-        """Add what the request wants to know of the prompt, once it is computed."""
-        if delta.prompt is None:
-            return
-        if self._body.return_token_ids:
+        """Add the prompt's tokens and log probabilities, if asked for and computed."""
+        if delta.prompt is not None and self._body.return_token_ids:
             answer.prompt_token_ids = list(self._meta.prompts[0])
-        if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs(
-                self._meta.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
-            )
+        if (logprobs := self._prompt_logprobs(delta)) is not None:
+            answer.prompt_logprobs = logprobs
 
 
 router = APIRouter()
@@ -177,6 +155,6 @@ async def create_chat_completion(
     """Answer a conversation."""
     model = context.check_model(body.model)
     chat, requests = await prepare(context, body)
-    meta = chunk_meta(context, chat, requests, id_prefix="chatcmpl", model=model)
+    meta = chunk_meta(context, requests, id_prefix="chatcmpl", model=model)
     formatter = ChatFormatter(body, meta, call_id_length=context.limits.call_id_length)
-    return await respond(http, context, body, requests, chat.rules, Chunks(formatter, body.stream_usage))
+    return await respond(http, context, body, requests, chat.rules, formatter)

@@ -5,7 +5,7 @@ Event loop; long texts are rendered and encoded on other threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -18,9 +18,8 @@ from engine.text.fields.chat import ChatFields
 from engine.text.limits import num_common
 from server.context import Context, aside, for_text
 from server.errors import ApiError
-from server.openai.formatter import ChunkMeta
 from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
-from server.respond import answer_id, engine_requests
+from server.respond import engine_requests
 
 
 class ChatBody(SamplingBody, ChatFields):
@@ -71,19 +70,6 @@ async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[
     grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
     chat = chat.constrained(grammar)
     return chat, engine_requests(context, body, [chat.prompt], [chat.params])
-
-
-def chunk_meta(
-    context: Context, chat: PreparedChat, requests: Sequence[Request], *, id_prefix: str, model: str
-) -> ChunkMeta:
-    """Return the fields that every chunk of the answer shares."""
-    return ChunkMeta(
-        id_prefix=id_prefix,
-        model=model,
-        tokenizer=context.tokenizer,
-        prompts=[chat.prompt],
-        answer_id=answer_id(requests),
-    )
 
 
 async def prompt_ids(context: Context, body: ChatBody) -> list[int]:

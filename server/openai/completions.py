@@ -16,17 +16,17 @@ from engine.text.choice import Delta
 from engine.text.fields.base import Integer
 from engine.text.fields.sampling import MAX_N
 from engine.text.limits import ModelLimits
-from engine.text.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.logprobs import PromptLogprobs
 from engine.text.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
-from server.openai.formatter import ChunkMeta, Chunks, ChunkTemplate
+from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.sampling import HINTS, SamplingBody
 from server.openai.usage import Usage
-from server.respond import answer_id, engine_requests, respond
+from server.respond import chunk_meta, engine_requests, respond
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together
@@ -49,7 +49,7 @@ class CompletionBody(SamplingBody):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _check_size(self) -> CompletionBody:
+    def _check(self) -> CompletionBody:
         num_choices = len(self.prompt) * self.num_drawn
         if num_choices > MAX_CHOICES:
             drawn = f"n = {self.n}" if self.best_of is None else f"best_of = {self.best_of}"
@@ -58,10 +58,6 @@ class CompletionBody(SamplingBody):
                 f"{MAX_CHOICES}.",
                 param="prompt",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_best_of(self) -> CompletionBody:
         if self.beam_width < self.n:
             raise InvalidRequestError(
                 f"best_of is {self.best_of}, of which n = {self.n} cannot be chosen; raise best_of or lower n.",
@@ -71,6 +67,11 @@ class CompletionBody(SamplingBody):
             raise InvalidRequestError(
                 "best_of beyond n cannot be streamed, as the best are known at the end only; leave stream out.",
                 param="best_of",
+            )
+        if not self.max_tokens and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "max_tokens is 0, which answers nothing; give at least 1, or set echo or prompt_logprobs to score.",
+                param="max_tokens",
             )
         return self
 
@@ -82,15 +83,6 @@ class CompletionBody(SamplingBody):
     @property
     def beam_width(self) -> int:
         return self.n if self.best_of is None else self.best_of
-
-    @model_validator(mode="after")
-    def _check_scoring(self) -> CompletionBody:
-        if not self.max_tokens and not self.echo and self.prompt_logprobs is None:
-            raise InvalidRequestError(
-                "max_tokens is 0, which answers nothing; give at least 1, or set echo or prompt_logprobs to score.",
-                param="max_tokens",
-            )
-        return self
 
 
 class CompletionChoice(ResponseBody):
@@ -116,18 +108,17 @@ class Completion(ResponseBody):
     usage: Usage | None = None
 
 
-class CompletionFormatter:
-    """Implements ChunkFormatter for the completions API."""
+class CompletionFormatter(ChunkFormatter):
+    """Formats answers of the completions API."""
+
+    _body: CompletionBody
 
     def __init__(self, body: CompletionBody, meta: ChunkMeta) -> None:
-        self._body = body
-        self._meta = meta
-        self._fields = meta.fields("text_completion")
-        self._template = ChunkTemplate(Completion(**self._fields, choices=[]))
+        super().__init__(body, meta, Completion(**meta.fields("text_completion"), choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = (self._choice(index, delta) for index, delta in enumerate(self._best(deltas)))
-        return self._template.render_all(choices, usage=usage)
+        choices = [self._choice(index, delta) for index, delta in enumerate(self._best(deltas))]
+        return self._render(*choices, usage=usage)
 
     def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """Return the n likeliest answers of each prompt, best first."""
@@ -138,36 +129,27 @@ class CompletionFormatter:
         return [delta for drawn in prompts for delta in sorted(drawn, key=_mean_logprob, reverse=True)[:n]]
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        return [self._template.render(self._choice(index, delta), **usage)]
-
-    def closing(self, usage: Usage) -> bytes:
-        return Completion(**self._fields, choices=[], usage=usage).json_bytes()
+        return [self._render(self._choice(index, delta), **usage)]
 
     def _choice(self, index: int, delta: Delta) -> CompletionChoice:
         finish = delta.finish_reason
         choice = CompletionChoice(
             index=index,
             text=delta.text,
-            logprobs=self._logprobs(delta),
+            logprobs=None,
             finish_reason=finish.value if finish else None,
             stop_reason=delta.stop_reason,
         )
+        if self._body.logprobs is not None:
+            as_ids = self._body.return_tokens_as_token_ids
+            choice.logprobs = completion_logprobs(self._meta.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
-        if delta.prompt is not None:
-            if self._body.return_token_ids:
+            if delta.prompt is not None:
                 choice.prompt_token_ids = list(self._meta.prompts[index // self._body.n])
-            if self._body.prompt_logprobs is not None and delta.prompt.logprobs is not None:
-                choice.prompt_logprobs = prompt_logprobs(
-                    self._meta.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs
-                )
+        if (logprobs := self._prompt_logprobs(delta)) is not None:
+            choice.prompt_logprobs = logprobs
         return choice
-
-    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
-        if self._body.logprobs is None:
-            return None
-        as_ids = self._body.return_tokens_as_token_ids
-        return completion_logprobs(self._meta.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
 
 
 def _mean_logprob(delta: Delta) -> float:
@@ -201,8 +183,5 @@ async def create_completion(
     ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     prompts = [truncated(body, prompt, context.limits) for prompt in ids]
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    meta = ChunkMeta(
-        id_prefix="cmpl", model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
-    )
-    formatter = Chunks(CompletionFormatter(body, meta), body.stream_usage)
+    formatter = CompletionFormatter(body, chunk_meta(context, requests, id_prefix="cmpl", model=model))
     return await respond(http, context, body, requests, text_rules(body, params, echo=body.echo), formatter)

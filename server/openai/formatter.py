@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.text.choice import Delta
+from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.types import Tokenizer
 from engine.version import VERSION
 from server.errors import ApiError
 from server.http.bodies import ResponseBody
-from server.openai.sampling import StreamOptions
+from server.openai.sampling import SamplingBody, StreamOptions
 from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics, with_metrics
 
@@ -26,7 +27,7 @@ class ChunkMeta:
     model: str
     tokenizer: Tokenizer
     prompts: Sequence[Sequence[int]]
-    answer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> dict[str, Any]:
@@ -38,39 +39,6 @@ class ChunkMeta:
             "model": self.model,
             "system_fingerprint": f"quire-{VERSION}",
         }
-
-
-class ChunkTemplate:
-    """A chunk's JSON around its choices, written once an answer.
-
-    A token then costs its choice alone, a third of the whole.
-    """
-
-    __slots__ = ("_head",)
-
-    def __init__(self, empty: ResponseBody) -> None:
-        """`empty` is a chunk without choices, whose last field is `choices`."""
-        document = empty.json_bytes()
-        assert document.endswith(b'"choices":[]}')
-        self._head = document[:-2]
-
-    def render(self, choice: ResponseBody, **usage: Usage | None) -> bytes:
-        """Return a whole chunk. `usage` is given, perhaps None, if the client wants it."""
-        return self._head + choice.json_bytes() + (_tail(usage) if usage else b"]}")
-
-    def render_all(self, choices: Iterable[ResponseBody], **usage: Usage | None) -> bytes:
-        """Return a chunk with several choices, each written alone.
-
-        A thousand in one call would hold the GIL for long.
-        """
-        return self._head + b",".join([choice.json_bytes() for choice in choices]) + _tail(usage)
-
-
-def _tail(usage: Mapping[str, Usage | None]) -> bytes:
-    """Return what closes a chunk: the usage, if there is any, and the braces."""
-    for value in usage.values():
-        return b'],"usage":%s}' % (b"null" if value is None else value.json_bytes())
-    return b"]}"
 
 
 class ResponseFormatter(Protocol):
@@ -97,31 +65,28 @@ class ResponseFormatter(Protocol):
         ...
 
 
-class ChunkFormatter(Protocol):
-    """Formats deltas as JSON documents with choices. One object an answer."""
+class ChunkFormatter(ABC):
+    """Formats a stream as unnamed events, a chunk each, and an end mark.
 
+    A chunk's JSON around its choices is written once an answer. A token then costs its choice alone, a third of the whole.
+    """
+
+    def __init__(self, body: SamplingBody, meta: ChunkMeta, empty: ResponseBody) -> None:
+        """`empty` is a chunk without choices, whose last field is `choices`."""
+        self._body = body
+        self._meta = meta
+        self._options = body.stream_options or StreamOptions()
+        document = empty.json_bytes()
+        assert document.endswith(b'"choices":[]}')
+        self._head = document[:-2]
+
+    @abstractmethod
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         """Return the whole answer, of one delta a choice."""
-        ...
 
+    @abstractmethod
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         """Return the chunks of a delta. `usage` is given if the client wants it."""
-        ...
-
-    def closing(self, usage: Usage) -> bytes:
-        """Return the last chunk of a stream that reports usage."""
-        ...
-
-
-class Chunks:
-    """Implements ResponseFormatter: unnamed events, a chunk each, and an end mark."""
-
-    def __init__(self, formatter: ChunkFormatter, options: StreamOptions) -> None:
-        self._formatter = formatter
-        self._options = options
-
-    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        return self._formatter.answer(deltas, usage)
 
     def opening(self) -> bytes:
         return b""
@@ -130,17 +95,29 @@ class Chunks:
         shown: dict[str, Usage | None] = {}
         if self._options.include_usage:
             shown = {"usage": usage() if self._options.continuous_usage_stats else None}
-        return b"".join(
-            [frame(chunk) for index, delta in news for chunk in self._formatter.chunks(index, delta, **shown)]
-        )
+        return b"".join([frame(chunk) for index, delta in news for chunk in self.chunks(index, delta, **shown)])
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
+        last = self._render(usage=usage)
         if metrics is not None:
-            return frame(with_metrics(self._formatter.closing(usage), metrics)) + DONE
-        return frame(self._formatter.closing(usage)) + DONE if self._options.include_usage else DONE
+            return frame(with_metrics(last, metrics)) + DONE
+        return frame(last) + DONE if self._options.include_usage else DONE
 
     def failure(self, error: ApiError) -> bytes:
         return frame(error.body()) + DONE
+
+    def _render(self, *choices: ResponseBody, **usage: Usage | None) -> bytes:
+        """Return a whole chunk; each choice is written alone, as a thousand in one call would hold the GIL for long."""
+        shown = b",".join([choice.json_bytes() for choice in choices])
+        for value in usage.values():
+            return b'%s%s],"usage":%s}' % (self._head, shown, b"null" if value is None else value.json_bytes())
+        return self._head + shown + b"]}"
+
+    def _prompt_logprobs(self, delta: Delta) -> PromptLogprobs | None:
+        """Return the prompt's log probabilities, if the request asked for them."""
+        if self._body.prompt_logprobs is None or delta.prompt is None or delta.prompt.logprobs is None:
+            return None
+        return prompt_logprobs(self._meta.tokenizer, delta.prompt.logprobs, self._body.prompt_logprobs)
 
 
 DONE = b"data: [DONE]\n\n"  # the end mark of OpenAI's older APIs

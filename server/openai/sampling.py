@@ -118,20 +118,6 @@ class SamplingBody(EngineBody, SamplingFields):
         options = self.prompt_cache_options
         return 1_800.0 if options is not None and options.mode == "implicit" and options.ttl == "30m" else 0.0
 
-    @property
-    def stream_usage(self) -> StreamOptions:
-        """Return how the stream reports usage."""
-        return self.stream_options or StreamOptions()
-
-    def ignored_fields(self) -> list[str]:
-        """Return also the ignored fields of nested objects."""
-        names = ("stream_options", "response_format", "structured_outputs", "prompt_cache_options")
-        parts = {name: getattr(self, name) for name in names}
-        if self.response_format is not None:
-            parts["response_format.json_schema"] = self.response_format.json_schema
-        nested = [f"{at}.{name}" for at, part in parts.items() if part is not None for name in part.ignored_fields()]
-        return super().ignored_fields() + nested
-
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also the options of a stream, without one."""
         is_idle = self.stream_options is not None and not self.stream

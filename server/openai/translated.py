@@ -6,9 +6,10 @@ A field that chat has too, and that the other API does not spell otherwise, is p
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -20,6 +21,8 @@ from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasonin
 from server.errors import ApiError, to_api_error
 from server.openai.chat_request import ChatBody
 from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
+
+Event = TypeVar("Event")
 
 # Fields of chat, beyond OpenAI's and Anthropic's, that mean the same here.
 PASSED_ON = frozenset(
@@ -105,6 +108,51 @@ class TranslatedBody(RequestBody):
                 if is_it and api_error.param == param:
                     api_error.param = own + param[len(chats) :]
             raise api_error from error
+
+
+class PieceWriter(ABC, Generic[Event]):
+    """Writes an answer as blocks, one for each run of text or reasoning and each call.
+
+    Both a stream and a plain answer use it: the latter is the former's state at its end.
+    """
+
+    def __init__(self) -> None:
+        self._open: type[Piece] | None = None  # the kind of piece that continues the open block
+        self._texts: list[str] = []  # of the open block
+
+    @abstractmethod
+    def _begin(self, piece: Piece) -> list[Event]:
+        """Open a block and return its events."""
+
+    @abstractmethod
+    def _grow(self, text: str) -> Event:
+        """Return the event of more text in the open block."""
+
+    @abstractmethod
+    def _close(self, text: str) -> list[Event]:
+        """Complete the open block with its whole text and return its events."""
+
+    def _write(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        for piece in pieces_of(delta):
+            if type(piece) is not self._open:
+                events += self._end_block()
+                events += self._begin_block(piece)
+            if not isinstance(piece, CallBegin):
+                self._texts.append(piece.text)
+                events.append(self._grow(piece.text))
+        return events
+
+    def _begin_block(self, piece: Piece) -> list[Event]:
+        self._open = CallArguments if isinstance(piece, CallBegin) else type(piece)
+        return self._begin(piece)
+
+    def _end_block(self) -> list[Event]:
+        if self._open is None:
+            return []
+        text = "".join(self._texts)
+        self._open, self._texts = None, []
+        return self._close(text)
 
 
 def pieces_of(delta: Delta) -> list[Piece]:

@@ -14,7 +14,8 @@ from pydantic import BeforeValidator
 
 from engine.setting import feature, section
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.tools.formats import HARMONY, TOOL_FORMATS
+from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.tools.harmony import HARMONY
 from server.http.origins import read_hosts, read_origins
 
 _model = section("Model")

@@ -247,7 +247,7 @@ def test_uploads_that_are_refused(narrow: Live, parts: bytes, _id: str, told: st
     answer = httpx.post(f"{narrow.url}/v1/files", content=parts + b"--X--\r\n", headers=headers)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
-    assert not list(narrow.context.batches._folder._files.glob("*.tmp"))
+    assert not list(narrow.context.batches.folder._files.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_full_disk_is_told(narrow: Live, monkeypatch: pytest.MonkeyPatch) -> N
     answer = httpx.post(f"{narrow.url}/v1/files", files=files)
     assert answer.status_code == 507
     assert answer.json()["error"]["code"] == "insufficient_storage"
-    assert not list(narrow.context.batches._folder._files.glob("*.tmp"))
+    assert not list(narrow.context.batches.folder._files.glob("*.tmp"))
 
 
 def test_a_file_that_is_too_large(narrow: Live) -> None:
@@ -288,7 +288,7 @@ def test_a_file_that_is_too_large(narrow: Live) -> None:
     answer = httpx.post(f"{narrow.url}/v1/files", content=pieces(), headers=headers)
     assert answer.status_code == 413
     assert "--max-file-bytes" in answer.json()["error"]["message"]
-    assert not list(narrow.context.batches._folder._files.glob("*.tmp"))
+    assert not list(narrow.context.batches.folder._files.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(
@@ -501,4 +501,4 @@ def test_an_application_that_stops_leaves_lines_to_the_next(tmp_path: Path) -> N
 def stop_worker(live: Live) -> None:
     """As the daemon does when it is told to leave; the harness waits for an idle engine first."""
     loop = live.context.client._loop
-    asyncio.run_coroutine_threadsafe(live.context.batches.stop(), loop).result(PATIENCE_S)
+    asyncio.run_coroutine_threadsafe(live.context.batches.worker.stop(), loop).result(PATIENCE_S)

@@ -115,7 +115,7 @@ def test_the_507_reaches_a_client_that_sends_all_before_it_reads(serve: Serve, s
 def test_a_database_that_cannot_grow_is_a_507(serve: Serve, tmp_path: Path) -> None:
     live = serve(data_dir=tmp_path)
     kept = upload(live, 10).json()["id"]
-    live.context.batches._store._store._db.execute("PRAGMA max_page_count = 1")  # as many as it has
+    live.context.batches.store._store._db.execute("PRAGMA max_page_count = 1")  # as many as it has
     for _ in range(100):
         response = create(live, kept)
         if response.status_code != 200:

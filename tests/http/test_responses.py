@@ -25,7 +25,7 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.text.chat_format import ChatFormat
 from engine.text.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.tools.formats import HERMES
+from engine.text.tools.json_calls import HERMES
 from engine.text.types import CallArguments, CallBegin, Content
 from server.openai.responses.output import OutputWriter
 from server.openai.translated import pieces_of

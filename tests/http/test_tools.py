@@ -19,7 +19,7 @@ from test_completions import stream
 
 from engine.core.errors import ConfigError
 from engine.text.chat_format import ChatFormat
-from engine.text.tools.formats import FORCED
+from engine.text.tools.json_calls import FORCED
 from engine.text.types import CallArguments, CallBegin, Reasoning
 
 PATH = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
 from engine.text.channels import ENDS, MARKS, ChannelParser
-from engine.text.tools.call_grammars import OfferedTool, free_text_grammar
+from engine.text.tools.base import OfferedTool
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning
 from tests.pure.byte_vocabulary import ByteVocabulary
@@ -125,7 +125,7 @@ VOCABULARY = ByteVocabulary(SPECIAL)
 TOKENIZER = LLTokenizer(TokenizerWrapper(VOCABULARY), eos_token=[VOCABULARY.eos_token_id])
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS = [OfferedTool("weather", CITY, strict=True), OfferedTool("weather_note", {})]
-FIRST = LLMatcher(TOKENIZER, free_text_grammar(TOOLS, TOOL_FORMATS["harmony"], SPECIAL, parallel=True), log_level=0)
+FIRST = LLMatcher(TOKENIZER, TOOL_FORMATS["harmony"].grammar(TOOLS, SPECIAL, parallel=True), log_level=0)
 
 
 def lets(text: str) -> bool:
@@ -148,4 +148,4 @@ def test_what_is_said_is_free_and_what_is_sent_is_valid() -> None:
     jsonschema.validate(json.loads(arguments), CITY)
     assert "<|end|>" in ENDS
     with pytest.raises(InvalidRequestError, match="no tokens"):
-        free_text_grammar(TOOLS, TOOL_FORMATS["harmony"], {}, parallel=True)
+        TOOL_FORMATS["harmony"].grammar(TOOLS, {}, parallel=True)

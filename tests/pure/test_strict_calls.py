@@ -14,9 +14,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from engine.text.fields.structured import ResponseFormat
 from engine.text.grammars.spec import close_schema
 from engine.text.grammars.trial_process import to_guidance
-from engine.text.tools.call_grammars import OfferedTool, free_text_grammar
+from engine.text.tools.base import OfferedTool
 from engine.text.tools.formats import TOOL_FORMATS
-from engine.text.tools.json_parser import JsonToolParser
 from engine.text.types import CallArguments, CallBegin
 from tests.pure.byte_vocabulary import ByteVocabulary
 
@@ -40,9 +39,7 @@ MARKS = {
 VOCABULARY = ByteVocabulary({})
 TOKENIZER = LLTokenizer(TokenizerWrapper(VOCABULARY), eos_token=[VOCABULARY.eos_token_id])
 FIRSTS = {
-    (name, parallel): LLMatcher(
-        TOKENIZER, free_text_grammar(TOOLS, TOOL_FORMATS[name], {}, parallel=parallel), log_level=0
-    )
+    (name, parallel): LLMatcher(TOKENIZER, TOOL_FORMATS[name].grammar(TOOLS, {}, parallel=parallel), log_level=0)
     for name in MARKS
     for parallel in (False, True)
 }
@@ -57,7 +54,7 @@ def lets(tool_format: str, text: str, *, parallel: bool = True) -> bool:
 
 
 def calls_of(tool_format: str, text: str) -> list[tuple[str, str]]:
-    parser = JsonToolParser(TOOL_FORMATS[tool_format], frozenset(tool.name for tool in TOOLS))
+    parser = TOOL_FORMATS[tool_format].parser({tool.name: {} for tool in TOOLS})
     calls: list[tuple[str, str]] = []
     for piece in parser.push(text) + parser.finish():
         if isinstance(piece, CallBegin):
@@ -101,7 +98,7 @@ def test_a_name_may_stand_before_arguments_where_the_dialect_has_it() -> None:
 def test_a_mark_may_be_a_token() -> None:
     vocabulary = ByteVocabulary({"<|python_tag|>": 7, "<other>": 8})
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=[vocabulary.eos_token_id])
-    grammar = free_text_grammar(TOOLS, TOOL_FORMATS["llama3_json"], {"<|python_tag|>": 7}, parallel=True)
+    grammar = TOOL_FORMATS["llama3_json"].grammar(TOOLS, {"<|python_tag|>": 7}, parallel=True)
     for call, is_fine in ((VALID[0], True), (WRONG[0], False)):
         ids = [*vocabulary(b"see "), 7, *vocabulary(call.encode())]
         assert (LLMatcher(tokenizer, grammar, log_level=0).try_consume_tokens(ids) == len(ids)) is is_fine

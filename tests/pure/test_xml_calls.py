@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
-from engine.text.chat_format import make_tool_parser
-from engine.text.tools.call_grammars import OfferedTool, free_text_grammar
+from engine.text.tools.base import OfferedTool
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
-from engine.text.tools.xml_parser import XmlToolParser, json_of, types_of
+from engine.text.tools.schema_types import json_of, types_of
 from engine.text.types import CallArguments, CallBegin, Content
 from tests.pure.byte_vocabulary import ByteVocabulary
 
@@ -38,7 +37,7 @@ TOOLS: dict[str, dict[str, Any]] = {"weather": WEATHER, "stop": {}}
 
 def parse(*texts: str) -> list[Any]:
     """Content as strings, calls as [name, arguments]."""
-    parser = make_tool_parser(TOOL_FORMATS["qwen3_xml"], TOOLS)
+    parser = TOOL_FORMATS["qwen3_xml"].parser(TOOLS)
     merged: list[Any] = []
     for piece in [*(piece for text in texts for piece in parser.push(text)), *parser.finish()]:
         if isinstance(piece, CallBegin):
@@ -122,7 +121,7 @@ def test_what_is_no_call_is_content_exactly(text: str) -> None:
 
 
 def test_strings_come_as_they_are_written() -> None:
-    parser = XmlToolParser(TOOLS)
+    parser = TOOL_FORMATS["qwen3_xml"].parser(TOOLS)
     assert parser.push("Well <tool_call>\n<function=weather>\n<par") == [Content("Well"), CallBegin("weather")]
     assert parser.push("ameter=city>\nRo") == [CallArguments('{"city": "Ro')]
     assert parser.push("me\n</param") == [CallArguments("me")]
@@ -218,7 +217,7 @@ OFFERED = [OfferedTool("weather", STRICT, strict=True), OfferedTool("stop", {})]
 VOCABULARY = ByteVocabulary({"<tool_call>": 3})
 TOKENIZER = LLTokenizer(TokenizerWrapper(VOCABULARY), eos_token=[VOCABULARY.eos_token_id])
 FIRSTS = {
-    parallel: LLMatcher(TOKENIZER, free_text_grammar(OFFERED, XML, {}, parallel=parallel), log_level=0)
+    parallel: LLMatcher(TOKENIZER, XML.grammar(OFFERED, {}, parallel=parallel), log_level=0)
     for parallel in (True, False)
 }
 
@@ -239,7 +238,7 @@ def test_valid_calls_may_be_made_and_others_not() -> None:
     for parameters in wrong:
         assert not lets(f"Well. {call('stop')}{call(**parameters)}"), parameters
     assert not lets(call("nobody"))
-    token = free_text_grammar(OFFERED, XML, {"<tool_call>": 3}, parallel=True)
+    token = XML.grammar(OFFERED, {"<tool_call>": 3}, parallel=True)
     behind = VOCABULARY(ROME.removeprefix("<tool_call>").encode())
     assert LLMatcher(TOKENIZER, token, log_level=0).try_consume_tokens([3, *behind]) == len(behind) + 1
 
@@ -268,11 +267,10 @@ def test_whatever_is_let_through_is_read_as_valid_calls(text: str) -> None:
         (
             "a",
             {"type": "string", "anyOf": [{"const": "x"}, {"type": "null"}]},
-            "type of the string 'a' cannot stand both",
+            "type of the string 'a' cannot stand beside",
         ),
-        ("a", {"const": "zzz", "anyOf": [{"enum": ["u", "v"]}]}, "'a' must have a value, and its schema leaves none"),
+        ("a", {"const": "zzz", "anyOf": [{"enum": ["u", "v"]}]}, "const of the string 'a' cannot stand beside"),
         ("a", {"type": "string", "enum": [1]}, "'a' must have a value, and its schema leaves none"),
-        ("a", {"type": "string", "anyOf": []}, "'a' must have a value, and its anyOf is empty"),
         ("a", {"type": ["string", "integer"], "maximum": 3}, "'a' cannot be told from integer;"),
         ("a", {"anyOf": [{"type": "string"}, {"const": 1.5}, {"type": "null"}]}, "told from null or number;"),
         ("a<b", {"type": "integer"}, "cannot be named 'a<b'"),
@@ -281,15 +279,15 @@ def test_whatever_is_let_through_is_read_as_valid_calls(text: str) -> None:
 )
 def test_what_cannot_be_enforced_is_refused(name: str, schema: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
-        free_text_grammar([OfferedTool("f", {"properties": {name: schema}}, strict=True)], XML, {}, parallel=True)
-    free_text_grammar([OfferedTool("f", {"properties": {name: schema}})], XML, {}, parallel=True)
+        XML.grammar([OfferedTool("f", {"properties": {name: schema}}, strict=True)], {}, parallel=True)
+    XML.grammar([OfferedTool("f", {"properties": {name: schema}})], {}, parallel=True)
 
 
-def test_what_stands_beside_alternatives_holds_for_each() -> None:
-    one = {"description": "one", "anyOf": [{"type": "string"}, {"description": "same"}], "enum": ["u", "v"]}
-    other = {"$ref": "#/$defs/text", "oneOf": [{"const": "w"}, {"const": "x"}]}
-    parameters = {"properties": {"a": one, "b": other}, "$defs": {"text": {"type": "string"}}}
-    grammar = free_text_grammar([OfferedTool("f", parameters, strict=True)], XML, {}, parallel=True)
+def test_alternatives_are_followed() -> None:
+    one = {"description": "one", "anyOf": [{"enum": ["u"]}, {"description": "same", "const": "v"}]}
+    other = {"title": "other", "$ref": "#/$defs/text"}
+    parameters = {"properties": {"a": one, "b": other}, "$defs": {"text": {"oneOf": [{"const": "w"}, {"const": "x"}]}}}
+    grammar = XML.grammar([OfferedTool("f", parameters, strict=True)], {}, parallel=True)
     first = LLMatcher(TOKENIZER, grammar, log_level=0)
     for values, is_fine in (({"a": "u", "b": "w"}, True), ({"a": "w"}, False), ({"b": "u"}, False)):
         ids = VOCABULARY(call("f", **values).encode())
@@ -299,15 +297,14 @@ def test_what_stands_beside_alternatives_holds_for_each() -> None:
 @pytest.mark.parametrize(
     ("schema", "values"),
     [
-        ({"type": "string", "enum": ["u", "v"], "anyOf": [{"const": "u"}]}, {"u"}),
-        ({"const": "u", "anyOf": [{"enum": ["u", "v"]}, {"const": "w"}]}, {"u"}),
-        ({"enum": ["u", "v"], "oneOf": [{"enum": ["v", "w"]}, {"type": "null"}]}, {"v"}),
-        ({"enum": ["u", None], "anyOf": [{"type": "null"}]}, {"null"}),
+        ({"type": "string", "enum": ["u", 1, None]}, {"u"}),
+        ({"allOf": [{"enum": ["u", "v"]}]}, {"u", "v"}),
+        ({"anyOf": [{"const": "u"}, {"type": "null"}]}, {"u", "null"}),
         ({"enum": ["u", "v"], "const": "v"}, {"v"}),
     ],
 )
-def test_only_values_that_are_named_everywhere_may_be_given(schema: dict[str, Any], values: set[str]) -> None:
-    grammar = free_text_grammar([OfferedTool("f", {"properties": {"a": schema}}, strict=True)], XML, {}, parallel=True)
+def test_only_values_that_are_named_may_be_given(schema: dict[str, Any], values: set[str]) -> None:
+    grammar = XML.grammar([OfferedTool("f", {"properties": {"a": schema}}, strict=True)], {}, parallel=True)
     first = LLMatcher(TOKENIZER, grammar, log_level=0)
     for value in ("u", "v", "w", "null", "x"):
         ids = VOCABULARY(call("f", a=value).encode())
@@ -325,7 +322,7 @@ def test_references_that_go_in_circles_or_multiply_are_refused_at_once(one: dict
     """Expanded they would be 30 ** 8 alternatives, more than memory holds; the plain parser reads them all the same."""
     places = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 30} for i in range(1, 7)}
     parameters = {"properties": {"a": one}, "$defs": {**places, "a0": one, "a7": {"type": "string"}}}
+    strict = {**parameters, "properties": {"a": {"anyOf": [*one["anyOf"], {"type": "string"}]}}}
     with pytest.raises(InvalidRequestError, match=why):
-        free_text_grammar([OfferedTool("f", {**parameters, "properties": {"a": {"type": "string", **one}}}, strict=True)],
-                          XML, {}, parallel=True)  # fmt: skip
+        XML.grammar([OfferedTool("f", strict, strict=True)], {}, parallel=True)
     assert types_of(parameters, "a") == (frozenset() if "a0" in str(one) else {"string"})

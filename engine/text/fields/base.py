@@ -92,14 +92,16 @@ class RequestBody(BaseModel):
         return data
 
     def ignored_fields(self) -> list[str]:
-        """Return the unknown fields and the hints that no model follows, fit for a header."""
+        """Return the unknown fields, also of objects in fields, and the hints that no model follows, fit for a header."""
         extra = self.model_extra or {}
         names = [
             name
             for name, value in extra.items()
             if name not in self.NO_OPS and name not in self.UNSUPPORTED and value not in self.HINTS.get(name, ())
         ]
-        return [ascii(shorten(name))[1:-1] for name in names]
+        parts = [(name, value) for name, value in self.__dict__.items() if isinstance(value, RequestBody)]
+        nested = [f"{at}.{name}" for at, part in parts for name in part.ignored_fields()]
+        return [ascii(shorten(name))[1:-1] for name in names] + nested
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:  # noqa: ARG002 - for bodies that have such hints
         """Return the declared fields that this model or server cannot follow."""

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.base import RequestBody
-from engine.text.tools.call_grammars import OfferedTool
+from engine.text.tools.base import OfferedTool
 
 # OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]

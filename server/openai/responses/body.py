@@ -183,12 +183,6 @@ class InputBody(TranslatedBody):
             raise InvalidRequestError(message, param="tool_choice")
         return self
 
-    def ignored_fields(self) -> list[str]:
-        """Return also the ignored fields of nested objects."""
-        parts = {"text": self.text, "text.format": self.text.format, "reasoning": self.reasoning}
-        nested = [f"{at}.{name}" for at, part in parts.items() for name in part.ignored_fields()]
-        return super().ignored_fields() + nested
-
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also the effort, where the model has none."""
         is_idle = self.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
@@ -246,10 +240,9 @@ class ResponsesBody(InputBody):
         return LOGPROBS in self.include
 
     def ignored_fields(self) -> list[str]:
-        options = [] if self.stream_options is None else self.stream_options.ignored_fields()
+        """Return also the unknown values of `include`."""
         unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
-        names = [f"include.{name}" for name in unknown] + [f"stream_options.{name}" for name in options]
-        return super().ignored_fields() + names
+        return super().ignored_fields() + [f"include.{name}" for name in unknown]
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also the options of a stream, without one."""

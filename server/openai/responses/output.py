@@ -1,7 +1,4 @@
-"""The output of /v1/responses: items, and the events by which they grow.
-
-One writer an answer: a plain answer is the state of a stream at its end. Pure data, no HTTP.
-"""
+"""The output of /v1/responses: items, and the events by which they grow. Pure data."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from engine.text.choice import Delta
 from engine.text.types import CallBegin, Content, Piece, Reasoning, Tokenizer
 from server.http.bodies import ResponseBody
 from server.openai.logprobs import ChatLogprob, chat_logprobs
-from server.openai.translated import pieces_of
+from server.openai.translated import PieceWriter
 from server.openai.usage import Usage
 
 
@@ -131,49 +128,34 @@ class ResponseEvent(ResponseBody):
     arguments: str | None = None
 
 
-class OutputWriter:
+class OutputWriter(PieceWriter[ResponseEvent]):
     """Call `add` with deltas, then `finish`; both return the new events."""
 
     def __init__(self, tokenizer: Tokenizer, new_call_id: Callable[[], str], *, tells_logprobs: bool) -> None:
+        super().__init__()
         self.items: list[OutputItem] = []
         self._tokenizer = tokenizer
         self._new_call_id = new_call_id
         self._tells_logprobs = tells_logprobs
-        self._is_open = False
-        self._texts: list[str] = []  # of the open item
+        self._status = "completed"  # of a block that ends
         self._logprobs: list[ChatLogprob] = []  # of the open item
         self._waiting: list[ChatLogprob] = []  # of tokens whose text has not come yet
 
     def add(self, delta: Delta) -> list[ResponseEvent]:
         """Add a delta."""
-        self._note(delta)
-        events: list[ResponseEvent] = []
-        for piece in pieces_of(delta):
-            if not self._fits(piece):
-                events += self._close("completed") + self._begin(piece)
-            if not isinstance(piece, CallBegin):
-                events.append(self._grow(piece.text))
-        return events
+        if not self._tells_logprobs or delta.reasoning or delta.calls:
+            self._waiting.clear()  # of tokens outside the text
+        else:
+            ends = self._tokenizer.eos_token_ids
+            shown = zip(chat_logprobs(self._tokenizer, delta).content, delta.logprob_ids, strict=True)
+            self._waiting += [logprob for logprob, token_id in shown if token_id not in ends]
+        return self._write(delta)
 
     def finish(self, reason: FinishReason | None) -> list[ResponseEvent]:
         """End the answer; an empty one becomes a message without text."""
-        events = self._begin(Content("")) if not self.items else []
-        return events + self._close("incomplete" if reason is FinishReason.LENGTH else "completed")
-
-    def _note(self, delta: Delta) -> None:
-        if not self._tells_logprobs or delta.reasoning or delta.calls:
-            self._waiting.clear()  # of tokens outside the text
-            return
-        ends = self._tokenizer.eos_token_ids
-        shown = chat_logprobs(self._tokenizer, delta, as_ids=False).content
-        self._waiting += [one for one, token_id in zip(shown, delta.logprob_ids, strict=True) if token_id not in ends]
-
-    def _fits(self, piece: Piece) -> bool:
-        """Return whether a piece continues the open item."""
-        if not self._is_open or isinstance(piece, CallBegin):
-            return False
-        kinds = {Content: "message", Reasoning: "reasoning"}
-        return self.items[-1].type == kinds.get(type(piece), "function_call")
+        events = [] if self.items else self._begin_block(Content(""))
+        self._status = "incomplete" if reason is FinishReason.LENGTH else "completed"
+        return events + self._end_block()
 
     def _begin(self, piece: Piece) -> list[ResponseEvent]:
         unique = uuid.uuid4().hex
@@ -184,28 +166,25 @@ class OutputWriter:
             item = OutputItem(id=f"rs_{unique}", type="reasoning", status="in_progress", summary=[], content=[])
         else:
             item = OutputItem(id=f"msg_{unique}", type="message", status="in_progress", role="assistant", content=[])
-        self._is_open = True
         self.items.append(item)
-        events = [ResponseEvent(type="response.output_item.added", output_index=self._index, item=item.model_copy())]
+        events = [self._output_event("added", item.model_copy())]
         if item.content is not None:
-            events.append(self._part_event("added", self._part("")))
+            events.append(self._text_event("content_part.added", part=self._part("")))
         return events
 
     def _grow(self, text: str) -> ResponseEvent:
-        self._texts.append(text)
-        item = self.items[-1]
-        if item.type == "function_call":
+        kind = self.items[-1].type
+        if kind == "function_call":
             return self._item_event("function_call_arguments.delta", delta=text)
-        if item.type == "reasoning":
-            return self._item_event("reasoning_text.delta", content_index=0, delta=text)
+        if kind == "reasoning":
+            return self._text_event("reasoning_text.delta", delta=text)
         news, self._waiting = self._waiting, []
         self._logprobs += news
-        return self._item_event("output_text.delta", content_index=0, delta=text, logprobs=news)
+        return self._text_event("output_text.delta", delta=text, logprobs=news)
 
-    def _close(self, status: str) -> list[ResponseEvent]:
-        if not self._is_open:
-            return []
-        item, text = self.items[-1], "".join(self._texts)
+    def _close(self, text: str) -> list[ResponseEvent]:
+        item = self.items[-1]
+        item.status = self._status
         if item.type == "function_call":
             item.arguments = text
             events = [self._item_event("function_call_arguments.done", arguments=text)]
@@ -213,25 +192,24 @@ class OutputWriter:
             part = self._part(text)
             item.content = [part]
             if item.type == "reasoning":
-                done = self._item_event("reasoning_text.done", content_index=0, text=text)
+                done = self._text_event("reasoning_text.done", text=text)
             else:
-                done = self._item_event("output_text.done", content_index=0, text=text, logprobs=list(self._logprobs))
-            events = [done, self._part_event("done", part)]
-        item.status = status
-        self._is_open, self._texts, self._logprobs = False, [], []
-        return [*events, ResponseEvent(type="response.output_item.done", output_index=self._index, item=item)]
-
-    @property
-    def _index(self) -> int:
-        return len(self.items) - 1
+                done = self._text_event("output_text.done", text=text, logprobs=part.logprobs)
+            events = [done, self._text_event("content_part.done", part=part)]
+        self._logprobs = []
+        return [*events, self._output_event("done", item)]
 
     def _part(self, text: str) -> OutputPart:
         if self.items[-1].type == "reasoning":
             return OutputPart(type="reasoning_text", text=text)
         return OutputPart(type="output_text", text=text, annotations=[], logprobs=list(self._logprobs))
 
-    def _part_event(self, what: str, part: OutputPart) -> ResponseEvent:
-        return self._item_event(f"content_part.{what}", content_index=0, part=part)
+    def _output_event(self, kind: str, item: OutputItem) -> ResponseEvent:
+        return ResponseEvent(type=f"response.output_item.{kind}", output_index=len(self.items) - 1, item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return ResponseEvent(type=f"response.{kind}", item_id=self.items[-1].id, output_index=self._index, **fields)
+        index = len(self.items) - 1
+        return ResponseEvent(type=f"response.{kind}", item_id=self.items[-1].id, output_index=index, **fields)
+
+    def _text_event(self, kind: str, **fields: Any) -> ResponseEvent:
+        return self._item_event(kind, content_index=0, **fields)

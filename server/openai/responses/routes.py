@@ -20,14 +20,14 @@ from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
 from server.http.openapi import answers
 from server.http.slow_thread import run_slowly
-from server.openai.chat_request import ChatBody, chunk_meta, prepare, prompt_ids
+from server.openai.chat_request import ChatBody, prepare, prompt_ids
 from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item
 from server.openai.responses.output import OutputWriter, ResponseDocument
 from server.openai.responses.store import StoredResponse
-from server.respond import respond
+from server.respond import chunk_meta, respond
 
 router = APIRouter()
 
@@ -53,7 +53,7 @@ async def create_response(
     with body.own_names():
         chat = await _chat(context, owner, body)
         prepared, requests = await prepare(context, chat)
-        meta = chunk_meta(context, prepared, requests, id_prefix="resp", model=model)
+        meta = chunk_meta(context, requests, id_prefix="resp", model=model)
         formatter = await _formatter(context, owner, body, prepared.params, meta)
         return await respond(http, context, chat, requests, prepared.rules, formatter)
 

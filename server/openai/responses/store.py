@@ -8,7 +8,7 @@ their content.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,29 +32,6 @@ class StoredResponse(NamedTuple):
         return len(self.input_items) + len(self.document)
 
 
-class _Kept(NamedTuple):
-    stored: StoredResponse
-    used_s: float
-
-
-class _OwnersResponses:
-    """One owner's responses."""
-
-    def __init__(self) -> None:
-        self.kept: OrderedDict[str, _Kept] = OrderedDict()  # least recently used first
-        self.num_bytes = 0
-
-    def put(self, stored: StoredResponse, now_s: float) -> None:
-        self.kept[stored.response_id] = _Kept(stored, now_s)
-        self.num_bytes += stored.num_bytes
-
-    def forget(self, response_id: str) -> None:
-        self.num_bytes -= self.kept.pop(response_id).stored.num_bytes
-
-    def forget_oldest(self) -> None:
-        self.forget(next(iter(self.kept)))
-
-
 class ResponseStore:
     """Stores responses by owner; `chain` returns a conversation, first turn first.
 
@@ -73,7 +50,10 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._by_owner: defaultdict[str, _OwnersResponses] = defaultdict(_OwnersResponses)
+        # (owner, id) -> the response and when it was last used; the least recently used first
+        self._kept: OrderedDict[tuple[str, str], tuple[StoredResponse, float]] = OrderedDict()
+        self._counts: Counter[str] = Counter()  # by owner
+        self._bytes: Counter[str] = Counter()
 
     @property
     def is_open(self) -> bool:
@@ -82,48 +62,49 @@ class ResponseStore:
 
     def put(self, owner: str, stored: StoredResponse) -> None:
         """Store a response, and drop others beyond the bounds."""
-        self._by_owner[owner].put(stored, self._clock())
+        self._kept[owner, stored.response_id] = stored, self._clock()
+        self._counts[owner] += 1
+        self._bytes[owner] += stored.num_bytes
         self._expire()
-        owners = self._by_owner.values()
-        while sum([len(owned.kept) for owned in owners]) > self._max_responses:
-            max(owners, key=lambda owned: len(owned.kept)).forget_oldest()
-        while sum([owned.num_bytes for owned in owners]) > self._max_bytes:
-            max(owners, key=lambda owned: owned.num_bytes).forget_oldest()
+        for used, most in ((self._counts, self._max_responses), (self._bytes, self._max_bytes)):
+            while used.total() > most:
+                largest = max(used, key=used.__getitem__)
+                self._forget(next(key for key in self._kept if key[0] == largest))
 
-    def find(self, owner: str, response_id: str) -> StoredResponse:
+    def find(self, owner: str, response_id: str, param: str = "response_id") -> StoredResponse:
         """Return a response. Raises a 404 if the owner does not have it."""
         self._expire()
-        return self._use(owner, response_id, "response_id")
+        key = owner, response_id
+        if key not in self._kept:
+            raise self._unknown(response_id, param)
+        stored, _ = self._kept[key]
+        self._kept[key] = stored, self._clock()
+        self._kept.move_to_end(key)
+        return stored
 
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response. Raises a 404 if the owner does not have it."""
         self.find(owner, response_id)
-        self._by_owner[owner].forget(response_id)
+        self._forget((owner, response_id))
 
     def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
         """Return a response after all that it continues. Raises a 404 if one is gone."""
-        self._expire()
         turns: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
-            turns.append(self._use(owner, wanted, "previous_response_id"))
+            turns.append(self.find(owner, wanted, "previous_response_id"))
             wanted = turns[-1].previous_id
         return turns[::-1]
 
-    def _use(self, owner: str, response_id: str, param: str) -> StoredResponse:
-        owned = self._by_owner[owner]
-        kept = owned.kept.get(response_id)
-        if kept is None:
-            raise self._unknown(response_id, param)
-        owned.kept[response_id] = kept._replace(used_s=self._clock())
-        owned.kept.move_to_end(response_id)
-        return kept.stored
+    def _forget(self, key: tuple[str, str]) -> None:
+        stored, _ = self._kept.pop(key)
+        self._counts[key[0]] -= 1
+        self._bytes[key[0]] -= stored.num_bytes
 
     def _expire(self) -> None:
         oldest_s = self._clock() - self._ttl_s
-        for owned in self._by_owner.values():
-            while owned.kept and next(iter(owned.kept.values())).used_s < oldest_s:
-                owned.forget_oldest()
+        while self._kept and (key := next(iter(self._kept))) and self._kept[key][1] < oldest_s:
+            self._forget(key)
 
     def _unknown(self, response_id: str, param: str) -> ApiError:
         if self.is_open:

@@ -1,0 +1,175 @@
+"""What every format of tool calls has: its marks, its parser and its grammar. Pure.
+
+To add a format, write one file with a ToolFormat, and its line in formats.py.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine.text.grammars.spec import close_schema
+from engine.text.piece_parser import PieceParser, first_of, held_back
+from engine.text.types import CallArguments, CallBegin, Content, Piece
+
+Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the tool's name
+
+MAX_CALLS = 16  # of one answer that a grammar makes
+SPACE = r"[ \t\r\n]{0,20}"  # a regex
+_BETWEEN = {"whitespace_pattern": r"[\x20\x09\x0A\x0D]{0,40}"}  # between the JSON tokens of a call in free text
+_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+class OfferedTool(NamedTuple):
+    """A tool that an answer may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    def arguments(self, options: Mapping[str, Any]) -> str:
+        """Return Lark for arguments that are valid against the schema.
+
+        Keywords that cannot be enforced are refused if the tool is strict, and left out otherwise. A schema that does
+        not mention further properties has none, because a small model would write them without end; so a tool without
+        a schema has no arguments.
+        """
+        schema: dict[str, Any] = {"type": "object", **self.parameters}
+        if not any(key in schema for key in _OPEN_ENDED):
+            schema["additionalProperties"] = False
+        return embedded(close_schema(schema) if self.strict else schema, **options, lenient=not self.strict)
+
+    def free_arguments(self) -> str:
+        """Return Lark for arguments in free text: any object, or the strict schema's."""
+        return self.arguments(_BETWEEN) if self.strict else embedded({"type": "object"})
+
+
+def embedded(schema: Mapping[str, Any], **options: Any) -> str:
+    """Return Lark that embeds a schema, with text that looks like GBNF escaped."""
+    return "%json " + json.dumps({**schema, "x-guidance": options or _BETWEEN}).replace("::=", ":\\u003a=")
+
+
+def literal(mark: str, special_tokens: Mapping[str, int]) -> str:
+    """Return Lark for a mark, which may be a token that no text spells."""
+    return f"<[{special_tokens[mark]}]>" if mark in special_tokens else json.dumps(mark)
+
+
+def any_of(rule: str, num: int) -> str:
+    """Return Lark for one of the rules `rule_0`, `rule_1`, ..."""
+    return " | ".join(f"{rule}_{index}" for index in range(num))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ToolFormat(ABC):
+    """How a family of models writes calls."""
+
+    name: str
+    signs: tuple[str, ...] = ()  # a chat template with all of these texts teaches the format
+    id_length: int = 0  # of a call's id, where templates insist on one
+
+    def is_taught_by(self, template: str) -> bool:
+        """Return True if a chat template uses this format."""
+        return all(sign in template for sign in self.signs)
+
+    @property
+    def markup(self) -> frozenset[str]:
+        """The texts around calls; those that are special tokens are shown to the parser."""
+        return frozenset()
+
+    @abstractmethod
+    def parser(self, tools: Tools) -> PieceParser:
+        """Return a parser of one answer that may call these tools."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
+        """Return Lark for free text with calls in it, valid ones where their tool is strict.
+
+        Raises InvalidRequestError for a schema that cannot be enforced. llguidance's structural tags do not suffice: a
+        tag begins with one literal text, its number is not bounded, and a call needs a mark.
+        """
+
+
+class CallParser(PieceParser):
+    """Base of parsers that find calls behind marks; other text is content, unchanged."""
+
+    def __init__(self, openings: tuple[str, ...]) -> None:
+        super().__init__(self._text)
+        self._openings = openings
+        self._closing = ""  # the mark that may end the current calls
+        self._held = ""  # read since the last call or content: markup if a call follows, content if not
+        self._has_called = False
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back. Ends the text."""
+        rest = self._held + self._buffer
+        is_cut_mark = self._step == self._after and self._closing.startswith(rest.strip())
+        if not (self._has_called and (is_cut_mark or not rest.strip())):
+            self._content(rest)
+        self._buffer = self._held = ""
+        return self._take()
+
+    def _opened(self, mark: str) -> None:
+        """Choose the step that reads the text after an opening mark."""
+        raise NotImplementedError
+
+    def _text(self) -> bool:
+        """Read content up to a mark, holding back space, which may belong to the mark."""
+        buffer = self._buffer
+        found = first_of(buffer, self._openings)
+        if found is None:
+            certain = buffer[: len(buffer) - held_back(buffer, self._openings)].rstrip()
+            self._content(certain)
+            self._buffer = buffer[len(certain) :]
+            return False
+        at, mark = found
+        before = buffer[:at].rstrip()
+        self._content(before)
+        self._buffer = buffer[len(before) :]
+        self._hold(at - len(before) + len(mark))
+        self._opened(mark)
+        return True
+
+    def _after(self) -> bool:
+        """Read the text after a call: the closing mark, or content."""
+        self._skip_space()
+        if self._closing and self._buffer.startswith(self._closing):
+            self._held, self._buffer = "", self._buffer[len(self._closing) :]
+            self._step = self._text
+            return True
+        return not self._closing.startswith(self._buffer) and self._no_call()
+
+    def _no_call(self) -> bool:
+        """Make content of the held text; space may belong to the next mark."""
+        held, self._held = self._held, ""
+        self._step = self._text
+        if held.strip():
+            self._content(held)
+        else:
+            self._buffer = held + self._buffer
+        return True
+
+    def _begin(self, name: str) -> None:
+        """Begin a call: what was held is its markup."""
+        self._held, self._has_called = "", True
+        self._pieces.append(CallBegin(name))
+
+    def _content(self, text: str) -> None:
+        if text:
+            self._pieces.append(Content(text))
+
+    def _arguments(self, text: str) -> None:
+        if self._pieces and isinstance(last := self._pieces[-1], CallArguments):
+            self._pieces[-1] = CallArguments(last.text + text)
+        elif text:
+            self._pieces.append(CallArguments(text))
+
+    def _skip_space(self) -> str:
+        """Hold space and return the character after it."""
+        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
+        return self._buffer[:1]
+
+    def _hold(self, num_chars: int) -> None:
+        self._held, self._buffer = self._held + self._buffer[:num_chars], self._buffer[num_chars:]

@@ -1,0 +1,52 @@
+"""Tool calls in channels, which engine/text/channels.py separates: format and grammar. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.core.errors import InvalidRequestError
+from engine.text.channels import CHANNEL, CONSTRAIN, MARKS, MESSAGE, START, ChannelParser
+from engine.text.tools.base import OfferedTool, ToolFormat, Tools, any_of, literal
+
+
+class HarmonyFormat(ToolFormat):
+    """Calls as messages to a function, beside messages of thoughts and content."""
+
+    @property
+    def markup(self) -> frozenset[str]:
+        """The texts around calls; those that are special tokens are shown to the parser."""
+        return frozenset(MARKS)
+
+    def parser(self, tools: Tools) -> ChannelParser:  # noqa: ARG002 - a recipient names a function, known or not
+        """Return a parser of one answer's channels, thoughts included."""
+        return ChannelParser(reads_calls=True)
+
+    def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:  # noqa: ARG002
+        """Return Lark for messages in channels. Raises InvalidRequestError."""
+        if not special_tokens.keys() >= self.markup:
+            raise InvalidRequestError(
+                "tools cannot be used: the marks of this model's channels are no tokens, so strict cannot be enforced; leave it out.",
+                param="tools",
+            )
+        start, channel, message, constrain, end = (
+            literal(mark, special_tokens) for mark in (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
+        )
+        lines = [
+            f'start: message ({end} {start} "assistant" message)*',
+            f"message: {channel} (said | /(analysis|commentary) to=functions\\./ behind) | / to=functions\\./ before",
+            f"said: /analysis|commentary|final/ {message} TEXT",
+            "TEXT: /(?s:.*)/",
+            f"json: / ?/ ({constrain} /json/)? | / json/",
+            f"behind: {any_of('behind', len(tools))}",
+            f"before: {any_of('before', len(tools))}",
+        ]
+        for index, tool in enumerate(tools):
+            lines += [
+                f"arguments_{index}: {tool.free_arguments()}",
+                f'behind_{index}: "{tool.name}" json {message} arguments_{index}',
+                f'before_{index}: "{tool.name}" {channel} /analysis|commentary/ json {message} arguments_{index}',
+            ]
+        return "\n".join(lines)
+
+
+HARMONY = HarmonyFormat(name="harmony", signs=(CHANNEL, MESSAGE))

@@ -1,0 +1,344 @@
+"""Tool calls in JSON, behind a mark or alone: parser, grammar, and the formats of this kind.
+
+    {"name": ..., "arguments": {...}}        or arguments alone, after a name
+
+The parser's result does not depend on how the text was cut, and nothing is lost but the markup of calls: text that turns
+out not to be a call is content, unchanged, and a fault within arguments stays in them. Arguments behind a name are passed
+on as they arrive; a call in another order once it is whole. Never raises. One parser for each choice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.text.piece_parser import first_of, held_back
+from engine.text.tools.base import MAX_CALLS, SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal
+from engine.text.types import Piece
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_GAP = r"[ \t\r\n]*"
+_MEMBER = rf"{_STRING}{_GAP}:{_GAP}(?:{_STRING}|[-+.a-zA-Z0-9]+){_GAP},{_GAP}"
+_HEAD = re.compile(  # of a call: its name, and perhaps all text before its arguments
+    rf'\{{{_GAP}(?:{_MEMBER})*?"name"{_GAP}:{_GAP}"(?P<name>{_NAME.pattern})"'
+    rf'(?P<rest>{_GAP},{_GAP}(?:{_MEMBER})*?"(?:arguments|parameters)"{_GAP}:{_GAP}(?=\{{))?',
+    re.DOTALL,
+)
+_MAX_HEAD = 1000  # characters; a longer one is found once its call is whole
+_BEGINNING = re.compile(rf'\{{{_GAP}(?:"|$)')
+_BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings
+_CLOSING = {"{": "}", "[": "]"}
+_FENCE = "```"  # stands before other things than calls as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JsonFormat(ToolFormat):
+    """Calls as JSON objects, one or a list of them."""
+
+    marks: tuple[tuple[str, str], ...] = ()  # the texts before and after calls; the latter may be empty
+    is_bare: bool = False  # an answer may also begin with a call without any mark
+    only_known: bool = False  # JSON that names none of the request's tools is content, not a call
+    leads_with_name: bool = False  # a mark may be followed by name{...} as well
+    name_end: str = ""  # the text that may stand between such a name and its arguments
+
+    @property
+    def markup(self) -> frozenset[str]:
+        return frozenset(mark for pair in self.marks for mark in pair) | {self.name_end}
+
+    def parser(self, tools: Tools) -> JsonCallParser:
+        return JsonCallParser(self, frozenset(tools))
+
+    def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
+        return _grammar(self, tools, special_tokens, parallel=parallel)
+
+
+HERMES = JsonFormat(name="hermes", signs=("<tool_call>",), marks=(("<tool_call>", "</tool_call>"),))
+LLAMA3 = JsonFormat(
+    name="llama3_json",
+    signs=("<|start_header_id|>", '"parameters"'),
+    marks=(("<|python_tag|>", ""),),
+    is_bare=True,
+    only_known=True,
+)
+MISTRAL = JsonFormat(
+    name="mistral",
+    signs=("[TOOL_CALLS]",),
+    marks=(("[TOOL_CALLS]", ""),),
+    leads_with_name=True,
+    name_end="[ARGS]",
+    id_length=9,  # its templates refuse others
+)
+JSON = JsonFormat(
+    name="json",
+    signs=("<|tool_call|>",),
+    marks=(("```json", "```"), ("<|tool_call|>", "<|/tool_call|>")),
+    is_bare=True,
+    only_known=True,
+)
+FORCED = JsonFormat(name="forced", is_bare=True, only_known=True)  # what a grammar of forced calls lets a model write
+
+
+class JsonScanner:
+    """Finds the end of a JSON object that arrives in pieces, or its first fault.
+
+    A parser that needs the whole text cannot stream arguments; jiter's partial mode does not report the end of a value.
+    JSON forbids line breaks within strings, but models write them: their escapes are returned.
+    """
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        """`is_open` for the rest of an object."""
+        self._open = ["}"] if is_open else []  # the closing brackets that are still missing
+        self._in_string = self._is_escaped = False
+        self.is_done = self.is_faulty = False
+
+    def read(self, text: str) -> tuple[str, str]:
+        """Return the part of a text before the end or the fault, mended, and the rest."""
+        read = []
+        for at, char in enumerate(text):
+            if self._in_string:
+                read.append(self._string(char))
+            elif self._bare(char):
+                read.append(char)
+            else:
+                self.is_faulty = True
+                return "".join(read), text[at:]
+            if not self._open:
+                self.is_done = True
+                return "".join(read), text[at + 1 :]
+        return "".join(read), ""
+
+    def _string(self, char: str) -> str:
+        """Read a character within a string."""
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == '"':
+            self._in_string = False
+        elif char == "\\":
+            self._is_escaped = True
+        return char if char >= " " else json.dumps(char)[1:-1]
+
+    def _bare(self, char: str) -> bool:
+        """Read a character outside strings; return False if it does not fit."""
+        if char in _CLOSING:
+            self._open.append(_CLOSING[char])
+        elif char == '"':
+            self._in_string = True
+        elif char in "]}":
+            return bool(self._open) and self._open.pop() == char
+        elif char not in _BARE:
+            return False
+        return True
+
+
+class JsonCallParser(CallParser):
+    """`push` text, `finish` at its end. `names` are the request's tools."""
+
+    def __init__(self, tool_format: JsonFormat, names: frozenset[str]) -> None:
+        super().__init__(tuple(opening for opening, _ in tool_format.marks))
+        self._format = tool_format
+        self._names = names
+        self._in_list = False
+        self._scanner = JsonScanner()
+        self._num_scanned = 0  # characters of the buffer, while it may be a call
+        self._is_wrapped = False  # the arguments are part of an object
+        self._is_fresh = True  # nothing but space so far
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back. Ends the text."""
+        if self._step == self._broken:
+            self._arguments(self._buffer)
+            self._buffer = ""
+        return super().finish()
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._names if self._format.only_known else bool(_NAME.fullmatch(name))
+
+    def _content(self, text: str) -> None:
+        super()._content(text)
+        self._is_fresh = self._is_fresh and not text
+
+    def _text(self) -> bool:
+        words = self._buffer.lstrip()
+        if self._is_fresh and self._format.is_bare and words[:1] in ("{", "["):
+            self._skip_space()
+            self._opened("")
+            return True
+        return super()._text()
+
+    def _opened(self, mark: str) -> None:
+        self._closing = dict(self._format.marks).get(mark, "")
+        self._in_list = self._is_fresh = False
+        self._step = self._payload
+
+    def _payload(self) -> bool:
+        """Read the beginning of a call, after a mark or between two calls of a list."""
+        first = self._skip_space()
+        if not first:
+            return False
+        if first == "{":
+            self._scanner, self._num_scanned = JsonScanner(), 0
+            self._step = self._call
+        elif first == "[" and not self._in_list:
+            self._in_list = True
+            self._hold(1)
+        elif self._format.leads_with_name and not self._in_list:
+            self._step = self._name
+        else:
+            return self._no_call()
+        return True
+
+    def _name(self) -> bool:
+        """Read a name that is followed by its arguments."""
+        match, end = _NAME.match(self._buffer), self._format.name_end
+        if match is None:
+            return self._no_call()
+        rest = self._buffer[match.end() :].lstrip()
+        if end and rest.startswith(end):
+            rest = rest[len(end) :].lstrip()
+        elif end.startswith(rest):
+            return False
+        if not rest:
+            return False
+        return self._begin_call(match.group(), rest) if rest.startswith("{") else self._no_call()
+
+    def _call(self) -> bool:
+        """Read the beginning of an object, until it is certain to be a call or not."""
+        head = _HEAD.match(self._buffer, 0, _MAX_HEAD)
+        if (head and not self._accepts(head["name"])) or not _BEGINNING.match(self._buffer):
+            return self._no_call()
+        if head and head["rest"]:
+            return self._begin_call(head["name"], self._buffer[head.end() :], is_wrapped=True)
+        rest = self._scanner.read(self._buffer[self._num_scanned :])[1]
+        self._num_scanned = len(self._buffer) - len(rest)
+        if not self._scanner.is_done:
+            return self._scanner.is_faulty and self._no_call()
+        name, arguments = _whole_call(self._buffer[: self._num_scanned])
+        if not self._accepts(name):
+            return self._no_call()
+        self._begin(name)
+        self._arguments(arguments)
+        self._buffer, self._step = rest, self._after
+        return True
+
+    def _begin_call(self, name: str, rest: str, *, is_wrapped: bool = False) -> bool:
+        self._begin(name)
+        self._buffer, self._is_wrapped = rest, is_wrapped
+        self._scanner, self._step = JsonScanner(), self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        text, self._buffer = self._scanner.read(self._buffer)
+        self._arguments(text)
+        if self._scanner.is_faulty:
+            self._step = self._broken
+        elif self._scanner.is_done:
+            self._scanner = JsonScanner(is_open=True)
+            self._step = self._rest_of_call if self._is_wrapped else self._after
+        return True
+
+    def _rest_of_call(self) -> bool:
+        """Skip what follows the arguments within the object of a call."""
+        self._buffer = self._scanner.read(self._buffer)[1]
+        if self._scanner.is_done or self._scanner.is_faulty:
+            self._step = self._after
+        return True
+
+    def _after(self) -> bool:
+        """Read the text after a call: an end mark, another call, or content."""
+        first = self._skip_space()
+        if self._in_list and first == "]":
+            self._in_list = False
+            self._held, self._buffer = "", self._buffer[1:]
+            return True
+        if first and first in ",;" and (self._in_list or self._format.is_bare):
+            self._hold(1)
+            self._step = self._payload
+            return True
+        return self._no_call() if first and self._in_list else super()._after()
+
+    def _broken(self) -> bool:
+        """Read the text after a fault in arguments, up to the next mark."""
+        marks = (*self._openings, self._closing) if self._closing else self._openings
+        at, mark = first_of(self._buffer, marks) or (len(self._buffer) - held_back(self._buffer, marks), "")
+        self._arguments(self._buffer[:at])
+        self._buffer = self._buffer[at + (len(mark) if mark == self._closing else 0) :]
+        if mark:
+            self._step = self._text
+        return bool(mark)
+
+
+def _whole_call(text: str) -> tuple[str, str]:
+    """Return a call's name and arguments, whatever their order; no name for another object."""
+    try:
+        call: dict[str, Any] = json.loads(text, strict=False)
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):  # models also write a string, or null
+            written = arguments.strip() or "{}"
+        else:
+            written = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()  # halves of a surrogate pair cannot be sent
+    except (ValueError, RecursionError):
+        return "", ""
+    return (name, written) if isinstance(name, str) and written.startswith("{") else ("", "")
+
+
+# -- grammar -----------------------------------------------------------------------------------------------------------
+
+
+def _grammar(
+    tool_format: JsonFormat, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool
+) -> str:
+    """Return Lark for free text with calls in it.
+
+    Free text ends at a mark, and calls follow it. Where there may be no mark, the tool's name distinguishes a call from
+    other JSON: an answer that begins as JSON cannot name a tool except to call it.
+    """
+    marks = [mark for mark in tool_format.marks if not mark[0].startswith(_FENCE)]
+    is_bare = tool_format.is_bare
+    lines = [f"start: ({any_of('tag', len(marks))}){'*' if parallel else '?'} TEXT" + (" | bare" if is_bare else "")]
+    lines.append("TEXT: /(?s:.*)/" + (f" & ~{_bare_head(tools)}" if is_bare else ""))
+    for index, mark in enumerate(marks):
+        lines += _tag(index, mark, special_tokens)
+    more = f"(/{SPACE}[,;]{SPACE}/ call){{0,{MAX_CALLS - 1}}}" if is_bare and parallel else ""
+    in_list = (f"(/{SPACE},{SPACE}/ call){{0,{MAX_CALLS - 1}}} " if parallel else "") + f"/{SPACE}\\]/"
+    lines.append(f'calls: call {more} | "[" /{SPACE}/ call {in_list}')
+    lines += [f"{rule}: {any_of(rule, len(tools))}" for rule in ("call", *(("single", "listed") if is_bare else ()))]
+    if is_bare:
+        lines.append(f"bare: single {more} | listed {in_list}")
+    for index, tool in enumerate(tools):
+        rest = f"arguments_{index} /{SPACE}\\}}/"
+        lines.append(f"arguments_{index}: {tool.free_arguments()}")
+        lines.append(f"call_{index}: /{_head(tool.name)}/ {rest}")
+        if tool_format.leads_with_name:
+            between = f"({literal(tool_format.name_end, special_tokens)})?" if tool_format.name_end else ""
+            lines[-1] += f' | "{tool.name}" {between} /{SPACE}/ arguments_{index}'
+        if is_bare:  # everything that could still be text must be one lexeme
+            lines.append(f"single_{index}: /{SPACE}{_head(tool.name)}/ {rest}")
+            lines.append(f"listed_{index}: /{SPACE}\\[{SPACE}{_head(tool.name)}/ {rest}")
+    return "\n".join(lines)
+
+
+def _tag(index: int, mark: tuple[str, str], special_tokens: Mapping[str, int]) -> list[str]:
+    """Return the rules for text that ends with a mark, and for the calls after it."""
+    opening, closing = mark
+    end = f"/{SPACE}/ {literal(closing, special_tokens)}" if closing else ""
+    if opening in special_tokens:
+        return [f"tag_{index}: TEXT {literal(opening, special_tokens)} /{SPACE}/ calls {end}"]
+    return [f"begin_{index}[lazy]: TEXT {json.dumps(opening)}", f"tag_{index}: begin_{index} /{SPACE}/ calls {end}"]
+
+
+def _head(name: str) -> str:
+    """Return a regex of the text before a call's arguments."""
+    kind = rf'("type"{SPACE}:{SPACE}"function"{SPACE},{SPACE})?'
+    named = rf'"name"{SPACE}:{SPACE}"{name}"{SPACE},{SPACE}'
+    return rf'\{{{SPACE}{kind}{named}"(arguments|parameters)"{SPACE}:{SPACE}'
+
+
+def _bare_head(tools: Sequence[OfferedTool]) -> str:
+    """Return a regex of text that begins as JSON and names a tool."""
+    names = "|".join(tool.name for tool in tools)
+    return rf'/\s*\[?\s*\{{(?s:.*)"name"\s*:\s*"({names})"(?s:.*)/'
