@@ -199,7 +199,7 @@ class LLM:
 
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a prompt. Raises ClientError."""
-        limits, body = self._limits, params.to_fields()
+        limits, body = self._limits, params
         text = None
         if isinstance(prompt, str):
             text = prompt
