@@ -196,7 +196,7 @@ class Decoder:
         if self._config.tied_head and self._head.rows is not None:
             self._embed = self._head.rows
             self._embedding = self._embedding.new_empty(0)
-        self.loads = []  # which hold the embedding
+        self.loads.clear()  # they hold the embedding
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:
