@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from engine.core.snapshot import SequenceView
+from engine.core.stats import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
 from server.openai.usage import Usage
@@ -107,7 +107,7 @@ class RequestRecord:
             ended = {"status": status or None, "seconds": round(seconds, 3)}
             history = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
             return head | {"state": "finished", **self._counts(), **ended, "history": history}
-        states = [view.status.value for view in views]
+        states = [view.status for view in views]
         state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
         return head | {
             "state": state,
@@ -121,7 +121,7 @@ class RequestRecord:
         prompt = self.engine_ids.index(view.request_id)
         return {
             "choice": prompt * self.requests[prompt].params.n + view.choice,
-            "state": view.status.value,
+            "state": view.status,
             "tokens": view.num_tokens,
             "computed_tokens": view.num_computed,
             "cached_tokens": view.num_cached,
