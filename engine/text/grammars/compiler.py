@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError, OverloadedError, shorten
-from engine.core.grammar import Grammar
+from engine.core.types import Grammar
 from engine.text.grammars.cache import GrammarCache
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError, VocabularySource
