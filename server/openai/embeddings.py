@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import Pooling
+from engine.core.types import Pooling, SamplingParams
 from engine.text.choice import TextRules
 from engine.text.fields.base import Integer
 from server.context import InContext, json_body
@@ -95,7 +95,7 @@ async def create_embeddings(
 ) -> Response:
     """Return the model's final hidden states, as one vector an input."""
     model = context.check_model(body.model)
-    params = body.engine_params(pooling=Pooling(context.config.pooling))
+    params = SamplingParams(max_tokens=0, pooling=Pooling(context.config.pooling))
     prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
     body.check_lengths(prompts, "input", context.limits)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
