@@ -90,7 +90,8 @@ class TranslatedBody(RequestBody):
         """Return a chat of these fields, without null ones, and of the shared ones."""
         shared = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream")}
         passed = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
-        return ChatBody.model_validate({**passed, **shared, **fields})
+        given = {name: value for name, value in fields.items() if value not in (None, [])}
+        return ChatBody.model_validate({**passed, **shared, **given})
 
     @classmethod
     @contextmanager

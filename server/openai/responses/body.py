@@ -202,7 +202,7 @@ class InputBody(TranslatedBody):
         return self.chat_body(
             {
                 "messages": messages,
-                "tools": tools or None,
+                "tools": tools,
                 "tool_choice": choice.for_chat() if tools or choice.mode == "required" else None,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self.text.format.for_chat(),
