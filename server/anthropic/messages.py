@@ -210,10 +210,7 @@ class CountBody(TranslatedBody):
         return super().ignored_fields() + list(dict.fromkeys(marks))
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also thinking that the model does not have, and edits without effect.
-
-        Raises ValidationError for edits that would have one.
-        """
+        """Return also thinking that the model lacks, and edits without effect."""
         effort = None if self.output_config is None else self.output_config.effort
         is_idle = {
             "thinking": self.thinking is not None
@@ -259,10 +256,7 @@ class CountBody(TranslatedBody):
         return {}
 
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
-        """Return how long to retain which beginnings of the conversation.
-
-        None is the whole of `chat`.
-        """
+        """Return durations and the beginnings to retain; None is the whole of `chat`."""
         end = end_of(self.messages[-1].content, len(self.messages))
         marks = ((place, mark) for _, place, mark in self._marks())
         return [
@@ -285,10 +279,7 @@ class CountBody(TranslatedBody):
             yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
 
     def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
-        """Return the chat up to a place.
-
-        Before all messages, it has a placeholder instead of them.
-        """
+        """Return the chat up to a place, with a placeholder if it has no message."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
         system = self.system
         if place.turn:

@@ -61,10 +61,7 @@ class ChatBody(SamplingBody, ChatFields):
 
 
 async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
-    """Return a conversation prepared, and its engine requests.
-
-    Raises ClientError or ApiError for one that cannot be answered.
-    """
+    """Return a prepared conversation and its engine requests."""
     text = await context.render(body)
     chat = await for_text(len(text), lambda: context.preprocessor.prepare(body, text))
     grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
@@ -79,10 +76,7 @@ async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
 
 
 async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
-    """Return the number of tokens that a prompt shares with another conversation.
-
-    0 if the other one cannot be rendered.
-    """
+    """Return how many tokens a prompt shares with another conversation; 0 on errors."""
     try:
         rendered = await context.render(body)
         common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])

@@ -1,7 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape.
-
-The one model under each of its names, and its adapters. Requests with Anthropic's version header get its shape.
-"""
+"""GET /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fields that the generating APIs share: streaming, caching, tenants.
-
-The sampling fields are in engine/text/fields/sampling.py. Pure data.
-"""
+"""Fields that the generating APIs share: streaming, caching, tenants."""
 
 from __future__ import annotations
 

@@ -59,10 +59,7 @@ class ScoreBody(PromptOnlyBody):
         return self
 
     def wholes(self, most_chars: int) -> list[str]:
-        """Return each pair as one text.
-
-        Raises InvalidRequestError if they exceed the size of a body.
-        """
+        """Return each pair as one text. Raises InvalidRequestError if they are too long."""
         firsts = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
         num_chars = sum(map(len, firsts)) + sum(map(len, self.text_2))
         if num_chars > most_chars:

@@ -112,10 +112,7 @@ class TranslatedBody(RequestBody):
 
 
 class PieceWriter(ABC, Generic[Event]):
-    """Writes an answer as blocks, one for each run of text or reasoning and each call.
-
-    Both a stream and a plain answer use it: the latter is the former's state at its end.
-    """
+    """Writes an answer as blocks, one for each run of text or reasoning and each call."""
 
     def __init__(self) -> None:
         self._open: type[Piece] | None = None  # the kind of piece that continues the open block
@@ -157,10 +154,7 @@ class PieceWriter(ABC, Generic[Event]):
 
 
 def pieces_of(delta: Delta) -> list[Piece]:
-    """Return the parts of a delta in the order in which they were written.
-
-    The rest of an open call comes before text, and text before new calls.
-    """
+    """Return a delta's parts as written: rest of the open call, text, new calls."""
     pieces: list[Piece] = [Reasoning(delta.reasoning)] if delta.reasoning else []
     calls = list(delta.calls)
     if calls and calls[0].name is None:

@@ -42,10 +42,7 @@ class FunctionTool(Function):
 
 
 class AllowedTools(RequestBody):
-    """The tools that may be called, and whether one must be; None is all.
-
-    The mode `named` is exactly one call of one tool.
-    """
+    """The tools that may be called; None is all, `named` is one call of one tool."""
 
     mode: Literal["none", "auto", "required", "named"]
     names: frozenset[str] | None = None
@@ -189,10 +186,7 @@ class InputBody(TranslatedBody):
         return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
-        """Return the chat, after the items of earlier responses.
-
-        Their instructions are not carried over.
-        """
+        """Return the chat, after earlier items; earlier instructions are dropped."""
         messages = chat_messages([*earlier, *self.input])
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})

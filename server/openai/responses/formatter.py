@@ -30,10 +30,7 @@ from server.telemetry.timeline import AnswerMetrics
 
 
 class ResponsesFormatter(PieceWriter[ResponseEvent]):
-    """Implements ResponseFormatter for /v1/responses.
-
-    `keep`, if the response is stored, is called with the document of a successful answer.
-    """
+    """Formats /v1/responses; `keep` is called with the document of a success."""
 
     def __init__(
         self,
