@@ -15,7 +15,7 @@ from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.core.types import Request as EngineRequest
 from engine.text.chat_preprocessor import PreparedChat
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted
@@ -142,20 +142,15 @@ class CountBody(TranslatedBody):
         {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
     )
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**TranslatedBody.HINTS, "speed": ("standard",)}
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
-        "container": (),
-        "mcp_servers": ([],),
-        **dict.fromkeys(("max_completion_tokens", "response_format", "reasoning_effort"), ()),
-        "stop": ([],),
-        "n": (1,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **TranslatedBody.INSTEAD,
-        "max_completion_tokens": "send max_tokens",
-        "response_format": "send output_config: {format: ...}",
-        "reasoning_effort": "send thinking, or output_config: {effort: ...}",
-        "stop": "send stop_sequences",
+        "container": Refused(),
+        "max_completion_tokens": Refused((), "send max_tokens"),
+        "mcp_servers": Refused(([],)),
+        "n": Refused((1,)),
+        "reasoning_effort": Refused((), "send thinking, or output_config: {effort: ...}"),
+        "response_format": Refused((), "send output_config: {format: ...}"),
+        "stop": Refused(([],), "send stop_sequences"),
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "user": "metadata.user_id",

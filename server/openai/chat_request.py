@@ -13,12 +13,12 @@ from pydantic import Field, model_validator
 from engine.core.errors import ClientError, InvalidRequestError
 from engine.core.types import Request
 from engine.text.chat_preprocessor import PreparedChat
-from engine.text.fields.base import Integer
+from engine.text.fields.base import Integer, Refused
 from engine.text.fields.chat import ChatFields
 from engine.text.limits import num_common
 from server.context import Context, aside, for_text
 from server.errors import ApiError
-from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
+from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.respond import engine_requests
 
 
@@ -27,17 +27,13 @@ class ChatBody(SamplingBody, ChatFields):
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **UNSUPPORTED,
-        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), ()),
-        "best_of": (1,),
-        "echo": (False,),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **INSTEAD,
-        "best_of": "answers are ranked by /v1/completions only; send n to have several",
+        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
+        "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
+        "echo": Refused((False,)),
+        "function_call": Refused(("none",)),
+        "modalities": Refused((["text"],)),
     }
 
     max_completion_tokens: Integer | None = Field(None, ge=1)

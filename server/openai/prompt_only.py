@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from fastapi import Request
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import PromptInfo
+from engine.text.fields.base import Refused
 from engine.text.limits import ModelLimits
 from server.client import Answer
 from server.generation import Generation
@@ -24,10 +25,10 @@ class PromptOnlyBody(EngineBody):
     """The fields that both requests share."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"request_id"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "stream": (False,),
-        "truncate_prompt_tokens": (),
-        "truncation_side": ("left", "right"),
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        "stream": Refused((False,)),
+        "truncate_prompt_tokens": Refused(),
+        "truncation_side": Refused(("left", "right")),
     }
 
     add_special_tokens: bool = True

@@ -15,14 +15,16 @@ from pydantic import Field, ValidationError
 
 from engine.core.errors import ClientError
 from engine.text.choice import Delta
-from engine.text.fields.base import RequestBody
+from engine.text.fields.base import Refused, RequestBody
 from engine.text.limits import ModelLimits
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
 from server.openai.chat_request import ChatBody
-from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
+from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED
 
 Event = TypeVar("Event")
+
+_SEARCHES = "beam searches are what /v1/chat/completions makes; ask there"
 
 # Fields of chat, beyond OpenAI's and Anthropic's, that mean the same here.
 PASSED_ON = frozenset(
@@ -59,15 +61,10 @@ class TranslatedBody(RequestBody):
         "length_penalty": (1, 1.0),
         "thinking_token_budget": (),
     }
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **UNSUPPORTED,
-        "use_beam_search": (False,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **INSTEAD,
-        **dict.fromkeys(
-            ("beam_width", "use_beam_search"), "beam searches are what /v1/chat/completions makes; ask there"
-        ),
+        "beam_width": Refused(UNSUPPORTED["beam_width"].neutral, _SEARCHES),
+        "use_beam_search": Refused((False,), _SEARCHES),
     }
     # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, shorten
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function, without_hosted
 from engine.text.limits import ModelLimits
@@ -128,24 +128,18 @@ class InputBody(TranslatedBody):
         "context_management": ([],),
         "truncation": ("disabled",),
     }
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
-        **dict.fromkeys(("conversation", "moderation", "prompt"), ()),
-        "background": (False,),
-        **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort"), ()),
-        "logprobs": (False,),
-        "n": (1,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **TranslatedBody.INSTEAD,
-        "background": "answers are not made in the background; leave it out, and stream",
-        "conversation": "send previous_response_id, or the conversation in input",
-        "messages": "send input",
-        "max_tokens": "send max_output_tokens",
-        "max_completion_tokens": "send max_output_tokens",
-        "response_format": "send text: {format: ...}",
-        "reasoning_effort": "send reasoning: {effort: ...}",
-        "logprobs": f'send include: ["{LOGPROBS}"]',
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused((), "send max_output_tokens")),
+        "background": Refused((False,), "answers are not made in the background; leave it out, and stream"),
+        "conversation": Refused((), "send previous_response_id, or the conversation in input"),
+        "logprobs": Refused((False,), f'send include: ["{LOGPROBS}"]'),
+        "messages": Refused((), "send input"),
+        "moderation": Refused(),
+        "n": Refused((1,)),
+        "prompt": Refused(),
+        "reasoning_effort": Refused((), "send reasoning: {effort: ...}"),
+        "response_format": Refused((), "send text: {format: ...}"),
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "messages": "input",
