@@ -1,20 +1,28 @@
 """Chooses the block size for a machine and its requests: `--block-size auto`, once at the start.
 
 The last block of a sequence is seldom full, and memory in it is wasted. Small blocks waste less, but attention may read
-them more slowly. Speeds are timed at the start and lengths are those of the last run, so both are weighed together. Pure.
+them more slowly. Speeds are timed at the start and lengths are those of the last run, from a JSON file for each model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.page_table import blocks_for
+from engine.regular_file import read_json
 
 CANDIDATES = (8, 16, 32, 64, 128)
 _FEWEST = 64  # sequences before anything is concluded
 _NEARLY = 0.05  # speeds that differ by no more may be the same
+_MAX_BYTES = 1 << 20  # of a file of lengths
+_VERSION = 1
 
 
 def waste(lengths: Iterable[int], block_size: int) -> float:
@@ -41,3 +49,30 @@ def choose(speeds: Mapping[int, float], lengths: Collection[int]) -> int:
         return min(size for size, speed in speeds.items() if speed >= (1 - _NEARLY) * max(speeds.values()))
     worth = {size: speed * (1 - waste(lengths, size)) for size, speed in speeds.items()}
     return max(worth, key=lambda size: (worth[size], -size))
+
+
+def lengths_path(model: str) -> Path:
+    """Return the file of a model's lengths."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "lengths"
+    name = blake2b(model.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return folder / f"{name}.json"
+
+
+def load_lengths(path: Path) -> list[int]:
+    """Return the lengths of the last run; none from a file that cannot be read."""
+    with suppress(OSError, ValueError, TypeError):
+        document = read_json(path, _MAX_BYTES)
+        if isinstance(document, dict) and document.get("version") == _VERSION:
+            return [length for length in document.get("lengths", ()) if isinstance(length, int) and length > 0]
+    return []
+
+
+def save_lengths(path: Path, lengths: Sequence[int]) -> None:
+    """Replace the file if anything was served and the folder can be written to."""
+    if not lengths:
+        return
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps({"version": _VERSION, "lengths": list(lengths)}), encoding="utf-8")
+        written.replace(path)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.adapters import Adapters
-from engine.block_size import CANDIDATES, choose, with_block_size
+from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
@@ -25,7 +25,6 @@ from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
-from engine.lengths import LengthsFile
 from engine.loop import Engine
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
@@ -92,37 +91,65 @@ def check_foreign(config: EngineConfig) -> None:
     read_foreign_config(path)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts that the KV pool is sized for and shared by."""
+
+    config: EngineConfig
+    report: Report
+    device: torch.device
+    model: CausalLM
+    speculation: Speculation | None = None
+    captures: bool = False  # decode steps are captured as CUDA graphs; their memory is measured with the rest
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Return the number format of the pool."""
+        return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.model.attention_specs)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of a block of the pool, with the draft model's."""
+        drafts = self.speculation.bytes_per_block if self.speculation else 0
+        return block_bytes(self.model.attention_specs, block_size, self.kv_dtype) + drafts
+
+    def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
+        """Return a runner with a pool of its own."""
+        backend = load_backend(self.config.attention_backend, self.device)
+        kv_cache = KVCache(
+            self.model.attention_specs,
+            backend,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            dtype=self.kv_dtype,
+            device=self.device,
+        )
+        return ModelRunner(self.model, backend, kv_cache, settings, self.device)
+
+
 def build_engine(config: EngineConfig, report: Report) -> Engine:
     """Load the model, size and allocate the pool, and warm up; returns the engine unstarted.
 
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
     device, dtype = _prepare_device(config, report)
-    max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     model = load_model(config, device, dtype, report)
     _share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
-    adapters, adapter_bytes = _load_adapters(config, model, device, max_num_batched_tokens, report)
-    settings = _scheduler_config(config, model, speculation, device, max_num_seqs, max_num_batched_tokens)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model.dtype, model.attention_specs)
-    make_runner = partial(_make_runner, model, config.attention_backend, kv_dtype, device)
-    captures = _captures(config, model, device)
-    bytes_per_block = block_bytes(model.attention_specs, settings.block_size, kv_dtype)
-    bytes_per_block += speculation.bytes_per_block if speculation else 0
-    budget = _pool_budget(config, settings, model, device, bytes_per_block, adapter_bytes, make_runner, captures)
-    settings = _fit_pool(config, settings, model, budget, bytes_per_block, report)
-    runner = make_runner(settings)
+    parts = _Parts(config, report, device, model, speculation, _captures(config, model, device))
+    settings = _scheduler_config(parts)
+    adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
+    settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
+    runner = parts.make_runner(settings)
     report(Progress("warm_up", f"on {device.type}"))
-    if device.type == "cuda":
-        _warm_up_cuda(runner, config, settings, model.vocab_size, device, report, captures)
-    else:
-        _warm_up_cpu(runner, settings)
-    limits = _queue_limits(config, settings)
-    lengths = LengthsFile(config.model) if config.block_size is None else None
-    config, settings = _choose_block_size(runner, config, settings, model.dtype, lengths, report)
+    (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
+    keep_lengths = None
+    if config.block_size is None:
+        keep_lengths = partial(save_lengths, lengths_path(config.model))
+        settings = _choose_block_size(parts, runner, settings)
+        config = replace(config, block_size=settings.block_size)
     settings, transports = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
-        settings = speculation.start(runner, settings, captures, report)
+        settings = speculation.start(runner, settings, parts.captures, report)
     scheduler = _make_scheduler(config, settings)
     for name, transport in transports.items():
         scheduler.tiers.restore(name, transport.kept)
@@ -131,9 +158,9 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         CudaRunner(runner, device) if device.type == "cuda" else runner,
         vocab_size=model.vocab_size,
         depth=0 if speculation else _depth(config.async_scheduling, device),
-        limits=limits,
+        limits=_queue_limits(config, settings),
         adapters=adapters,
-        keep_lengths=None if lengths is None else lengths.save,
+        keep_lengths=keep_lengths,
         transports=transports,
         layout=_layout(config, settings, runner, model.dtype),
     )
@@ -153,20 +180,15 @@ def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device,
     return device, dtype
 
 
-def _scheduler_config(
-    config: EngineConfig,
-    model: CausalLM,
-    speculation: Speculation | None,
-    device: torch.device,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-) -> SchedulerConfig:
-    """Return what the core runs on, with a pool just large enough to measure a full step."""
+def _scheduler_config(parts: _Parts) -> SchedulerConfig:
+    """Return the core's settings, with a pool just large enough to measure a full step."""
+    config, device, speculation = parts.config, parts.device, parts.speculation
+    max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     block_size = config.block_size or _FIRST_BLOCK_SIZE
     return SchedulerConfig(
         num_blocks=max_num_batched_tokens // block_size + 1,
         block_size=block_size,
-        max_model_len=config.max_model_len or model.max_model_len,
+        max_model_len=config.max_model_len or parts.model.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -180,15 +202,10 @@ def _scheduler_config(
     )
 
 
-def _fit_pool(
-    config: EngineConfig,
-    settings: SchedulerConfig,
-    model: CausalLM,
-    budget: PoolBudget,
-    bytes_per_block: int,
-    report: Report,
-) -> SchedulerConfig:
+def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> SchedulerConfig:
     """Return the settings with the blocks that the budget holds, and the context that they hold."""
+    config, model, report = parts.config, parts.model, parts.report
+    bytes_per_block = parts.bytes_per_block(settings.block_size)
     if budget.account:
         report(Progress("memory", budget.account))
     size = fit_pool(
@@ -243,10 +260,9 @@ def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner
     return Layout(fingerprint(config, str(dtype), runner.blocks), settings.block_size, num_bytes)
 
 
-def _load_adapters(
-    config: EngineConfig, model: CausalLM, device: torch.device, num_tokens: int, report: Report
-) -> tuple[Adapters, int]:
+def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
     """Return the adapters of the start, and the bytes that later ones and steps of `num_tokens` with adapters may take."""
+    config, model = parts.config, parts.model
     if not config.num_loras:
         return Adapters(), 0
     assert model.capabilities.adapters, "load_model has refused any other"
@@ -255,7 +271,7 @@ def _load_adapters(
         num_layers=len(model.attention_specs),
         max_rank=config.max_lora_rank,
         dtype=model.dtype,
-        device=device,
+        device=parts.device,
     )
     adapters = Adapters(loader.load, config.num_loras)
     for module in config.lora_modules:
@@ -263,39 +279,28 @@ def _load_adapters(
             adapters.load(*module)
     if config.lora_modules:
         named = ", ".join(module.name for module in config.lora_modules)
-        report(
-            Progress(
-                "adapters", f"{named}; at most {config.num_loras} at a time, of ranks up to {config.max_lora_rank}"
-            )
-        )
+        limits = f"at most {config.num_loras} at a time, of ranks up to {config.max_lora_rank}"
+        parts.report(Progress("adapters", f"{named}; {limits}"))
     num_to_come = config.num_loras - len(config.lora_modules)
     return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 
-def _pool_budget(
-    config: EngineConfig,
-    settings: SchedulerConfig,
-    model: CausalLM,
-    device: torch.device,
-    bytes_per_block: int,
-    adapter_bytes: int,
-    make_runner: Callable[[SchedulerConfig], ModelRunner],
-    captures: bool,
-) -> PoolBudget:
-    """Return the bytes for the pool: as asked, all that is useful on a CPU, or what measuring leaves on a GPU."""
+def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -> PoolBudget:
+    """Return the bytes for the pool: as asked, all that is useful on a CPU, or the rest of a GPU's memory."""
+    config, model, device = parts.config, parts.model, parts.device
     if config.kv_cache_memory_bytes is not None:
         return PoolBudget(config.kv_cache_memory_bytes)
     if device.type == "cpu":
         useful_blocks = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
-        return PoolBudget(min(default_cpu_budget(), useful_blocks * bytes_per_block))
+        return PoolBudget(min(default_cpu_budget(), useful_blocks * parts.bytes_per_block(settings.block_size)))
     memory = measure_memory(
-        make_runner,
+        parts.make_runner,
         settings,
         device,
         share=config.gpu_memory_utilization,
         num_tensors=2 * len(model.attention_specs),
         vocab_size=model.vocab_size,
-        captures=captures,
+        captures=parts.captures,
     )
     remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
     staging = 2 * STAGING_BYTES if config.swap_space or config.kv_offload_gib else 0
@@ -303,31 +308,24 @@ def _pool_budget(
 
 
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
-    """Return whether decode steps are captured as CUDA graphs; their memory is measured with the rest."""
+    """Return whether decode steps are captured as CUDA graphs."""
     is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs
     return is_wanted and has_triton(device) and load_backend(config.attention_backend, device).capabilities.graphs
 
 
-def _warm_up_cuda(
-    runner: ModelRunner,
-    config: EngineConfig,
-    settings: SchedulerConfig,
-    vocab_size: int,
-    device: torch.device,
-    report: Report,
-    captures: bool,
-) -> None:
+def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
     """Capture graphs, run full steps so that they reserve their memory, and report the GPU's use."""
+    config, device = parts.config, parts.device
     with shortage_told(settings, device):
-        if captures:
-            runner.capture(report)
+        if parts.captures:
+            runner.capture(parts.report)
         if config.kv_cache_memory_bytes is None:
             hold_to_share(device, config.gpu_memory_utilization)
-        for plan in full_steps(settings, vocab_size):
+        for plan in full_steps(settings, parts.model.vocab_size):
             _require_finite(runner.run(plan).wait())
         for plan in other_steps(settings):  # their context was never computed, so their numbers mean nothing
             runner.run(plan).wait()
-    report(Progress("memory", describe_use(device)))
+    parts.report(Progress("memory", describe_use(device)))
 
 
 def _require_finite(result: StepResult) -> None:
@@ -339,7 +337,7 @@ def _require_finite(result: StepResult) -> None:
         )
 
 
-def _warm_up_cpu(runner: ModelRunner, settings: SchedulerConfig) -> None:
+def _warm_up_cpu(_parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
     num_tokens = min(16, settings.max_model_len, settings.max_num_batched_tokens)
     _require_finite(runner.run(warm_up_plan(settings, num_seqs=1, num_tokens=num_tokens)).wait())
     library = native()
@@ -354,37 +352,27 @@ def _in_any_blocks(size: PoolSize, block_size: int) -> PoolSize:
     return PoolSize(num_blocks, min(size.max_model_len, num_blocks * block_size))
 
 
-def _choose_block_size(
-    runner: ModelRunner,
-    config: EngineConfig,
-    settings: SchedulerConfig,
-    dtype: torch.dtype,
-    lengths: LengthsFile | None,
-    report: Report,
-) -> tuple[EngineConfig, SchedulerConfig]:
-    """With --block-size auto, choose the size of the blocks in the K/V folder, else from speeds and lengths."""
-    if lengths is None:
-        return config, settings
+def _choose_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> SchedulerConfig:
+    """Return the settings with the blocks of the K/V folder, else those that speeds and lengths speak for."""
     speeds = measure_speeds(runner, settings)
-    size = _kept_block_size(runner, config, settings, dtype, speeds) or choose(speeds, lengths.load())
-    settings = with_block_size(settings, size)
+    lengths = load_lengths(lengths_path(parts.config.model))
+    settings = with_block_size(settings, _kept_block_size(parts, runner, settings, speeds) or choose(speeds, lengths))
     runner.repartition(settings)
     best = max(speeds.values())
     rates = ", ".join(f"{each}: {speed / best:.0%}" for each, speed in speeds.items())
-    report(Progress("block_size", f"{settings.block_size}; speed of decoding by size: {rates}"))
-    return replace(config, block_size=size), settings
+    parts.report(Progress("block_size", f"{settings.block_size}; speed of decoding by size: {rates}"))
+    return settings
 
 
-def _kept_block_size(
-    runner: ModelRunner, config: EngineConfig, settings: SchedulerConfig, dtype: torch.dtype, sizes: Iterable[int]
-) -> int | None:
+def _kept_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig, sizes: Iterable[int]) -> int | None:
     """Return the size of this model's blocks in the folder of --kv-offload-config, if it has any."""
+    config = parts.config
     if config.kv_offload_dir is None:
         return None
     folder = Path(config.kv_offload_dir).expanduser()
     for size in sizes:
         runner.repartition(with_block_size(settings, size), is_trial=True)
-        if has_blocks(folder, fingerprint(replace(config, block_size=size), str(dtype), runner.blocks)):
+        if has_blocks(folder, fingerprint(replace(config, block_size=size), str(parts.model.dtype), runner.blocks)):
             return size
     return None
 
@@ -392,21 +380,6 @@ def _kept_block_size(
 def _depth(asked: bool | None, device: torch.device) -> int:
     """Return how many steps are launched before the last one's tokens are known."""
     return int(device.type == "cuda" if asked is None else asked)
-
-
-def _make_runner(
-    model: CausalLM, backend_name: str, kv_dtype: torch.dtype, device: torch.device, config: SchedulerConfig
-) -> ModelRunner:
-    backend = load_backend(backend_name, device)
-    kv_cache = KVCache(
-        model.attention_specs,
-        backend,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        dtype=kv_dtype,
-        device=device,
-    )
-    return ModelRunner(model, backend, kv_cache, config, device)
 
 
 def resolve_device(name: str) -> torch.device:

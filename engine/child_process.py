@@ -12,14 +12,14 @@ import gc
 import math
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +94,8 @@ class ChildProcess:
                 self._check_open()
                 if process is None or process.poll() is not None:
                     process = self._start()
-                answer = _Pipes(process, self._limit_s).ask(question)
+                with _limited(process, self._limit_s):
+                    answer = _ask(process, question)
             except BaseException:
                 self._kill()
                 raise
@@ -135,13 +136,10 @@ class ChildProcess:
             raise ChildLostError(f"it could not be started: {error.strerror}") from error
         self._process = process
         self._check_open()  # `close` may have come before it could see the process
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        pipes = _Pipes(process, _START_S)
-        pipes.receive()  # an empty message: it is ready
-        if self._set_up is not None:
-            self._set_up(pipes.ask)
+        with _limited(process, _START_S):
+            _receive(process)  # an empty message: it is ready
+            if self._set_up is not None:
+                self._set_up(partial(_ask, process))
         return process
 
     def _kill(self) -> None:
@@ -180,65 +178,54 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-class _Pipes:
-    """The pipes of a process, usable for a limited time."""
+@contextmanager
+def _limited(process: subprocess.Popen[bytes], limit_s: float) -> Iterator[None]:
+    """Kill the process after `limit_s`. Raises ChildError if it ends within the block."""
+    is_late = threading.Event()
 
-    def __init__(self, process: subprocess.Popen[bytes], limit_s: float) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._limit_s, self._deadline_s = limit_s, time.monotonic() + limit_s
-        self._in, self._out = process.stdin.fileno(), process.stdout.fileno()
+    def kill() -> None:
+        is_late.set()
+        _kill_group(process)
 
-    def ask(self, question: Parts) -> Parts:
-        """Send a message, clearing its parts, and return the answer."""
-        self._write(_head(question))
-        for part in question:
-            self._write(part)
-            part.clear()
-        return self.receive()
+    timer = threading.Timer(limit_s, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (BrokenPipeError, EOFError):
+        raise (
+            ChildTimeoutError(f"it took longer than {limit_s:.0f} s") if is_late.is_set() else _ending(process)
+        ) from None
+    finally:
+        timer.cancel()
 
-    def receive(self) -> Parts:
-        """Return the next message."""
-        [num] = _sizes(self._read(_SIZE_BYTES))
-        return [self._read(size) for size in _sizes(self._read(num * _SIZE_BYTES))]
 
-    def _write(self, part: bytes | bytearray) -> None:
-        sent = 0
-        while sent < len(part):
-            self._await(self._in, select.POLLOUT)
-            try:
-                with memoryview(part) as view, view[sent : sent + _PIECE_BYTES] as piece:
-                    sent += os.write(self._in, piece)
-            except BrokenPipeError:
-                raise self._ended() from None
+def _ending(process: subprocess.Popen[bytes]) -> ChildError:
+    """Return why the other end is gone."""
+    try:
+        code = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return ChildLostError("it closed its pipes")
+    if code in (-signal.SIGKILL, -signal.SIGTERM):
+        return ChildLostError("it was killed")
+    return ChildCrashError(f"it ended with {code}")
 
-    def _read(self, size: int) -> bytearray:
-        data = bytearray()  # it grows: filling so many bytes with zeros would hold the GIL
-        while len(data) < size:
-            self._await(self._out, select.POLLIN)
-            piece = os.read(self._out, min(size - len(data), _PIECE_BYTES))
-            if not piece:
-                raise self._ended()
-            data += piece
-        return data
 
-    def _await(self, file: int, event: int) -> None:
-        poll = select.poll()  # select itself knows no file beyond the 1024th
-        poll.register(file, event)
-        rest_s = self._deadline_s - time.monotonic()
-        if rest_s <= 0 or not poll.poll(1000 * rest_s):
-            raise ChildTimeoutError(f"it took longer than {self._limit_s:.0f} s")
+def _ask(process: subprocess.Popen[bytes], question: Parts) -> Parts:
+    """Send a message, clearing its parts, and return the answer."""
+    assert process.stdin is not None
+    _write(process.stdin.fileno(), _head(question))
+    for part in question:
+        _write(process.stdin.fileno(), part)
+        part.clear()
+    return _receive(process)
 
-    def _ended(self) -> ChildError:
-        """Return why the other end is gone."""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return ChildLostError("it closed its pipes")
-        if code in (-signal.SIGKILL, -signal.SIGTERM):
-            return ChildLostError("it was killed")
-        return ChildCrashError(f"it ended with {code}")
+
+def _receive(process: subprocess.Popen[bytes]) -> Parts:
+    """Return the next message. Raises EOFError."""
+    assert process.stdout is not None
+    file = process.stdout.fileno()
+    return [_read(file, size) for size in _read_head(file)]
 
 
 def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int] | None = None) -> None:
@@ -255,30 +242,24 @@ def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int
     gc.collect()
     gc.freeze()
     gc.disable()  # messages are large and have no cycles; garbage of errors is collected between them
-    _write_all(stdout, _head([]))
+    _write(stdout, _head([]))
     while True:
-        head = _read_exactly(stdin, _SIZE_BYTES)
-        if head is None:
+        try:
+            sizes = _read_head(stdin)
+            if memory is not None:
+                _limit_memory(memory(sum(sizes)))
+            parts = [_read(stdin, size) for size in sizes]
+        except EOFError:
             return
-        sizes = _sizes(_read_exactly(stdin, _sizes(head)[0] * _SIZE_BYTES))
-        if memory is not None:
-            _limit_memory(memory(sum(sizes)))
-        parts: Parts = []
-        for size in sizes:
-            part = _read_exactly(stdin, size)
-            if part is None:
-                return
-            parts.append(part)
-            del part
         answered = answer(parts)
         del parts
         gc.collect()
         if trim is not None:
             trim(0)
-        _write_all(stdout, _head(answered))
+        _write(stdout, _head(answered))
         answered.reverse()
         while answered:
-            _write_all(stdout, answered.pop())
+            _write(stdout, answered.pop())
         if trim is not None:
             trim(0)
 
@@ -298,23 +279,30 @@ def _head(parts: Sequence[bytes | bytearray]) -> bytes:
     return b"".join(size.to_bytes(_SIZE_BYTES, "little") for size in (len(parts), *map(len, parts)))
 
 
-def _sizes(data: bytearray | None) -> list[int]:
-    data = data or bytearray()
+def _read_head(file: int) -> list[int]:
+    """Return the sizes of the next message's parts. Raises EOFError."""
+    [count] = _numbers(_read(file, _SIZE_BYTES))
+    return _numbers(_read(file, count * _SIZE_BYTES))
+
+
+def _numbers(data: bytearray) -> list[int]:
     return [int.from_bytes(data[at : at + _SIZE_BYTES], "little") for at in range(0, len(data), _SIZE_BYTES)]
 
 
-def _read_exactly(file: int, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        num = os.readv(file, [view[:_PIECE_BYTES]])
-        if not num:
-            return None
-        view = view[num:]
+def _read(file: int, size: int) -> bytearray:
+    """Return so many bytes of a pipe. Raises EOFError."""
+    data = bytearray()  # it grows: filling so many bytes with zeros would hold the GIL
+    while len(data) < size:
+        piece = os.read(file, min(size - len(data), _PIECE_BYTES))
+        if not piece:
+            raise EOFError
+        data += piece
     return data
 
 
-def _write_all(file: int, part: bytes | bytearray) -> None:
-    view = memoryview(part)
-    while view:
-        view = view[os.write(file, view[:_PIECE_BYTES]) :]
+def _write(file: int, part: bytes | bytearray) -> None:
+    sent = 0
+    with memoryview(part) as view:
+        while sent < len(view):
+            with view[sent : sent + _PIECE_BYTES] as piece:
+                sent += os.write(file, piece)

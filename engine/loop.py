@@ -2,9 +2,9 @@
 
     inbox -> scheduler.add / abort -> plan -> runner.run -> commit -> deliver, once a step
 
-The thread owns the scheduler and the runner. Everyone else talks to it through `submit`, `abort`, `look`, `stop` and the
-numbers in `stats`. It knows no HTTP, no text and no tensors: the runner is handed in. `depth` 1 plans and launches the
-next step before it waits for the last one (overlap); 0 takes them one at a time.
+The thread owns the scheduler and the runner. Other threads use `submit`, `abort`, `between_steps`, `stop` and the numbers
+in `stats`. It knows no HTTP, no text and no tensors: the runner is an argument. `depth` 1 plans and launches the next
+step before it waits for the last one (overlap); 0 takes them one at a time.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Deliver = Callable[[StepEvents], None]
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
-_QUIET_S = 0.1  # without a message for this long, nobody waits while other work is done
+_QUIET_S = 0.1  # without a message for this long, no client waits while other work is done
 
 
 class EngineHealth(NamedTuple):
-    """Whether the engine lives and moves. A busy engine that has not stepped for long hangs."""
+    """Whether the engine lives and moves; a busy one that has not stepped for long hangs."""
 
     alive: bool
     busy: bool
@@ -83,7 +83,7 @@ class Engine:
         self.clock = clock
         self._scheduler = scheduler
         self._runner = runner
-        self._offload = Offload(scheduler, runner, transports)
+        self._offload = Offload(scheduler, runner, transports) if transports else None
         self._depth = depth
         self._overload = OverloadControl(scheduler, limits)
         self._keep_lengths = keep_lengths
@@ -103,7 +103,7 @@ class Engine:
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def start(self, deliver: Deliver, on_end: Callable[[], None] = lambda: None) -> None:
-        """Start the thread. It calls `deliver` with events in order, at most once a step, and `on_end` as its last act."""
+        """Start the thread, which calls `deliver` with events, at most once a step, and last `on_end`."""
         self._deliver = deliver
         self._on_end = on_end
         self._thread.start()
@@ -133,24 +133,21 @@ class Engine:
         return self.between_steps(lambda scheduler, _: scheduler.snapshot(self.clock()))
 
     def first_names(self, request: Request) -> list[bytes]:
-        """How the names of a request's K/V blocks begin; see Memory."""
+        """Return how the names of a request's K/V blocks begin; see KVCacheManager."""
         return self._scheduler.first_names(request)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running sequences, and of waiting ones. A cheap reading; runs nothing."""
+        """Return the names of the adapters of running sequences, and of waiting ones."""
         return self._scheduler.adapters_in_use()
 
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
-        """Have something done with the scheduler and the runner on the engine's thread; it has to be quick.
-
-        The outcome is cancelled where the engine ends first.
-        """
+        """Run a quick task on the engine's thread; its result is cancelled if the engine ends first."""
         outcome: Future[T] = Future()
         self._inbox.put(EngineCall(task, outcome))
         return outcome
 
     def health(self) -> EngineHealth:
-        """A cheap reading; runs nothing."""
+        """Return whether the engine lives and moves, without waiting for it."""
         error = None if self._error is None else str(self._error)
         alive = error is None and self._thread.is_alive()
         busy = alive and self._scheduler.has_work  # what is in the inbox waits for a wake-up, not for a step
@@ -159,11 +156,11 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread was started and has not ended, even if it hangs in a step."""
+        """Return whether the thread was started and has not ended, even if it hangs in a step."""
         return self._thread.is_alive()
 
     def order_stop(self, drain_s: float) -> None:
-        """Refuse new requests and order the thread to end: open requests may finish for `drain_s`, the rest is aborted."""
+        """Refuse new requests; let open ones finish for `drain_s`, then abort them and end the thread."""
         end_s = self.clock() + drain_s
         self._inbox.refuse(
             lambda: ShuttingDownError(
@@ -174,7 +171,7 @@ class Engine:
         self._inbox.put(Stop(end_s))
 
     def stop(self, drain_s: float) -> None:
-        """Order the thread to end and wait until it has; with a step that hangs that is for ever."""
+        """Order the thread to end and wait for it, forever if a step hangs."""
         self.order_stop(drain_s)
         if self.is_running:
             self._thread.join()
@@ -187,7 +184,8 @@ class Engine:
             while not self._is_done():
                 self._turn()
             self._check_integrity()
-            self._offload.flush(self.clock)
+            if self._offload is not None:
+                self._offload.flush(self.clock)
             if self._keep_lengths is not None:
                 self._keep_lengths(self._scheduler.recent_lengths)
         except Exception as error:
@@ -196,7 +194,8 @@ class Engine:
             self._die(error)
         finally:
             self._inbox.close()
-            self._offload.close()
+            if self._offload is not None:
+                self._offload.close()
             self._runner.close()
             self._on_end()
 
@@ -204,14 +203,15 @@ class Engine:
         return self._stop_at_s is not None and not self._scheduler.has_work
 
     def _turn(self) -> None:
-        """One turn: take in what was sent, launch a step, commit the oldest, tell what happened."""
+        """Take in messages, launch a step, commit the oldest, deliver the events."""
         events = StepEvents(self._take_in(self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle()))
         try:
             self._step(events)
         except DeviceMemoryError as error:
             self._roll_back(error, events)
         self._tell(events)
-        self._offload.exchange()
+        if self._offload is not None:
+            self._offload.exchange()
 
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
@@ -227,17 +227,17 @@ class Engine:
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events.entries += self._commit_oldest().entries
-        elif plan is None and self._scheduler.has_work and not self._offload.wait_for_loads():
+        elif plan is None and self._scheduler.has_work and not (self._offload and self._offload.wait_for_loads()):
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
 
     def _roll_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
-        """A step did not fit the device's memory: try a smaller one. If that does not fit either, a request ends."""
-        while self._launched:  # they built on it; the device has to be done with them before they are planned anew
+        """Try a smaller step after one did not fit the device's memory; if that fails, end a request."""
+        while self._launched:  # they built on it; the device has to be done with them before they are planned again
             _, pending, _ = self._launched.popleft()
             with suppress(DeviceMemoryError):
                 pending.wait()
         if isinstance(error, CopyError):
-            log.error("K/V could not be copied (%s): from now on it is computed anew instead", error)
+            log.error("K/V could not be copied (%s): from now on it is recomputed instead", error)
             events.entries += self._scheduler.roll_back(self.clock())
             self._scheduler.give_up_copies()
             return
@@ -250,7 +250,7 @@ class Engine:
         events.entries += self._scheduler.roll_back(self.clock(), failure)
 
     def _idle(self) -> list[Message]:
-        """Wait for messages, and use a quiet moment to see that nothing leaked and to let the runner get ready."""
+        """Wait for messages; in a quiet moment, check for leaks and let the runner prepare."""
         messages = self._inbox.take(wait_s=_QUIET_S)
         if not messages:
             self._check_integrity()
@@ -262,7 +262,7 @@ class Engine:
         return messages
 
     def _use_idle_moment(self) -> bool:
-        return self._offload.spill() or self._runner.use_idle_moment()
+        return (self._offload is not None and self._offload.spill()) or self._runner.use_idle_moment()
 
     def _tell(self, events: StepEvents) -> None:
         for event in events.ends:
@@ -302,7 +302,7 @@ class Engine:
         return self._scheduler.commit(plan, result, now)
 
     def _check_integrity(self) -> None:
-        """A leak is our bug and no reason to stop serving."""
+        """Log a leak; it is a bug, but no reason to stop serving."""
         try:
             self._scheduler.check_integrity()
         except AssertionError as error:
@@ -310,14 +310,14 @@ class Engine:
             log.error("The books do not balance while idle (please report this): %s", error)  # noqa: TRY400 - one line
 
     def _note_open(self, messages: list[Message]) -> None:
-        """From here on these requests are owed a terminal event a choice, whatever happens."""
+        """Note the choices that must get a terminal event, whatever happens."""
         for message in messages:
             if isinstance(message, Request):
                 keys = [(message.request_id, choice) for choice in range(message.params.n)]
                 self._open.update(dict.fromkeys(keys, len(message.prompt)))
 
     def _die(self, cause: Exception) -> None:
-        """Tell every open request, and refuse all that come later. The scheduler may be what broke: it is not asked."""
+        """Fail every open request and refuse new ones, without the scheduler, which may have failed."""
         reason = str(cause) if isinstance(cause, DeviceLostError) else f"{type(cause).__name__}: {cause}"
         self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
         self._inbox.refuse(lambda: EngineDeadError(str(self._error)))

@@ -2,9 +2,9 @@
 
 A recording is a text file of one JSON object a line: a header, then every request, plan, commit, abort and rollback in
 order, with the clock readings that the scheduler was given. It contains no text, no key and no name: ids of requests,
-tenants, salts and adapters are replaced by numbers. Token ids are written only if asked for; otherwise hidden_ids.py
-keeps just which of them are equal. The engine thread puts references into a bounded queue; a writer thread makes lines
-of them. If the writer falls behind or cannot write, the recording ends there and the daemon goes on.
+tenants, salts and adapters are replaced by numbers, and token ids by steps in a TokenTree, unless they are asked for.
+The engine thread puts references into a bounded queue; a writer thread makes lines of them. If the writer falls behind
+or cannot write, the recording ends there and the daemon goes on.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 from array import array
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from engine.core.config import SchedulerConfig
@@ -40,7 +40,6 @@ PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
 _MAX_QUEUED = 4000  # entries, two a step: some 40 MB where 256 sequences run
 _STOPPED = "the daemon stopped"
-_ENDS = "end"  # a drawn token that ended its answer: what else it was is not recorded
 
 Entry = tuple[Any, ...]  # the name of a line's kind, and what it is made of
 Note = Callable[[Entry], None]
@@ -120,85 +119,6 @@ class RecordingScheduler(Scheduler):
         super().give_up_copies()
 
 
-class Ids(Protocol):
-    """How a recording writes token ids."""
-
-    def prompt(self, tokens: Sequence[int]) -> Any:
-        """Return what is written of a prompt."""
-        ...
-
-    def ending(self, ids: Sequence[int]) -> Any:
-        """Return what is written of ids that end an answer."""
-        ...
-
-    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> Any:
-        """Return what is written of a token drawn after the first `depth`."""
-        ...
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
-        """Return what is written of several tokens, one drawn after the other."""
-        ...
-
-
-class PlainIds:
-    """As they are."""
-
-    def prompt(self, tokens: Sequence[int]) -> list[int]:
-        """Return the ids."""
-        return list(tokens)
-
-    def ending(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids."""
-        return list(ids)
-
-    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> int:  # noqa: ARG002 - as HiddenIds
-        """Return the id."""
-        return token
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:  # noqa: ARG002 - as HiddenIds
-        """Return the ids."""
-        return list(ids)
-
-
-class HiddenIds:
-    """As steps in a TokenTree."""
-
-    def __init__(self) -> None:
-        self._tree = TokenTree()
-
-    def prompt(self, tokens: Sequence[int]) -> list[int]:
-        """Return how a prompt lies in the tree."""
-        return self._tree.hide_prompt(tokens)
-
-    def ending(self, ids: Sequence[int]) -> int:
-        """Return how many there are."""
-        return len(ids)
-
-    def draw(self, piece: SequenceSlice, slot: int, depth: int, token: int) -> Any:
-        """Return a step, or how the token ends the answer."""
-        if is_over(piece, depth):
-            return 0
-        if token in piece.params.eos_token_ids:
-            return _ENDS
-        if token in piece.params.stop_token_ids:
-            return "stop"
-        return self._tree.hide_draw(slot, piece.seq_id, piece.tokens, depth, token)
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
-        """Return a step for each token, up to one that ends the answer."""
-        steps: list[Any] = [0] * len(ids)
-        if is_over(piece, depth):
-            return steps
-        eos, stop = piece.params.eos_token_ids, piece.params.stop_token_ids
-        known = [*piece.tokens[:depth], *ids]
-        for index, token in enumerate(ids):
-            if token in eos or token in stop:
-                steps[index] = _ENDS if token in eos else "stop"
-                break
-            steps[index] = self._tree.hide_draw(slot, piece.seq_id, known, depth + index, token)
-        return steps
-
-
 class Journal:
     """Makes the lines of a recording, in order."""
 
@@ -209,8 +129,8 @@ class Journal:
             "contents": contents,
             "scheduler": asdict(config),
         }
-        self._ids: Ids = PlainIds() if contents == "ids" else HiddenIds()
-        self._numbers: dict[str, dict[Hashable, int]] = {}  # by kind of name; "" and None are 0
+        self._tree = None if contents == "ids" else TokenTree()
+        self._numbers: dict[str, dict[Hashable, int]] = defaultdict(dict)  # by kind of name; "" and None are 0
         self._launched: deque[PlanNote] = deque()
 
     def line(self, entry: Entry) -> dict[str, Any]:
@@ -220,13 +140,13 @@ class Journal:
         return {"op": kind, **written}
 
     def _add(self, request: Request) -> dict[str, Any]:
-        params = request.params
-        number = self._number("request", request.request_id)
-        stop = params.stop_token_ids - params.eos_token_ids
-        line = {"id": number, "at": request.arrival_s, "prompt": self._ids.prompt(request.prompt)}
-        line |= {
-            "eos": self._ids.ending(sorted(params.eos_token_ids)),
-            "stop": self._ids.ending(sorted(stop)),
+        params, tree = request.params, self._tree
+        line = {
+            "id": self._number("request", request.request_id),
+            "at": request.arrival_s,
+            "prompt": list(request.prompt) if tree is None else tree.hide_prompt(request.prompt),
+            "eos": self._ending(params.eos_token_ids),
+            "stop": self._ending(params.stop_token_ids - params.eos_token_ids),
             "salt": self._number("salt", request.cache_salt),
             "owner": self._number("owner", request.cache_owner),
             "tenant": self._number("tenant", request.tenant),
@@ -264,12 +184,12 @@ class Journal:
             is_void = index in result.errors or index in result.drafted or piece.params.beam is not None
             if index in result.drafted:
                 token_ids, num_drafts, _, is_end = result.drafted[index]
-                drafted[index] = [self._ids.draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
+                drafted[index] = [self._draws(piece, piece.slot, depth, token_ids), num_drafts, is_end]
             elif index not in result.errors and piece.params.beam is not None and first in result.logprobs:
                 top = result.logprobs[first].top
-                tops[index] = [[self._ids.draw(piece, -1, depth, token), logprob] for token, logprob in top]
+                tops[index] = [[*self._draws(piece, -1, depth, [token]), logprob] for token, logprob in top]
             for sample, token in zip(piece.samples, ids, strict=True):
-                draws.append(0 if is_void else self._ids.draw(piece, own_slot(piece, sample), depth, token))
+                draws += [0] if is_void else self._draws(piece, own_slot(piece, sample), depth, [token])
         line = {
             "draws": draws if any(draws) else None,
             "drafted": drafted,
@@ -288,10 +208,28 @@ class Journal:
 
     def _number(self, kind: str, name: Hashable) -> int:
         """Return the number that stands for a name."""
-        if not name:
-            return 0
-        numbers = self._numbers.setdefault(kind, {})
-        return numbers.setdefault(name, len(numbers) + 1)
+        numbers = self._numbers[kind]
+        return numbers.setdefault(name, len(numbers) + 1) if name else 0
+
+    def _ending(self, ids: Collection[int]) -> list[int] | int:
+        """Return what is written of ids that end an answer: the ids, or how many there are."""
+        return sorted(ids) if self._tree is None else len(ids)
+
+    def _draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
+        """Return what is written of tokens drawn one after the other, after the first `depth`."""
+        if self._tree is None:
+            return list(ids)
+        steps: list[Any] = [0] * len(ids)
+        if is_over(piece, depth):
+            return steps
+        eos, stop = piece.params.eos_token_ids, piece.params.stop_token_ids
+        known = piece.tokens if len(ids) == 1 else [*piece.tokens[:depth], *ids]
+        for index, token in enumerate(ids):
+            if token in eos or token in stop:  # what else it was is not recorded
+                steps[index] = "end" if token in eos else "stop"
+                break
+            steps[index] = self._tree.hide_draw(slot, piece.seq_id, known, depth + index, token)
+        return steps
 
 
 def check_path(path: Path) -> None:
@@ -336,21 +274,25 @@ class RecordingFile:
         self._thread.join()
 
     def _main(self) -> None:
-        try:
-            self._write(self._journal.header)
-            while (entry := self._next()) is not None:
-                self._write(self._journal.line(entry))
-                if self._num_bytes > MAX_BYTES:
-                    self._end = f"the file is larger than {MAX_BYTES >> 20} MiB"
-                    break
-        except TreeFullError:
-            self._end = "too many different tokens"
-        except Exception as error:
-            self._end = f"{type(error).__name__}: {error}"
-            log.debug("The recording failed here:", exc_info=True)
-        if self._end != _STOPPED:
-            log.warning("The recording in %s ends here: %s", self._path, self._end)
-        self._finish()
+        with suppress(OSError), self._file:  # the last lines may find no room
+            try:
+                self._write_entries()
+            except TreeFullError:
+                self._end = "too many different tokens"
+            except Exception as error:
+                self._end = f"{type(error).__name__}: {error}"
+                log.debug("The recording failed here:", exc_info=True)
+            if self._end != _STOPPED:
+                log.warning("The recording in %s ends here: %s", self._path, self._end)
+            self._write({"op": "end", "why": self._end})
+
+    def _write_entries(self) -> None:
+        self._write(self._journal.header)
+        while (entry := self._next()) is not None:
+            self._write(self._journal.line(entry))
+            if self._num_bytes > MAX_BYTES:
+                self._end = f"the file is larger than {MAX_BYTES >> 20} MiB"
+                return
 
     def _next(self) -> Entry | None:
         """Return the next entry, or None at the end; flushes the file before it waits."""
@@ -365,14 +307,6 @@ class RecordingFile:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._num_bytes += self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-    def _finish(self) -> None:
-        """Write why the recording ends, if it can be written, and close the file."""
-        try:
-            with self._file:
-                self._write({"op": "end", "why": self._end})
-        except OSError:
-            log.debug("The recording's end could not be written:", exc_info=True)
 
 
 def own_slot(piece: SequenceSlice, sample: Sample) -> int:

@@ -1,34 +1,25 @@
-"""Shared by the command lines of the package: types of argparse, a check of output files, and a console.
-
-Output files are checked before anything is measured, so that minutes of measuring are not lost.
-"""
+"""Types of argparse, and a check of output files before anything is measured."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from loadtest.errors import LoadtestError
-from loadtest.report import without_nan
 
 _WRITTEN = ("output", "json", "plot", "save_trace")  # the options that name a file to be written
 _PICTURES = (".png", ".svg", ".pdf")
-_WIDE = 200  # columns for tables that go to a file or a pipe: as many as they need
 
 
 class OutputError(LoadtestError):
-    """A file that is to be written cannot be; the message says which and why."""
+    """A file cannot be written; the message says which and why."""
 
 
 def positive_int(text: str) -> int:
-    """A type of argparse."""
+    """Return a whole number from 1; a type of argparse."""
     try:
         value = int(text)
     except ValueError:
@@ -39,18 +30,13 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """A type of argparse."""
+    """Return a number above 0; a type of argparse."""
     return _within(text, lambda value: 0 < value < inf, "a number above 0")
 
 
 def share(text: str) -> float:
-    """A type of argparse."""
+    """Return a number above 0, at most 1; a type of argparse."""
     return _within(text, lambda value: 0 < value <= 1, "a number above 0, at most 1")
-
-
-def probability(text: str) -> float:
-    """A type of argparse."""
-    return _within(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def _within(text: str, fits: Callable[[float], bool], what: str) -> float:
@@ -78,14 +64,3 @@ def refuse_unwritable(options: argparse.Namespace) -> None:
             raise OutputError(f"{flag}, which may not be written; name a file elsewhere.")
         if name == "plot" and path.suffix.lower() not in _PICTURES:
             raise OutputError(f"{flag}; its name must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}.")
-
-
-def open_console() -> Console:
-    """Standard output, for tables: as wide as they need. A narrow terminal wraps their lines, and no figure is cut."""
-    return Console(width=max(Console().width, _WIDE))
-
-
-def save_json(options: argparse.Namespace, document: Any) -> None:
-    """Write figures where --json names a file; figures that are NaN become null."""
-    if options.json:
-        options.json.write_text(json.dumps(without_nan(document), indent=1) + "\n", encoding="utf-8")

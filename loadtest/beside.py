@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from loadtest.arguments import positive_int, save_json
+from loadtest.arguments import positive_int
 from loadtest.client import Client, ClientError, Outcome, Target
+from loadtest.output import print_table, save_json
 from loadtest.report import percentile
 
 _SHORT, _STREAM = 100, 64  # tokens of their prompts
@@ -152,20 +153,19 @@ def run(options: argparse.Namespace) -> int:
         for url, measured in rounds.items():
             drive = Drive(url, options.api_key, options.streams, options.long, number)
             measured.append(asyncio.run(drive.measure()))
-    print(
-        "| daemon | gap p99 ms: alone, beside | ratio | longest | short TTFT p99 ms: without, beside | to first | long TTFT s |"
-    )
-    print("|---|---|---|---|---|---|---|")
     base = _median(rounds[options.url[0]], "short_ttft_p99_beside")
+    rows = []
     for url, measured in rounds.items():
-        gaps = [_median(measured, name) for name in ("gap_p99", "gap_p99_beside", "gap_ratio", "gap_max_beside")]
+        alone, beside, ratio, longest = [
+            _median(measured, name) for name in ("gap_p99", "gap_p99_beside", "gap_ratio", "gap_max_beside")
+        ]
         shorts = [_median(measured, name) for name in ("short_ttft_p99", "short_ttft_p99_beside")]
-        print(
-            f"| {url} | {gaps[0]:.1f}, {gaps[1]:.1f} | {gaps[2]:.2f} | {gaps[3]:.0f} | {shorts[0]:.0f}, {shorts[1]:.0f} "
-            f"| {shorts[1] / base:.2f} | {_median(measured, 'long_ttft') / 1e3:.1f} |"
-        )
-    document = {url: [each._asdict() for each in measured] for url, measured in rounds.items()}
-    save_json(options, document)
+        gaps = (f"{alone:.1f}, {beside:.1f}", f"{ratio:.2f}", f"{longest:.0f}")
+        waits = (f"{shorts[0]:.0f}, {shorts[1]:.0f}", f"{shorts[1] / base:.2f}")
+        rows.append((url, *gaps, *waits, f"{_median(measured, 'long_ttft') / 1e3:.1f}"))
+    names = ("gap p99 ms: alone, beside", "ratio", "longest", "short TTFT p99 ms: without, beside", "to first")
+    print_table(("daemon", *names, "long TTFT s"), rows)
+    save_json(options.json, {url: [each._asdict() for each in measured] for url, measured in rounds.items()})
     return 0
 
 

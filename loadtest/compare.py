@@ -1,9 +1,8 @@
-"""Quire beside its peers: every server that is here, on the same machine, with the same model and the same requests.
+"""Compares Quire with other servers on this machine, with the same model and the same requests.
 
 `python -m loadtest compare --vllm PYTHON --llama-server FILE ...` starts one server after another on loopback, drives
-each through the chosen workloads, stops it, and goes round again (A B A B, so that a machine that drifts drifts for
-all). A server that dies or hangs is reported with its last words and passed over. Writes after every server, so
-an interrupted comparison keeps what it has. It installs nothing, and takes minutes to hours.
+each through the chosen workloads, stops it, and starts the next round. A server that dies or hangs is reported with the
+end of its log and skipped. Results are written after every server. It installs nothing, and takes minutes to hours.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
+from loadtest.arguments import positive_int
 from loadtest.bench import Asking, Level, Sweep
 from loadtest.client import Client, ClientError, Target
 from loadtest.comparison import IDLE_LOAD, ROOT, Drive, Results, describe_host
@@ -30,7 +28,6 @@ from loadtest.peers.process import PeerError, ServerProcess, free_port, running
 from loadtest.peers.shapes import SHAPES
 from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
 from loadtest.plots import require_matplotlib
-from loadtest.roofline import measure
 from loadtest.workload import Job, Length, synthetic
 
 _MODELS = tuple(SHAPES)
@@ -42,7 +39,7 @@ class CompareError(LoadtestError):
 
 
 class Workload(NamedTuple):
-    """Requests of one kind. A point sends `waves` times its concurrency of them, and `at_least` so many."""
+    """Requests of one kind; a point sends `waves` times its concurrency, and at least `at_least`."""
 
     name: str
     prompt: int
@@ -72,15 +69,13 @@ WORKLOADS = (
 )
 
 
-@dataclass(frozen=True)
 class PeerAsking(Asking):
-    """A request in one server's words. `min_tokens` is never sent: ignore_eos says it all, and it costs some dearly."""
-
-    ignore_eos: bool = False
-    fields: Callable[[int], dict[str, Any]] = field(default=lambda _max_tokens: {})
+    """Requests without `min_tokens`, which slows some servers down; ignore_eos is enough."""
 
     def body(self, job: Job) -> dict[str, Any]:
-        return Asking.body(self, job) | self.fields(job.max_tokens)
+        body = super().body(job)
+        del body["min_tokens"]
+        return body
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,26 +83,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("the servers; one that is not named is not here")
     for peer in PEERS:
         default = DEFAULT_EXECUTABLES.get(peer.name)
-        told = f"{peer.told}; default: the Python that runs this" if default else peer.told
-        who.add_argument(f"--{peer.name}", metavar=peer.executable, type=Path, default=default, help=told)
+        purpose = f"{peer.purpose}; default: the Python that runs this" if default else peer.purpose
+        who.add_argument(f"--{peer.name}", metavar=peer.executable, type=Path, default=default, help=purpose)
     who.add_argument(
         "--only", nargs="+", metavar="NAME", choices=[peer.name for peer in PEERS], help="leave out others"
     )
     more = "more flags for a server: --flags quire='--block-size 32'"
     who.add_argument("--flags", action="append", type=_flags, default=[], metavar="NAME=FLAGS", help=more)
     what = parser.add_argument_group("the work")
-    told = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
+    precisions = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
     what.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where --prepare writes models")
     what.add_argument("--prepare", action="store_true", help="write the models that are not there yet, and end")
     what.add_argument("--models", nargs="+", choices=_MODELS, default=[_MODELS[0]], help="default %(default)s")
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
-    what.add_argument("--concurrency", nargs="+", type=int, metavar="N", help="default 1 2 8 32 128")
-    what.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help=told)
-    what.add_argument("--rounds", type=int, metavar="N", help="times that each server is driven; default 2")
+    what.add_argument("--concurrency", nargs="+", type=positive_int, metavar="N", help="default 1 2 8 32 128")
+    what.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help=precisions)
+    what.add_argument("--rounds", type=positive_int, metavar="N", help="times that each server is driven; default 2")
     what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")
-    what.add_argument("--num-threads", type=int, metavar="N", default=os.cpu_count(), help="default: one a core")
     what.add_argument(
-        "--kv-gib", type=int, metavar="N", default=4, help="K/V memory of each server; default %(default)s"
+        "--num-threads", type=positive_int, metavar="N", default=os.cpu_count(), help="default: one a core"
+    )
+    what.add_argument(
+        "--kv-gib", type=positive_int, metavar="N", default=4, help="K/V memory of each server; default %(default)s"
     )
     what.add_argument("--start-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
     what.add_argument("--point-limit", type=float, metavar="S", default=600.0, help="default %(default)s")
@@ -122,38 +119,35 @@ def _flags(text: str) -> tuple[str, list[str]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prepare models, or compare. 1 if any server failed, 130 if interrupted."""
-    console = Console()
+    """Prepare models, or compare; return 1 if a server failed, 130 if interrupted."""
     if options.prepare:
-        return _prepare(options, console)
+        return _prepare(options)
     plan = Plan.of(options)
     if options.out:
         require_matplotlib()
         options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console.print("measuring the machine", style="dim")
     host = describe_host()
     if host["load_average"] > IDLE_LOAD:
-        told = f"The load average is {host['load_average']:.1f}: other work on this machine will affect the figures."
-        console.print(told, style="yellow")
-    results = Results(host, plan.settings(), asdict(measure(options.num_threads)))
+        print(f"The load average is {host['load_average']:.1f}: other work on this machine will affect the figures.")
+    results = Results(host, plan.settings())
     for peer in PEERS:
         if peer.name in plan.wanted:
             results.peers[peer.name] = known = _describe(peer, plan.executables.get(peer.name))
-            console.print(f"{peer.name}: {known.get('version', 'not here')}", markup=False)
+            print(f"{peer.name}: {known.get('version', 'not here')}")
     try:
         for turn in plan.turns():
-            _drive(plan, turn, results, console)
+            _drive(plan, turn, results)
             if options.out:
                 results.write(options.out)
     except KeyboardInterrupt:
         results.is_interrupted = True
-        console.print("Interrupted: what follows is of what had been measured.", style="yellow")
-    results.show(console)
+        print("Interrupted: these are the figures measured until then.")
+    print("\n" + results.markdown())
     if options.out:
         results.write(options.out)
         results.draw(options.out)
-        console.print(f"written: {options.out}", markup=False)
+        print(f"written: {options.out}")
     return 130 if results.is_interrupted else int(any(drive.failures for drive in results.drives))
 
 
@@ -167,7 +161,7 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """The servers, workloads and their order. After a point took too long, neither it nor a larger one is tried again."""
+    """The servers, workloads and their order; points that took too long are not repeated."""
 
     options: argparse.Namespace
     wanted: Sequence[str]
@@ -179,7 +173,7 @@ class Plan:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Plan:
-        """Raises CompareError."""
+        """Check the options. Raises CompareError."""
         wanted = options.only or [peer.name for peer in PEERS]
         given = {peer.name: getattr(options, peer.name.replace("-", "_")) for peer in PEERS}
         executables = {name: str(path) for name, path in given.items() if path and name in wanted}
@@ -188,8 +182,6 @@ class Plan:
                 raise CompareError(f"--{name} is {path!r}, which is not an executable file.")
         names = options.workloads or [load.name for load in WORKLOADS[: 1 if options.quick else None]]
         levels = options.concurrency or ([1, 8, 32] if options.quick else [1, 2, 8, 32, 128])
-        if min(levels) < 1:
-            raise CompareError(f"--concurrency names {min(levels)}; the least is 1.")
         for model in options.models:
             if not (options.models_dir / model / "hf" / "model.safetensors").is_file():
                 raise CompareError(
@@ -218,7 +210,7 @@ class Plan:
         )
 
     def points(self, turn: Turn) -> Iterator[tuple[Workload, Level]]:
-        """Prompts follow from round, workload and concurrency: the same for every server, and never seen twice by one."""
+        """Yield the points; every server gets the same prompts, and none gets a prompt twice."""
         for index, load in enumerate(self.workloads):
             for level in self.levels:
                 if level < self.skipped.get((turn.model, turn.peer.name, load.name), sys.maxsize):
@@ -228,7 +220,7 @@ class Plan:
         return [word for peer, words in self.options.flags if peer == name for word in words]
 
     def without_paths(self, text: str) -> str:
-        """Replace the paths of this machine by names: results are read on other machines."""
+        """Replace the paths of this machine by names."""
         folders = {str(self.options.models_dir.absolute()): "MODELS"}
         for peer in PEERS:
             if path := self.executables.get(peer.name):
@@ -239,25 +231,21 @@ class Plan:
         return text
 
     def settings(self) -> dict[str, Any]:
-        told = ("models", "precision", "num_threads", "kv_gib", "start_limit", "point_limit")
+        names = ("models", "precision", "num_threads", "kv_gib", "start_limit", "point_limit")
         workloads = [load._asdict() for load in self.workloads]
         chosen = {"workloads": workloads, "concurrency": self.levels, "rounds": self.rounds}
-        return {name: getattr(self.options, name) for name in told} | chosen
+        return {name: getattr(self.options, name) for name in names} | chosen
 
 
-def _drive(plan: Plan, turn: Turn, results: Results, console: Console) -> None:
-    """One server from start to stop; whatever befalls it is noted and no more than that."""
-    console.print(f"\n{turn.model}, round {turn.round + 1} of {plan.rounds}: {turn.peer.name}", style="bold")
+def _drive(plan: Plan, turn: Turn, results: Results) -> None:
+    """Start, drive and stop one server; note its failures."""
+    print(f"\n{turn.model}, round {turn.round + 1} of {plan.rounds}: {turn.peer.name}", flush=True)
     setup = plan.setup(turn)
     drive = Drive(turn.peer.name, turn.model, turn.round)
-    try:
-        command = turn.peer.command(plan.executables[turn.peer.name], setup)
-    except NotImplementedError as error:
-        console.print(f"left out: {error}", markup=False)
-        return
+    command = turn.peer.command(plan.executables[turn.peer.name], setup)
     command = command._replace(argv=[*command.argv, *plan.more_flags(turn.peer.name)])
     drive.command = plan.without_paths(str(command))
-    asking = PeerAsking(turn.peer.model_name(setup), fields=turn.peer.fields)
+    asking = PeerAsking(setup.model.name)
     results.drives.append(drive)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -265,7 +253,7 @@ def _drive(plan: Plan, turn: Turn, results: Results, console: Console) -> None:
             first = asking.body(Job("time year people", 1))
             with running(command, setup.port, log, first, plan.options.start_limit) as server:
                 drive.ready_s = server.ready_s
-                console.print(f"first token {server.ready_s:.1f} s after its start")
+                print(f"first token {server.ready_s:.1f} s after its start", flush=True)
                 try:
                     for load, level in plan.points(turn):
                         _measure(plan, turn, drive, server, asking, load, level)
@@ -275,21 +263,19 @@ def _drive(plan: Plan, turn: Turn, results: Results, console: Console) -> None:
             drive.failures.append(str(error))
     drive.failures = [plan.without_paths(failure) for failure in drive.failures]
     for failure in drive.failures:
-        console.print(failure, style="red", markup=False)
+        print(failure)
 
 
 def _measure(
     plan: Plan, turn: Turn, drive: Drive, server: ServerProcess, asking: Asking, load: Workload, level: Level
 ) -> None:
-    """One point. Raises PeerError if the server is dead after it, KeyboardInterrupt if the person had enough."""
+    """Measure one point. Raises PeerError if the server died, KeyboardInterrupt after a signal."""
     limit_s = plan.options.point_limit
     warm_up = load.jobs(2, -1 - int(level.value)) if level.value == plan.levels[0] else []
     sweep = asyncio.run(_sweep(server.port, asking, warm_up, level, limit_s))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a closing event loop takes its handlers with it
     for point in sweep.points:
-        each = point.prompt_tokens / max(point.num_requests - point.num_failed, 1)
-        of = {"workload": load.name, "concurrency": level.concurrency, "prompt_tokens_each": each}
-        drive.points.append(of | asdict(point))
+        drive.points.append({"workload": load.name, "concurrency": level.concurrency} | asdict(point))
         drive.failures += [f"{level.load}: {count} x {error}" for error, count in point.errors.items()]
     if not server.is_alive():
         raise PeerError(f"{level.load}: it died.\n{server.log_tail()}")
@@ -331,11 +317,11 @@ def _describe(peer: Peer, executable: str | None) -> dict[str, Any]:
     return {"here": True, "version": version(peer, executable), "installed_bytes": size}
 
 
-def _prepare(options: argparse.Namespace, console: Console) -> int:
+def _prepare(options: argparse.Namespace) -> int:
     from engine.model_source import find_model
     from loadtest.peers.models import prepare
 
     source = Path(find_model(None).path)
     for model in options.models:
-        prepare(SHAPES[model], source, options.models_dir, lambda text: console.print(text, markup=False))
+        prepare(SHAPES[model], source, options.models_dir, print)
     return 0

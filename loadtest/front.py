@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from loadtest.arguments import save_json
 from loadtest.bench import Asking, closed_loop
 from loadtest.client import Client, Outcome, Target
 from loadtest.errors import LoadtestError
+from loadtest.output import save_json
 from loadtest.workload import Job
 
 TARGET_EVENTS_PER_S = 10_000
@@ -126,5 +126,5 @@ def run(options: argparse.Namespace) -> int:
     )
     if server_core is None:
         print("server and client shared the only core, so both figures are too low.")
-    save_json(options, asdict(found))
+    save_json(options.json, asdict(found))
     return 1 if found.failed else 0

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.arguments import save_json
 from loadtest.client import Target
 from loadtest.front import child
+from loadtest.output import save_json
 
 MOST_MS = 50.0  # that /health's p99 may rise by
 PROBE_EVERY_S = 0.01
@@ -288,8 +288,7 @@ def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
     print(f"/health p99 within {MOST_MS:.0f} ms of idle: {'yes' if not late else 'no: ' + ', '.join(late)}")
     if broken:
         print(f"answered by a 500, or not at all: {', '.join(broken)}")
-    document = {"idle": asdict(idle), "cases": [asdict(row) for row in rows]}
-    save_json(options, document)
+    save_json(options.json, {"idle": asdict(idle), "cases": [asdict(row) for row in rows]})
     return 1 if late or broken else 0
 
 

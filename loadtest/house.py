@@ -17,8 +17,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from loadtest.arguments import save_json
 from loadtest.errors import LoadtestError
+from loadtest.output import print_table, save_json
 
 ROOT = Path(__file__).parents[1]
 MAX_FUNCTION_LINES = 60
@@ -235,11 +235,7 @@ def update(path: Path, rows: list[Row]) -> None:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         raise HouseError(f"{path} has no {BEGIN} and {END}, where the figures go.")
-    lines = [
-        "| figure | now | wanted |",
-        "|---|---|---|",
-        *(f"| {row.name} | {row.value} | {row.wanted} |" for row in rows),
-    ]
+    lines = ["| figure | now | wanted |", "|---|---|---|", *(f"| {' | '.join(row[:3])} |" for row in rows)]
     path.write_text("\n".join([f"{head}{BEGIN}", *lines, f"{END}{tail}"]), encoding="utf-8")
 
 
@@ -264,12 +260,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"{num_lines:>5} of {_count(ROOT / name):>4}  {name}")
         return 0
     rows = measure()
-    width = max(len(row.name) for row in rows)
-    for row in rows:
-        print(f"{row.name:<{width}}  {row.value}  (wanted: {row.wanted})  {row.detail}".rstrip())
+    print_table(("figure", "now", "wanted", ""), rows)
     for circle in import_circles().packages:
         print(f"these packages import each other in a circle: {', '.join(circle)}")
     if options.update:
         update(options.update, rows)
-    save_json(options, {row.name: row.value for row in rows})
+    save_json(options.json, {row.name: row.value for row in rows})
     return 0

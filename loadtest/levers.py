@@ -1,8 +1,7 @@
 """Measures the effect of settings: real daemons that differ in one setting, driven in turns by one workload.
 
-`python -m loadtest levers` starts all variants of a lever, sends each the same requests round by round (A B A B, so that
-a machine that drifts drifts for all), and prints the median of the rounds as a Markdown table. It
-takes minutes. It knows the daemon only as a command and an address.
+All variants of a setting run side by side and get the same requests round by round, so that a drift of the machine's
+speed affects all of them. The table shows medians of the rounds.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import contextlib
 import statistics
 from typing import NamedTuple
 
-from rich.console import Console
-
-from loadtest.bench import Asking, Level, Sweep, first_model
-from loadtest.client import Client, Target
+from loadtest.arguments import positive_int
+from loadtest.bench import Level, measure
 from loadtest.daemon import daemon, get
+from loadtest.output import in_ms, print_table
 from loadtest.report import Point
 from loadtest.workload import Job, Length, copying, synthetic
 
@@ -37,7 +35,7 @@ class Lever(NamedTuple):
     temperature: float = 0.0
 
     def jobs(self, seed: int) -> list[Job]:
-        """Fresh prompts for each round, the same for every variant."""
+        """Return new prompts for each round, the same for every variant."""
         if self.copies:
             return copying(self.num_prompts, prompt=self.prompt, output=self.output, seed=seed)
         return synthetic(
@@ -81,40 +79,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `levers`."""
     names = list(dict.fromkeys(lever.flag.removeprefix("--") for lever in LEVERS))
     parser.add_argument("--only", choices=names, nargs="+", default=names, metavar="FLAG", help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times each variant is driven; default 3")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, metavar="N", help="times each variant is driven; default 3"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure the chosen levers, one after another."""
-    console = Console()
     for lever in LEVERS:
         if lever.flag.removeprefix("--") in options.only:
-            _print(lever, *asyncio.run(_compare(lever, options.rounds, console)))
+            _print(lever, *asyncio.run(_compare(lever, options.rounds)))
     return 0
 
 
-async def _compare(lever: Lever, rounds: int, console: Console) -> tuple[list[list[Point]], list[int]]:
-    """For each variant, a point a round; and how many preemptions each saw in all."""
+async def _compare(lever: Lever, rounds: int) -> tuple[list[list[Point]], list[int]]:
+    """Return a point a round for each variant, and the preemptions of each."""
     with contextlib.ExitStack() as daemons:
-        console.print(f"{lever.flag}: starting {len(lever.variants)} daemons", style="dim")
+        print(f"{lever.flag}: starting {len(lever.variants)} daemons")
         ports = [daemons.enter_context(daemon(_flags(lever, variant))) for variant in lever.variants]
         points: list[list[Point]] = [[] for _ in ports]
         for index in range(rounds):
             for port, measured in zip(ports, points, strict=True):
-                measured += await _drive(lever, port, seed=index)
+                level = Level(lever.flag, lever.concurrency, lever.concurrency, lever.jobs(index))
+                measured += await measure(port, lever.jobs(-1 - index)[:2], level, lever.temperature)
         return points, [_preemptions(port) for port in ports]
-
-
-async def _drive(lever: Lever, port: int, seed: int) -> list[Point]:
-    client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}")), Sweep()
-    try:
-        level = Level(lever.flag, lever.concurrency, lever.concurrency, lever.jobs(seed))
-        await sweep.run(
-            client, Asking(await first_model(client), temperature=lever.temperature), lever.jobs(-1 - seed)[:2], [level]
-        )
-    finally:
-        client.close()
-    return sweep.points
 
 
 def _print(lever: Lever, points: list[list[Point]], preemptions: list[int]) -> None:
@@ -122,24 +110,23 @@ def _print(lever: Lever, points: list[list[Point]], preemptions: list[int]) -> N
     if lever.prefix_len:
         shape += f" after {lever.prefix_len} shared ones"
     kind = "copied from the prompt" if lever.copies else f"temperature {lever.temperature:g}"
-    print(f"\n{shape}, {lever.output.low}-{lever.output.high} tokens out, {kind} {lever.shared}\n")
-    print(
-        f"| `{lever.flag}` | out tok/s | TTFT p50 ms | TTFT p99 ms | ITL p50 ms | ITL p99 ms | e2e p50 ms | preemptions |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"\n{shape}, {lever.output.low}-{lever.output.high} tokens out, {kind} {lever.shared}")
+    rows = []
     for variant, measured, preempted in zip(lever.variants, points, preemptions, strict=True):
-        figures = [statistics.median(figure) for figure in zip(*map(_figures, measured), strict=True)]
-        print(f"| {variant} | {' | '.join(f'{figure:.0f}' for figure in figures)} | {preempted} |")
+        rate, *latencies = [statistics.median(figure) for figure in zip(*map(_figures, measured), strict=True)]
+        rows.append((variant, f"{rate:.0f}", *(in_ms(each, 0) for each in latencies), preempted))
+    latency_names = ("TTFT p50 ms", "TTFT p99 ms", "ITL p50 ms", "ITL p99 ms", "e2e p50 ms")
+    print_table((f"`{lever.flag}`", "out tok/s", *latency_names, "preemptions"), rows)
 
 
 def _figures(point: Point) -> tuple[float, ...]:
-    """The columns of the table."""
-    seconds = (point.ttft_s.p50, point.ttft_s.p99, point.itl_s.p50, point.itl_s.p99, point.e2e_s.p50)
-    return (point.output_tokens_per_s, *(1e3 * each for each in seconds))
+    """Return output tokens a second, then seconds."""
+    latencies = (point.ttft_s.p50, point.ttft_s.p99, point.itl_s.p50, point.itl_s.p99, point.e2e_s.p50)
+    return (point.output_tokens_per_s, *latencies)
 
 
 def _flags(lever: Lever, variant: str) -> list[str]:
-    """The default model with one setting changed, or none."""
+    """Return the flags of a variant: the default model with one setting changed."""
     if variant == "default":
         return ["--dtype", "bfloat16", *lever.shared.split()]
     flag = [lever.flag.replace("--", "--no-", 1)] if variant == "off" else [lever.flag]

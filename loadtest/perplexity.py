@@ -1,9 +1,9 @@
-"""Measures the perplexity of a text: what a number format costs in quality.
+"""Measures the perplexity of a text under settings of the daemon, to judge a number format.
 
-`python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"` runs the same windows of the
-same text through the real engine for each group of settings, scheduler, pool and kernels included, and prints the
-perplexities and their ratio to the first. Every token but a window's first is predicted from those before it. The
-default text comes with Python: the language's reference in pydoc.
+    python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"
+
+Each group of settings runs the same windows of the same text through the real engine. The default text is the language
+reference in Python's pydoc.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from rich.console import Console
-from rich.progress import Progress
-
 from engine.core.types import Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
-from loadtest.arguments import save_json
 from loadtest.errors import LoadtestError
+from loadtest.output import print_table, progress_bar, save_json
 
 _SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
@@ -65,18 +62,15 @@ def run(options: argparse.Namespace) -> int:
     if options.window < 2 or options.tokens < 2:
         raise PerplexityError("A token is predicted from one before it: --tokens and --window must be at least 2.")
     text = read_text(options.text)
-    scores = []
-    for settings in options.settings:
-        scores.append(_measure(settings, options, text))
-        _print(scores)
+    scores = [_measure(settings, options, text) for settings in options.settings]
+    _print(scores)
     about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
-    document = about | {"scores": [asdict(score) for score in scores]}
-    save_json(options, document)
+    save_json(options.json, about | {"scores": [asdict(score) for score in scores]})
     return 0
 
 
 def read_text(path: Path | None) -> str:
-    """The file's text, or the default's: 465,000 characters that differ a little from one Python to the next."""
+    """Return the file's text, or pydoc's 465,000 characters, which differ between Pythons."""
     if path is None:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         return "\n\n".join(topics[name] for name in sorted(topics))
@@ -87,7 +81,7 @@ def read_text(path: Path | None) -> str:
 
 
 def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """The tokens in windows of `size`, each behind `prefix`; a rest too short to predict anything is left out."""
+    """Yield windows of `size` tokens, each after `prefix`, without a rest of one token."""
     step = size - len(prefix)
     for begin in range(0, len(tokens), step):
         window = (*prefix, *tokens[begin : begin + step])
@@ -121,12 +115,12 @@ def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
 
 
 def score_windows(engine: Engine, windows: Sequence[tuple[int, ...]], skipped: int, title: str) -> tuple[float, int]:
-    """The negative log likelihood of all windows' tokens but the first `skipped` of each, and how many they were."""
+    """Return the negative log likelihood of the tokens after the first `skipped`, and their number."""
     answers: SimpleQueue[StepEvents] = SimpleQueue()
     negative, num_tokens = 0.0, 0
     engine.start(answers.put)
     try:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        with progress_bar() as bar:
             task = bar.add_task(title, total=sum(map(len, windows)))
             for index, window in enumerate(windows):
                 engine.submit(Request(request_id=str(index), prompt=window, params=_SCORE, arrival_s=engine.clock()))
@@ -140,7 +134,7 @@ def score_windows(engine: Engine, windows: Sequence[tuple[int, ...]], skipped: i
 
 
 def _entries(events: Iterable[TokenEvent]) -> list[float]:
-    """A window's log probabilities, a number for each token; nan for the first, which nothing precedes."""
+    """Return the log probability of each token of a window; NaN for the first."""
     (event,) = events
     if event.error is not None:
         raise event.error
@@ -150,11 +144,9 @@ def _entries(events: Iterable[TokenEvent]) -> list[float]:
 
 
 def _print(scores: Sequence[Score]) -> None:
-    """The latest line of the table, and the head before the first."""
-    if len(scores) == 1:
-        print("| settings | perplexity | to the first | tokens | seconds |\n|---|---|---|---|---|")
-    score, ratio = scores[-1], scores[-1].perplexity / scores[0].perplexity
-    settings = f"`{score.settings}`" if score.settings else "default"
-    print(
-        f"| {settings} | {score.perplexity:.4f} | {ratio:.5f} | {score.num_tokens} | {score.seconds:.0f} |", flush=True
-    )
+    rows = []
+    for score in scores:
+        settings = f"`{score.settings}`" if score.settings else "default"
+        ratio = score.perplexity / scores[0].perplexity
+        rows.append((settings, f"{score.perplexity:.4f}", f"{ratio:.5f}", score.num_tokens, f"{score.seconds:.0f}"))
+    print_table(("settings", "perplexity", "to the first", "tokens", "seconds"), rows)

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark or a simulation, drawn with matplotlib where it is installed; the rest never needs it."""
+"""Pictures of benchmarks and comparisons; only these need matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PlotError(LoadtestError):
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's pyplot without a display. Raises PlotError."""
+    """Return matplotlib's pyplot, which draws to files only. Raises PlotError."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -30,8 +30,16 @@ def require_matplotlib() -> Any:
     return plt
 
 
+def log_y(plt: Any, axes: Any) -> None:
+    """Give the y axis a logarithmic scale with plain numbers."""
+    axes.set(yscale="log")
+    axes.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+
+
 def draw_bench(path: Path, points: Sequence[Point], outcomes: Mapping[str, Sequence[Outcome]]) -> None:
-    """Throughput and latency over the sweep, the trade between them, and the TTFT and ITL distributions."""
+    """Draw throughput, latency against throughput, and the distributions of TTFT and ITL."""
     plt = require_matplotlib()
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     (throughput, trade), (first, between) = axes
@@ -72,7 +80,7 @@ def _cdf(axis: Any, seconds: Sequence[float], label: str) -> None:
 def draw_comparison(
     path: Path, title: str, base: str, rows: Sequence[tuple[str, int, Mapping[str, Mapping[Any, float]]]]
 ) -> None:
-    """One column a workload, one line a server: throughput, its share of `base`'s, TTFT and ITL over concurrency.
+    """Draw a column for each workload and a line for each server, over concurrency.
 
     A row is (workload, concurrency, figures of each server); a figure's key has the `title` that labels its axis.
     """
@@ -93,13 +101,13 @@ def draw_comparison(
             column[-1].plot([level for level, _ in shares], [share for _, share in shares], **style)
         for axis, key in zip(column, figures, strict=False):
             is_log = not key.more_is_better and all(row[name][key] > 0 for _, row in of_workload for name in row)
-            axis.set(ylabel=key.title, **({"yscale": "log"} if is_log else {"ylim": (0, None)}))
+            axis.set(ylabel=key.title)
             if is_log:
-                axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-                axis.yaxis.set_major_formatter("{x:g}")
-                axis.yaxis.set_minor_formatter("")
+                log_y(plt, axis)
+            else:
+                axis.set(ylim=(0, None))
         column[0].set(title=workload, xscale="log")
-        column[-1].set(ylabel=f"{figures[0].title} / {base}'s", ylim=(0, None), xlabel="requests at once")
+        column[-1].set(ylabel=f"{figures[0].title} / {base}'s", ylim=(0, None), xlabel="concurrent requests")
         levels = sorted({level for level, _ in of_workload})
         column[-1].set_xticks(levels, [str(level) for level in levels])
         column[-1].xaxis.set_minor_formatter("")

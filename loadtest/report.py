@@ -1,32 +1,25 @@
-"""From outcomes to figures: percentiles, rates and errors of one measured point, as a dict, a table and JSON.
+"""Percentiles, rates and errors of one measured point.
 
-All times are seconds inside and milliseconds on paper. Tokens are counted from the server's usage, never from chunks:
-a chunk may carry several tokens, so inter-token latency is reported between chunks, with the mean number of tokens a
-chunk beside it.
+Times are seconds, and milliseconds in tables. Tokens are counted from the server's usage, never from chunks: a chunk
+may carry several tokens. ITL is therefore the time between chunks, with the mean number of tokens a chunk beside it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from loadtest.client import Outcome
+from loadtest.output import in_ms, print_table
 
 QUANTILES = (0.5, 0.9, 0.99)
 
 
 def percentile(ordered: Sequence[float], quantile: float) -> float:
-    """The quantile of an ascending sequence, linear between its neighbours; nan when empty."""
+    """Return the quantile of an ascending sequence, interpolated; NaN if it is empty."""
     if not ordered:
         return math.nan
     position = quantile * (len(ordered) - 1)
@@ -79,12 +72,12 @@ class Point:
 
 
 def ttfts(outcomes: Iterable[Outcome]) -> list[float]:
-    """Time to first token of each answer that has one."""
+    """Return the time to first token of each answer that has one."""
     return [outcome.chunks[0] - outcome.start_s for outcome in outcomes if outcome.chunks]
 
 
 def gaps(outcomes: Iterable[Outcome]) -> list[float]:
-    """Every time between two chunks of one answer."""
+    """Return all times between two chunks of one answer."""
     return [later - earlier for outcome in outcomes for earlier, later in pairwise(outcome.chunks)]
 
 
@@ -122,66 +115,37 @@ def summarize(load: str, level: float, outcomes: Sequence[Outcome], duration_s: 
     )
 
 
-def show(points: Sequence[Point], console: Console) -> None:
-    """Print throughput and latency tables, then everything that went wrong."""
-    rates = Table(title="Throughput", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    rates.add_column("load", no_wrap=True)
-    for column in ("done", "failed", "s", "req/s", "out tok/s", "all tok/s", "tok/chunk"):
-        rates.add_column(column, justify="right", no_wrap=True)
-    for point in points:
-        rates.add_row(
-            point.load,
-            str(point.num_requests - point.num_failed),
-            f"[red]{point.num_failed}[/red]" if point.num_failed else "0",
-            f"{point.duration_s:.1f}",
-            f"{point.requests_per_s:.2f}",
-            f"{point.output_tokens_per_s:.1f}",
-            f"{point.total_tokens_per_s:.1f}",
-            f"{point.tokens_per_chunk:.2f}",
-        )
-    console.print(rates)
-    latency = Table(
-        title="Latency, ms",
-        caption="ITL: time between two chunks. TPOT: by tokens counted.",
-        box=box.SIMPLE_HEAD,
+def show(points: Sequence[Point]) -> None:
+    """Print throughput and latencies, then everything that went wrong."""
+    print_table(
+        ("load", "done", "failed", "s", "req/s", "out tok/s", "all tok/s", "tok/chunk"),
+        (
+            (
+                point.load,
+                point.num_requests - point.num_failed,
+                point.num_failed,
+                f"{point.duration_s:.1f}",
+                f"{point.requests_per_s:.2f}",
+                f"{point.output_tokens_per_s:.1f}",
+                f"{point.total_tokens_per_s:.1f}",
+                f"{point.tokens_per_chunk:.2f}",
+            )
+            for point in points
+        ),
     )
-    latency.add_column("load", no_wrap=True)
-    for column in ("", "mean", "p50", "p90", "p99"):
-        latency.add_column(column, justify="right")
+    latencies = []
     for point in points:
-        for name, spread in (
-            ("TTFT", point.ttft_s),
-            ("TPOT", point.tpot_s),
-            ("ITL", point.itl_s),
-            ("e2e", point.e2e_s),
-        ):
+        spreads = {"TTFT": point.ttft_s, "TPOT": point.tpot_s, "ITL": point.itl_s, "e2e": point.e2e_s}
+        for name, spread in spreads.items():
             figures = (spread.mean, spread.p50, spread.p90, spread.p99)
-            latency.add_row(point.load if name == "TTFT" else "", name, *(f"{value * 1e3:.2f}" for value in figures))
-    console.print(latency)
+            latencies.append((point.load, name, *map(in_ms, figures)))
+    print_table(("load", "latency, ms", "mean", "p50", "p90", "p99"), latencies, num_names=2)
+    print("ITL is the time between two chunks; TPOT counts tokens.")
     for point in points:
         for error, count in point.errors.items():
-            console.print(f"{point.load}: {count} x {error}", style="red", markup=False)
+            print(f"{point.load}: {count} x {error}")
         if point.cached_tokens:
-            console.print(
-                f"{point.load}: {point.cached_tokens} of {point.prompt_tokens} prompt tokens came from the prefix cache."
-            )
+            cached = f"{point.cached_tokens} of {point.prompt_tokens} prompt tokens"
+            print(f"{point.load}: {cached} came from the prefix cache.")
         if point.num_without_usage:
-            console.print(
-                f"{point.load}: {point.num_without_usage} answers carried no usage; their tokens are not counted.",
-                style="yellow",
-            )
-
-
-def write_json(path: Path, settings: dict[str, Any], points: Sequence[Point]) -> None:
-    """Write the settings and every point as one JSON document. Absent figures are null."""
-    document = {"settings": settings, "points": [without_nan(asdict(point)) for point in points]}
-    path.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
-
-
-def without_nan(value: Any) -> Any:
-    """A document that JSON can hold: absent figures are null."""
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+            print(f"{point.load}: {point.num_without_usage} answers carried no usage; their tokens are not counted.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import time
 from pathlib import Path
 
@@ -12,7 +11,9 @@ from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
-from loadtest.arguments import save_json
+from loadtest.arguments import positive_int
+from loadtest.output import print_table, save_json
+from loadtest.report import percentile
 
 PROMPT_LEN = 64
 TARGET_US = 300.0  # at 256 sequences
@@ -49,8 +50,8 @@ def decode_step_us(num_seqs: int, num_steps: int) -> list[float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scheduler`."""
-    parser.add_argument("--num-seqs", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--num-steps", type=int, default=500, help="decode steps to time; default %(default)s")
+    parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--num-steps", type=positive_int, default=500, help="decode steps to time; default %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE")
 
 
@@ -58,12 +59,13 @@ def run(options: argparse.Namespace) -> int:
     """Time and print."""
     gc.disable()  # a collection is the process's cost, not the scheduler's
     rows = {}
-    print("plan + commit, microseconds, every sequence decoding")
     for num_seqs in options.num_seqs:
         ordered = sorted(decode_step_us(num_seqs, options.num_steps))
-        median, p99 = statistics.median(ordered), ordered[int(len(ordered) * 0.99)]
-        rows[num_seqs] = {"median_us": median, "p99_us": p99}
-        target = f"   target {TARGET_US:g}" if num_seqs == 256 else ""
-        print(f"  {num_seqs:>4} sequences   median {median:>7.1f}   p99 {p99:>7.1f}{target}")
-    save_json(options, {"plan_and_commit": rows})
+        rows[num_seqs] = {"median_us": percentile(ordered, 0.5), "p99_us": percentile(ordered, 0.99)}
+    print_table(
+        ("sequences decoding", "plan + commit us, median", "p99"),
+        ((num_seqs, *(f"{each:.1f}" for each in row.values())) for num_seqs, row in rows.items()),
+    )
+    print(f"The target is {TARGET_US:g} us with 256 sequences.")
+    save_json(options.json, {"plan_and_commit": rows})
     return 0

@@ -22,7 +22,8 @@ from typing import Any
 from engine.core.adapter import Adapter
 from engine.core.types import Request, SamplingParams
 from engine.loop import Engine
-from loadtest.arguments import save_json
+from loadtest.arguments import positive_int
+from loadtest.output import print_table, save_json
 
 _PARTS = {  # name -> where the engine keeps it, and the method that is timed
     "plan": ("_scheduler", "plan"),
@@ -121,8 +122,8 @@ def runs_on_cpu(settings: Sequence[str]) -> bool:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `steps`."""
-    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument("--num-steps", type=int, default=64, metavar="N", help="to time; default %(default)s")
+    parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--num-steps", type=positive_int, default=64, metavar="N", help="to time; default %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
     parser.add_argument(
         "--lora", nargs="+", default=["none"], metavar="NAME", help="of --lora-modules, for sequences in turn; or none"
@@ -147,12 +148,13 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"--lora names {unknown[0]!r}; of --lora-modules there are: {', '.join(loaded) or 'none'}.")
     adapters = [None if name == "none" else loaded[name] for name in options.lora]
     gc.freeze()
-    print(f"{'sequences':>9}" + "".join(f"{name:>9}" for name in (*_PARTS, "rest", "step", "host")) + "   us a step")
     rows = {}
     for num_seqs in options.num_seqs:
         found = decode(engine, watch, num_seqs, options.num_steps, params, adapters)
         found["host"] = sum(found[name] for name in _HOST_PARTS)
         rows[num_seqs] = found
-        print(f"{num_seqs:>9}" + "".join(f"{value:>9.0f}" for value in found.values()), flush=True)
-    save_json(options, rows)
+    print("median microseconds of a step")
+    names = (*_PARTS, "rest", "step", "host")
+    print_table(("sequences", *names), ((num, *(f"{row[name]:.0f}" for name in names)) for num, row in rows.items()))
+    save_json(options.json, rows)
     return 0

@@ -1,8 +1,7 @@
 """Prompts, lengths and arrival times of requests, all drawn from one seed.
 
-Text is made of short common words, which nearly every tokenizer maps to one token each, so a prompt of n words is
-close to n tokens on any server without knowing its tokenizer; reports use the counts the server returns. The same
-seed gives the same workload, whatever the concurrency it is driven at.
+Text is made of short common words. Nearly every tokenizer maps each to one token, so a prompt of n words has about n
+tokens on any server; reports use the server's counts.
 """
 
 from __future__ import annotations
@@ -68,21 +67,21 @@ def _text(rng: random.Random, num_words: int) -> str:
 def synthetic(
     num: int, *, prompt: Length, output: Length, seed: int, prefix_len: int = 0, num_prefixes: int = 1
 ) -> list[Job]:
-    """`num` jobs of random words; each starts with one of `num_prefixes` shared texts of `prefix_len` words."""
+    """Return jobs of random words, each after one of some shared prefixes."""
     rng = random.Random(seed)
     prefixes = [_text(rng, prefix_len) + " " if prefix_len else "" for _ in range(num_prefixes)]
     return [Job(rng.choice(prefixes) + _text(rng, prompt.draw(rng)), output.draw(rng)) for _ in range(num)]
 
 
 def copying(num: int, *, prompt: Length, output: Length, seed: int) -> list[Job]:
-    """`num` jobs whose prompt shows words once and asks for them again: the answer stands in the prompt, word by word."""
+    """Return jobs whose prompts ask for a copy of their words."""
     rng = random.Random(seed)
     texts = [_text(rng, prompt.draw(rng)) for _ in range(num)]
     return [Job(f"Read this: {text}.\nOnce more, word by word: {text[:20]}", output.draw(rng)) for text in texts]
 
 
 def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
-    """`num` jobs drawn from a JSONL file of {"prompt": str, "max_tokens": int (optional)}. Raises WorkloadError."""
+    """Return jobs of a JSONL file of prompts, with or without max_tokens. Raises WorkloadError."""
     rng = random.Random(seed)
     try:
         rows = list(_rows(path))
@@ -111,13 +110,18 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def arrivals(jobs: Sequence[Job], *, rate: float, burstiness: float, seed: int) -> list[Job]:
-    """The jobs at `rate` requests a second: gamma-distributed gaps of shape `burstiness`.
+    """Return the jobs with arrivals at `rate` requests a second.
 
-    Burstiness 1 is a Poisson process, less comes in bursts, more is steadier.
+    Burstiness 1 is a Poisson process, less arrives in bursts, more is steadier.
     """
-    rng = random.Random(seed)
-    now, timed = 0.0, []
-    for job in jobs:
-        timed.append(job._replace(arrival_s=now))
+    times = arrival_times(random.Random(seed), len(jobs), rate, burstiness)
+    return [job._replace(arrival_s=time_s) for job, time_s in zip(jobs, times, strict=True)]
+
+
+def arrival_times(rng: random.Random, num: int, rate: float, burstiness: float = 1.0) -> list[float]:
+    """Return ascending times with gamma-distributed gaps, the first of them 0."""
+    times, now = [], 0.0
+    for _ in range(num):
+        times.append(now)
         now += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
-    return timed
+    return times

@@ -32,7 +32,7 @@ from engine.runtime.models.base import CausalLM
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
-from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
+from engine.runtime.speculation.base import Drafter, fold, with_drafts
 from engine.runtime.transfer import to_device
 from engine.runtime.transports.host import HostPool, MainMemoryPool
 
@@ -68,7 +68,6 @@ class ModelStep:
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
     ) -> None:
-        self._shapes = [Shape.of(piece) for piece in plan.slices] if plan.num_drafts else ()
         self._owners = [
             index
             for index, piece in enumerate(plan.slices)
@@ -105,7 +104,7 @@ class ModelStep:
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
-        errors = {} if self._shapes else {self._owners[row]: fault for row, fault in faults.items()}
+        errors = {} if self._plan.num_drafts else {self._owners[row]: fault for row, fault in faults.items()}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         for scores in self._scores:
             entries = [
@@ -118,7 +117,7 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        return fold(result, faults, self._shapes) if self._shapes else result
+        return fold(result, faults, self._plan.slices) if self._plan.num_drafts else result
 
     def _void_fault(self, row: int) -> Fault:
         """Return the reason why nothing could be drawn from a row."""

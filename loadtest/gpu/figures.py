@@ -48,7 +48,7 @@ class Target(NamedTuple):
             return (figure.share or 0.0) >= self.bound
         return figure.value <= self.bound if figure.less_is_better else figure.value >= self.bound
 
-    def told(self, figure: Figure) -> str:
+    def describe(self, figure: Figure) -> str:
         """As it stands in a table."""
         if self.of_limit:
             return f">= {self.bound:.0%} of the limit"

@@ -32,7 +32,6 @@ _VARIANT = "offline:run_variant"  # of a shape: what it is called, the settings,
 _NARROW = {"kv_bytes": 132 / 128}  # a row has a float32 scale beside its 128 numbers
 MACHINE = "machine"  # whose rates the others are held against
 PARTS = (
-    Part("doctor", 150, "doctor:run"),
     Part(MACHINE, 40, "machine:run"),
     Part("kernel-tests", 130, "suites:run_kernels"),
     Part("kernels", 70, "kernels:run"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from loadtest.gpu.figures import Figure, Findings
 from loadtest.gpu.parts import TARGET_CARD, TARGETS
+from loadtest.output import markdown, save_json
 from loadtest.plots import PlotError, require_matplotlib
-from loadtest.report import without_nan
 
 NO_CARD = "no card"
 _REHEARSAL = "A REHEARSAL on a CPU with tiny shapes: no number here says anything about any card."
@@ -43,7 +42,7 @@ class Results:
             for name in self.statuses
         }
         document = {"rehearsal": self.is_rehearsal, "card": self.card, "host": self.host, "parts": parts}
-        (folder / "results.json").write_text(json.dumps(without_nan(document), indent=1) + "\n", encoding="utf-8")
+        save_json(folder / "results.json", document)
         (folder / "table.md").write_text("\n".join(self.table()) + "\n", encoding="utf-8")
 
     def _part(self, name: str) -> dict[str, Any]:
@@ -57,18 +56,17 @@ class Results:
         if self.is_rehearsal:
             yield _REHEARSAL + "\n"
         has_targets = TARGET_CARD in self.card
-        yield f"| figure | {'rehearsed' if self.is_rehearsal else 'measured'} | limit | of it | target | met |"
-        yield "|---|---|---|---|---|---|"
+        rows = []
         for figure in self.figures():
             target = TARGETS.get(figure.name) if has_targets else None
-            told, met = (target.told(figure), "yes" if target.is_met(figure) else "**no**") if target else ("", "")
+            bound, met = (target.describe(figure), "yes" if target.is_met(figure) else "**no**") if target else ("", "")
             limit = "" if figure.share is None or figure.limit is None else number(figure.limit)
             share = "" if figure.share is None else f"{figure.share:.0%}"
-            yield f"| {figure.name} | {number(figure.value)} {figure.unit} | {limit} | {share} | {told} | {met} |"
+            rows.append((figure.name, f"{number(figure.value)} {figure.unit}", limit, share, bound, met))
         measured = {figure.name for figure in self.figures()}
-        for name in TARGETS:
-            if has_targets and name not in measured:
-                yield f"| {name} | not measured | | | | |"
+        rows += [(name, "not measured", "", "", "", "") for name in TARGETS if has_targets and name not in measured]
+        measured_or_rehearsed = "rehearsed" if self.is_rehearsal else "measured"
+        yield from markdown(("figure", measured_or_rehearsed, "limit", "of it", "target", "met"), rows)
         yield ""
         for name, status in self.statuses.items():
             yield f"- {name}: {status}, {self.seconds.get(name, 0.0):.0f} s"

@@ -1,4 +1,4 @@
-"""The shapes of the models that are compared, and what each costs a token. Standard library only."""
+"""The shapes of the models that are compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a decoder of the Llama lineage is made of. `bias`: Q, K and V have one, as in Qwen2.
+    """A decoder of the Llama lineage; `bias`: Q, K and V have one, as in Qwen2.
 
     `is_embedded`: the weights are those of the model that comes with Quire; otherwise they are random.
     """
@@ -29,22 +29,6 @@ class Shape:
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V in sixteen bits."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-    @property
-    def layer_weights(self) -> int:
-        """What every token multiplies, of a prompt or generated."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn)
-
-    @property
-    def head_weights(self) -> int:
-        """What a generated token multiplies besides: the head, which is the embedding too."""
-        return self.vocab * self.hidden
 
 
 SHAPES = {

@@ -1,32 +1,28 @@
-"""The servers that are compared, and the flags that serve each best on a few cores: one entry a server.
+"""The servers that are compared, and the flags that suit each best on a few cores: one entry a server.
 
-A server is present if the person names its executable; nothing is searched for or installed. All get the same model
-weights, the same number formats, the same bytes of K/V and the same number of slots, as far as they can be told.
+A server takes part if its executable is named; nothing is searched for or installed. All get the same model weights,
+number formats, bytes of K/V and number of slots, as far as their flags allow.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loadtest.peers.process import Command
-from loadtest.peers.shapes import SHAPES
 
-GIB = 1 << 30
 PRECISIONS = {
     "bf16": "sixteen bits everywhere",
     "int8": "eight-bit weights: Quire and vLLM from int8 safetensors, the others from Q8_0",
-    "q8_0": "the same, with Quire too from the Q8_0 GGUF",
 }
 
 
 class Setup(NamedTuple):
-    """What every server is to serve."""
+    """The model and the limits, equal for every server."""
 
     model: Path  # the folder that --prepare wrote
     port: int
@@ -43,12 +39,10 @@ class Peer:
 
     name: str
     executable: str  # what the option names
-    told: str  # of that, in --help
+    purpose: str  # of that, in --help
     version: Sequence[str]  # arguments that make it print its version
     command: Callable[[str, Setup], Command]
     environment: Callable[[Path], Path]  # from the executable to the folder whose size is "installed"
-    fields: Callable[[int], dict[str, Any]] = lambda _max_tokens: {"ignore_eos": True}  # by max_tokens
-    model_name: Callable[[Setup], str] = lambda setup: setup.model.name
 
 
 def _python_prefix(python: Path) -> Path:
@@ -59,7 +53,6 @@ def _quire(python: str, setup: Setup) -> Command:
     model, quantized = {
         "bf16": ("hf", []),
         "int8": ("hf", ["--quantization", "int8"]),
-        "q8_0": ("q8_0.gguf", ["--quantization", "gguf"]),
     }[setup.precision]
     argv = [
         *(python, "-m", "server", "serve", str(setup.model / model)),
@@ -76,7 +69,7 @@ def _quire(python: str, setup: Setup) -> Command:
 
 
 def _vllm(python: str, setup: Setup) -> Command:
-    """Its own advice for CPUs: K/V space, threads bound to every core, Intel's OpenMP preloaded where it came along."""
+    """vLLM's advice for CPUs: K/V space, threads bound to cores, Intel's OpenMP preloaded."""
     environ = {
         "VLLM_CPU_KVCACHE_SPACE": str(setup.kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.num_threads - 1}",
@@ -99,7 +92,7 @@ def _vllm(python: str, setup: Setup) -> Command:
 
 
 def _llama_server(executable: str, setup: Setup) -> Command:
-    """Each slot has room for the longest request: a shared cache would make every slot attend over all of it."""
+    """Give each slot room for the longest request: in a shared cache each attends over all of it."""
     argv = [
         executable,
         *("-m", str(setup.model / ("bf16.gguf" if setup.precision == "bf16" else "q8_0.gguf"))),
@@ -125,27 +118,6 @@ def _openvino(python: str, setup: Setup) -> Command:
     return Command(argv, {})
 
 
-_CB_BLOCK = 32  # tokens; it takes most of the machine's memory unless told how many
-
-
-def _transformers(python: str, setup: Setup) -> Command:
-    if setup.precision != "bf16":
-        raise NotImplementedError("transformers serve has no 8-bit weights on a CPU")
-    num_blocks = setup.kv_gib * GIB // (SHAPES[setup.model.name].kv_bytes_per_token * _CB_BLOCK)
-    argv = [
-        *(python, str(Path(python).with_name("transformers")), "serve", str(setup.model / "hf")),
-        *("--continuous-batching", "--cb-block-size", str(_CB_BLOCK), "--cb-num-blocks", str(num_blocks)),
-        *("--host", "127.0.0.1", "--port", str(setup.port)),
-        *("--device", "cpu", "--dtype", "bfloat16"),
-    ]
-    return Command(argv, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(setup.num_threads)})
-
-
-def _transformers_fields(max_tokens: int) -> dict[str, Any]:
-    """It refuses fields that it does not know; this is its way to say ignore_eos."""
-    return {"generation_config": json.dumps({"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": -1})}
-
-
 def _distribution(name: str) -> Sequence[str]:
     return ("-c", f"from importlib.metadata import version; print(version({name!r}))")
 
@@ -157,34 +129,24 @@ PEERS = (
     Peer(
         "openvino", "PYTHON", "of one with openvino-genai", _distribution("openvino-genai"), _openvino, _python_prefix
     ),
-    Peer(
-        "transformers",
-        "PYTHON",
-        "of one with transformers[serving]",
-        _distribution("transformers"),
-        _transformers,
-        _python_prefix,
-        _transformers_fields,
-        lambda setup: str(setup.model / "hf"),
-    ),
 )
 QUIRE = PEERS[0].name
 DEFAULT_EXECUTABLES = {QUIRE: sys.executable}
 
 
 def version(peer: Peer, executable: str) -> str:
-    """What a server says of its version; empty if it cannot be asked."""
+    """Return the version that a server prints; "" if it cannot be run."""
     command = [executable, *peer.version]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
+        printed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    lines = [line for line in (said.stdout + said.stderr).splitlines() if line.strip()]
+    lines = [line for line in (printed.stdout + printed.stderr).splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("version")), lines[0] if lines else "")
 
 
 def installed_bytes(path: Path) -> int:
-    """What a file or a folder takes, each file once; links are not followed out of it."""
+    """Return the size of a file or folder, each file once; links are not followed."""
     if path.is_file():
         return path.stat().st_size
     files = (file.lstat() for file in path.rglob("*") if not file.is_dir())

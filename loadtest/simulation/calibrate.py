@@ -1,8 +1,8 @@
 """`quire calibrate`: measures the time of steps for `quire simulate`.
 
-Single steps of the engine in this process, without HTTP: a grid of shapes to fit, random shapes to say how well it fits.
-And a daemon of the same settings under a few loads: the time that it adds to the engine alone is the front's. The two are
-measured in turns, because the speed of a shared machine drifts by a fifth within minutes.
+It times single steps of the engine in this process: a grid of shapes to fit, and random shapes for the error of the fit.
+It also drives a daemon of the same settings, whose additional time is that of HTTP. The two take turns, because the
+speed of a shared machine drifts by a fifth within minutes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from engine.core.config import SchedulerConfig
-from loadtest.arguments import open_console, positive_int
+from loadtest.arguments import positive_int
 from loadtest.daemon import daemon
+from loadtest.output import progress_bar
 from loadtest.report import percentile
 from loadtest.simulation.costs import Front, StepCosts
-from loadtest.simulation.measure import Times, fill_pool, grid, held_out, measure_copies
+from loadtest.simulation.measure import Times, fill_pool, grid, held_out
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
@@ -34,8 +34,8 @@ from loadtest.steps import build, runs_on_cpu
 _NUM_HELD_OUT = 32
 _WAVES = (1, 2, 4, 8, 16, 32, 48)  # concurrent requests, of 64 words and 64 tokens each
 _NUM_TURNS = 5  # of the engine and the daemon
-# Single requests of so many words, one every so many seconds, for the cost of a prompt's length in the front.
-_PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 2, 0.6  # so many a turn
+# Single requests of these lengths in words, for the front's cost of a prompt: repetitions a turn, seconds between two.
+_PROMPTS, _NUM_SINGLE, _APART_S = (16, 64, 256, 800), 2, 0.6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,14 +50,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, fit, tell, write."""
-    console = open_console()
+    """Measure, fit, write, print."""
     settings = [*([options.model] if options.model else []), *options.settings]
     with progress_bar() as progress:
         steps = _Steps(settings, options.rounds, progress)
         costs = _engine_alone(steps, settings) if options.no_http else _measure(steps, settings, progress)
     costs.save(options.output)
-    _tell(costs, console)
+    _print(costs)
     return 0
 
 
@@ -68,7 +67,7 @@ def _engine_alone(steps: _Steps, settings: Sequence[str]) -> StepCosts:
 
 
 def _measure(steps: _Steps, settings: Sequence[str], progress: Progress) -> StepCosts:
-    """The engine and a daemon in turns; on a card, which has no room for both, one after the other."""
+    """Measure the engine and a daemon in turns; a GPU has no room for both."""
     if not runs_on_cpu(settings):
         costs = _engine_alone(steps, settings)
         with daemon(settings) as port:
@@ -82,12 +81,6 @@ def _measure(steps: _Steps, settings: Sequence[str], progress: Progress) -> Step
             steps.measure(turn)
             waves.measure(turn)
     return fit_front(steps.fit(settings), waves.seen)
-
-
-def progress_bar() -> Progress:
-    """One line a task: how far, and how long it will take. Beside the output, which may go to a file."""
-    columns = TextColumn("{task.description:>24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True))
 
 
 class _Steps:
@@ -108,17 +101,16 @@ class _Steps:
         self.times.forget()
 
     def measure(self, turn: int) -> None:
-        """Its part of the rounds."""
+        """Measure this turn's share of the rounds."""
         self.times.measure(self._rounds[turn], self._on_step)
 
     def fit(self, settings: Sequence[str]) -> StepCosts:
-        """Costs without a front. The engine is closed."""
-        from loadtest.simulation.fit import fit, predict  # here, for it brings numpy
+        """Return the costs without a front, and close the engine."""
+        from loadtest.simulation.fit import fit, predict  # here, because it imports numpy
 
         config, seconds, num_fitted = self._config, self.times.seconds, len(self._fitted)
-        copies = measure_copies(self._runner, config)
         self._runner.close()
-        costs = replace(fit(self._fitted, seconds[:num_fitted]), copies=copies)
+        costs = fit(self._fitted, seconds[:num_fitted])
         pairs = zip(self.times.shapes, seconds, strict=True)
         errors = [abs(predict(costs, shape) / taken - 1) for shape, taken in pairs]
         unseen = sorted(errors[num_fitted:])
@@ -168,8 +160,8 @@ class _Waves:
 def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
     """Fit the front to the times that clients see of concurrent requests.
 
-    TPOT is explained by each step and each of its tokens, TTFT by each request and each of a prompt's tokens; twice
-    over, since either has some part in the other.
+    Steps and their tokens explain TPOT; requests and their prompts' tokens explain TTFT. Each affects the other, so the
+    fit is repeated.
     """
     from loadtest.simulation.fit import least_deviations
 
@@ -177,9 +169,9 @@ def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
 
     def explained(figure: str, front: Front, features: Callable[[list[Observed]], list[float]]) -> list[float]:
         """Return the weight of each feature that explains the rest of the measured time."""
-        told = replace(costs, front=front)
+        known = replace(costs, front=front)
         seen = [median(getattr(each, figure) for each in wave) for wave in waves]
-        replays = [replay([each.row for each in wave], config, told).served for wave in waves]
+        replays = [replay([each.row for each in wave], config, known).served for wave in waves]
         simulated = [median(getattr(each, figure) for each in served) for served in replays]
         missing = [(real - guess) / real for real, guess in zip(seen, simulated, strict=True)]
         rows = [[each / real for each in features(wave)] for wave, real in zip(waves, seen, strict=True)]
@@ -198,14 +190,13 @@ def fit_front(costs: StepCosts, waves: Sequence[list[Observed]]) -> StepCosts:
     return replace(costs, front=front)
 
 
-def _tell(costs: StepCosts, console: Console) -> None:
+def _print(costs: StepCosts) -> None:
     about, front = costs.about, costs.front
-    console.print(
-        f"A step that was fitted is off by {about['median_error']:.1%}, one that was held out by "
-        f"{about['held_out_median_error']:.1%} (medians; nine in ten of those within "
-        f"{about['held_out_p90_error']:.1%})."
+    print(
+        f"The median error is {about['median_error']:.1%} for fitted steps and {about['held_out_median_error']:.1%} for "
+        f"others, nine in ten of which are within {about['held_out_p90_error']:.1%}."
     )
-    console.print(
+    print(
         f"The daemon adds {front.step_s * 1e3:.2f} ms a step and {front.token_s * 1e6:.0f} us a token, and for each "
         f"request {front.intake_s * 1e3:.2f} ms and {front.prompt_token_s * 1e6:.1f} us a computed token."
     )

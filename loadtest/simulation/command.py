@@ -1,4 +1,4 @@
-"""`quire simulate`: replay traces or recordings, size fleets, or show the effect of paging, on a virtual clock.
+"""`quire simulate`: replays traces or recordings and sizes fleets, on a virtual clock.
 
 The scheduler is the one that serves.
 """
@@ -9,15 +9,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from engine.core.queues import POLICIES
-from loadtest.arguments import open_console, positive_int, share
+from loadtest.arguments import positive_int, share
+from loadtest.output import progress_bar, save_json
 from loadtest.plots import require_matplotlib
-from loadtest.simulation import paging, shared_options
-from loadtest.simulation.calibrate import progress_bar
+from loadtest.simulation import shared_options
 from loadtest.simulation.costs import StepCosts
 from loadtest.simulation.figures import recording_figures, summarize
 from loadtest.simulation.fleet import capacity
@@ -31,7 +28,7 @@ from loadtest.simulation.variants import make_variants
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the ways, each with options of its own."""
+    """Declare the options of `simulate replay` and `simulate fleet`."""
     ways = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     each = ways.add_parser(
         "replay", help="run traces or workloads under schedulers, or a recording of `serve --record`"
@@ -48,9 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--router", nargs="+", choices=tuple(ROUTERS), default=list(ROUTERS), help="default: all")
     fleet.add_argument("--share", type=share, default=0.99, help="of requests within the targets; default 0.99")
     fleet.set_defaults(simulate=_fleet)
-    story = ways.add_parser("paging", help="show the effect of a paged pool, request by request")
-    paging.add_options(story)
-    story.set_defaults(simulate=paging.run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,12 +58,9 @@ def _replay_recordings(options: argparse.Namespace) -> int:
     if options.policy or options.assignments or not all(is_recording(Path(source)) for source in options.source):
         raise SimulationError("a recording is replayed as it was, without --policy, --set and other traces.")
     replayed = {source: replay_recording(Path(source)) for source in options.source}
-    show_recordings(replayed, open_console())
-    if options.json:
-        figures = {
-            source: {**recording_figures(done), "difference": done.difference} for source, done in replayed.items()
-        }
-        shared_options.write(options, {"recordings": figures})
+    show_recordings(replayed)
+    figures = {source: {**recording_figures(done), "difference": done.difference} for source, done in replayed.items()}
+    save_json(options.json, {**shared_options.asked(options), "recordings": figures})
     return int(any(done.difference for done in replayed.values()))
 
 
@@ -78,12 +69,11 @@ def _replay(options: argparse.Namespace) -> int:
         return _replay_recordings(options)
     if options.plot:
         require_matplotlib()
-    costs, console = StepCosts.load(options.costs), open_console()
+    costs = StepCosts.load(options.costs)
     variants = make_variants(costs.settings, options.policy, options.assignments)
     max_model_len = min(variant.config.max_model_len for variant in variants)
     workloads = [
-        (shared_options.name(source), shared_options.rows(source, options, max_model_len, console))
-        for source in options.source
+        (shared_options.name(source), shared_options.rows(source, options, max_model_len)) for source in options.source
     ]
     if options.save_trace:
         if len(workloads) > 1:
@@ -91,25 +81,19 @@ def _replay(options: argparse.Namespace) -> int:
         write_trace(options.save_trace, workloads[0][1])
     targets, rows, histories = shared_options.targets(options), [], []
     with progress_bar() as progress:
+        task = progress.add_task("replays", total=len(workloads) * len(variants))
         for name, requests in workloads:
             for variant in variants:
-                task = progress.add_task(f"{name}, {variant.name}", total=len(requests))
-
-                def on_progress(count: int, task: Any = task) -> None:
-                    if not count % 64:
-                        progress.update(task, completed=count)
-
-                settings = {"depth": options.depth, "new_replica": shared_options.new_replica(options)}
-                history = replay(requests, variant.config, costs, on_progress=on_progress, **settings)
-                progress.update(task, completed=len(requests))
+                new_replica = shared_options.new_replica(options)
+                history = replay(requests, variant.config, costs, depth=options.depth, new_replica=new_replica)
                 histories.append(history)
                 rows.append(Row(name, variant.name, summarize(history, targets)))
-    show(rows, targets, console)
-    _tell_refusals(rows, histories, console)
-    if options.json:
-        variants_document = {variant.name: asdict(variant.config) for variant in variants}
-        figures = [{"workload": row.workload, "variant": row.variant, **row.figures.as_dict()} for row in rows]
-        shared_options.write(options, {"variants": variants_document, "replays": figures})
+                progress.advance(task)
+    show(rows, targets)
+    _print_refusals(rows, histories)
+    figures = [{"workload": row.workload, "variant": row.variant, **asdict(row.figures)} for row in rows]
+    settings = {variant.name: asdict(variant.config) for variant in variants}
+    save_json(options.json, {**shared_options.asked(options), "variants": settings, "replays": figures})
     if options.plot:
         from loadtest.simulation.plots import draw_replays
 
@@ -118,7 +102,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _fleet(options: argparse.Namespace) -> int:
-    costs, console = StepCosts.load(options.costs), open_console()
+    costs = StepCosts.load(options.costs)
     if len(options.source) > 1:
         raise SimulationError(f"a fleet is sized for one trace, and {len(options.source)} were named.")
     variants = make_variants(costs.settings, options.policy, options.assignments)
@@ -129,12 +113,11 @@ def _fleet(options: argparse.Namespace) -> int:
     with progress_bar() as progress:
         task = progress.add_task("fleets", total=len(options.replicas) * len(options.router))
         for num in options.replicas:
-            rows = shared_options.rows(options.source[0], options, config.max_model_len, console, num_replicas=num)
+            rows = shared_options.rows(options.source[0], options, config.max_model_len, num_replicas=num)
             if rows[-1].arrival_s <= 0:
                 raise SimulationError("a fleet cannot be sized for requests that all arrive at the same time.")
             if len(rows) * (1 - options.share) < 1:
-                told = f"{len(rows)} requests are too few to measure {options.share:.0%} of them."
-                console.print(told, style="yellow", markup=False)
+                print(f"{len(rows)} requests are too few to measure {options.share:.0%} of them.")
             for router in options.router:
                 found[router, num] = capacity(
                     rows, config, costs, num_replicas=num, router=ROUTERS[router], targets=shared_options.targets(options),
@@ -142,17 +125,15 @@ def _fleet(options: argparse.Namespace) -> int:
                 )  # fmt: skip
                 progress.advance(task)
     goal = f"{options.share:.0%} with TTFT up to {options.target_ttft_ms:g} ms and TPOT up to {options.target_tpot_ms:g} ms"
-    show_fleets(found, goal, console)
-    if options.json:
-        fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
-        shared_options.write(options, {"config": asdict(config), "fleets": fleets})
+    show_fleets(found, goal)
+    fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
+    save_json(options.json, {**shared_options.asked(options), "config": asdict(config), "fleets": fleets})
     return 0
 
 
-def _tell_refusals(rows: Sequence[Row], histories: Sequence[History], console: Console) -> None:
-    """Why requests were refused, each reason once a replay, with the first of its sentences."""
+def _print_refusals(rows: Sequence[Row], histories: Sequence[History]) -> None:
+    """Print how many requests a replay refused, and the first reason."""
     for row, history in zip(rows, histories, strict=True):
         if history.refused:
-            sentence, total = next(iter(history.refused)), sum(history.refused.values())
-            told = f"{row.workload}, {row.variant}: {total} refused, the first because: {sentence} --clip cuts them."
-            console.print(told, style="yellow", markup=False)
+            reason, total = next(iter(history.refused)), sum(history.refused.values())
+            print(f"{row.workload}, {row.variant}: {total} refused, the first because: {reason} --clip cuts them.")

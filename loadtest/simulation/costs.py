@@ -1,8 +1,8 @@
-"""The time of a step by its content, and the time that the HTTP front adds. Plain numbers, kept as JSON.
+"""The time of a step by its content, and the time that the HTTP front adds; `quire calibrate` measures both.
 
-A step's seconds are a sum of four parts: a table over the rows that the matrices see, a table over the rows that are
-sampled, the context that decoding sequences read, and the pairs of a chunk's positions and their contexts. Tables are
-linear between their points, because kernels work in tiles and no straight line fits them. `quire calibrate` measures it.
+A step takes the sum of four parts: a table over its rows, a table over the rows that are sampled, the context that
+decoding sequences read, and the pairs of a chunk's positions and their contexts. Kernels work in tiles, so tables are
+linear between measured points.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.core.config import DraftCosts
-from engine.core.drafts import lower_hull
 from engine.core.step import StepPlan
 from loadtest.errors import LoadtestError
 
@@ -43,25 +41,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The time that the HTTP side takes from the engine, whose cores and interpreter it shares."""
+    """The time that HTTP takes from the engine, whose cores and interpreter it shares."""
 
-    intake_s: float = 0.0  # which the step after a request's arrival takes longer
-    step_s: float = 0.0  # which any step takes longer in the daemon than alone
-    token_s: float = 0.0  # the same, a token that is drawn and streamed
-    prompt_token_s: float = 0.0  # the same, any other token that is computed
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Blocks between the pool and host memory, which are copied within the step, as on a CPU. Seconds out and back."""
-
-    trip_s: float = 0.0  # however few blocks
-    block_s: float = 0.0
-
-    def of(self, plan: StepPlan) -> float:
-        """Return the time of the copies of a step; each way is half of a trip."""
-        num_ways = bool(plan.swap_out) + bool(plan.swap_in)
-        return (num_ways * self.trip_s + (len(plan.swap_out) + len(plan.swap_in)) * self.block_s) / 2
+    intake_s: float = 0.0  # added by a request to the step after its arrival
+    step_s: float = 0.0  # added to any step
+    token_s: float = 0.0  # added by a token that is drawn and streamed
+    prompt_token_s: float = 0.0  # added by any other token that is computed
 
 
 @dataclass(frozen=True)
@@ -73,13 +58,12 @@ class StepCosts:
     decode_context_s: float  # a token of context that a decoding sequence reads
     prefill_pair_s: float  # a position of a prompt's chunk, times the positions it attends to
     front: Front = field(default_factory=Front)
-    copies: Copies = field(default_factory=Copies)
     settings: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)  # where and how it was measured, and how well it fits
 
     @cached_property
     def _decode_steps(self) -> list[float]:
-        """Seconds of a step of so many decoding sequences, but for their context: most steps, found by one look-up."""
+        """Seconds of decode steps by the number of sequences, without their context."""
         count = int(self.settings.get("max_num_seqs", 256))
         return [self._fixed(num, num) for num in range(count + 1)]
 
@@ -89,13 +73,13 @@ class StepCosts:
         return self.rows(num_tokens) + self.samples(num_samples) + front.step_s + streamed_s
 
     def decode_step(self, num_seqs: int, context: int) -> float:
-        """A step in which nothing but decoding happens; `context` is the sum of all sequences'."""
+        """Return the seconds of a pure decode step; `context` is the sum over all sequences."""
         known = self._decode_steps
         fixed = known[num_seqs] if num_seqs < len(known) else self._fixed(num_seqs, num_seqs)
         return fixed + self.decode_context_s * context
 
     def step(self, plan: StepPlan) -> float:
-        """Any step."""
+        """Return the seconds of any step."""
         context, pairs = 0, 0.0
         for piece in plan.slices:
             if piece.num_tokens == 1:
@@ -105,20 +89,8 @@ class StepCosts:
         fixed = self._fixed(plan.num_tokens, plan.num_samples)
         return fixed + self.decode_context_s * context + self.prefill_pair_s * pairs
 
-    def drafted_step(self, plan: StepPlan) -> float:
-        """A step with drafts: more rows, all of which draw and attend; nothing for drafting, which looks tokens up."""
-        num_drafts = sum(plan.num_drafts.values())
-        seen = sum([count * plan.slices[index].start for index, count in plan.num_drafts.items()])
-        drafted = plan._replace(num_tokens=plan.num_tokens + num_drafts, num_samples=plan.num_samples + num_drafts)
-        return self.step(drafted) + self.prefill_pair_s * seen
-
-    def draft_costs(self, max_num_rows: int) -> DraftCosts:
-        """Return the costs of steps with and without drafts, by their rows, for the scheduler."""
-        points = [(rows, self._fixed(rows, rows)) for rows in self.rows.at if 0 < rows <= max_num_rows]
-        return DraftCosts(lower_hull(points), lower_hull(points))
-
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Write the costs as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -131,8 +103,7 @@ class StepCosts:
                 rows=rows,
                 samples=samples,
                 front=Front(**document.pop("front", {})),
-                copies=Copies(**document.pop("copies", {})),
-                **document,
+                **{name: value for name, value in document.items() if name != "copies"},  # of older files
             )
         except OSError as error:
             raise CostError(f"the costs {path} cannot be read: {error.strerror}.") from None

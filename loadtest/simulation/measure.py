@@ -1,6 +1,6 @@
-"""Times single steps of the real engine, on this thread: made-up plans of known shape, run by its own runner.
+"""Times single steps of the real engine on this thread: plans of known shape, run by its runner.
 
-The pool's blocks are filled first, since reading memory that was never written is faster than the real thing.
+The pool's blocks are filled first: memory that was never written is faster to read.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from engine.core.config import SchedulerConfig
 from engine.core.kv.page_table import blocks_for
 from engine.core.step import Runner, Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
-from loadtest.simulation.costs import Copies
 
 DECODING = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 CONTEXTS = (32, 400, 1600)
 CHUNKS = (2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 _PARAMS = SamplingParams(max_tokens=2, temperature=0.0)
-
-_MANY, _ROUNDS = 128, 7  # blocks that are copied, and times
 
 OnStep = Callable[[], None]
 
@@ -38,7 +35,7 @@ class Shape(NamedTuple):
         return len(self.contexts) + sum(count for _, count in self.chunks)
 
     def fits(self, config: SchedulerConfig) -> bool:
-        """Whether the scheduler could ever plan it."""
+        """Return whether the scheduler could plan this step."""
         lengths = [*self.contexts, *(start + count for start, count in self.chunks)]
         return (
             self.num_tokens <= config.max_num_batched_tokens
@@ -48,7 +45,7 @@ class Shape(NamedTuple):
         )
 
     def plan(self, config: SchedulerConfig, vocab_size: int) -> StepPlan:
-        """A plan of this shape; every slice draws."""
+        """Return a plan of this shape, in which every slice draws a token."""
         slices, block = [], 0
         pieces = [*((context - 1, 1) for context in self.contexts), *self.chunks]
         for slot, (start, count) in enumerate(pieces):
@@ -63,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def grid(config: SchedulerConfig) -> list[Shape]:
-    """Steps that a table is made from: decoding alone, chunks alone, and both together."""
+    """Return the steps to fit: decoding alone, chunks alone, and both together."""
     shapes = [Shape((context,) * num) for num in DECODING for context in CONTEXTS]
     shapes += [Shape((), ((start, count),)) for count in CHUNKS for start in (0, 500, 1500)]
     shapes += [Shape((200,) * num, ((0, count),)) for num in (4, 16, 64) for count in (32, 128, 384)]
@@ -71,7 +68,7 @@ def grid(config: SchedulerConfig) -> list[Shape]:
 
 
 def held_out(config: SchedulerConfig, num: int, seed: int = 0) -> list[Shape]:
-    """Random steps, to see how well the table does where it was not measured."""
+    """Return random steps, to measure the error of the fit."""
     rng = random.Random(seed)
     shapes: list[Shape] = []
     while len(shapes) < num:
@@ -84,7 +81,7 @@ def held_out(config: SchedulerConfig, num: int, seed: int = 0) -> list[Shape]:
 
 
 def fill_pool(runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], vocab_size: int) -> None:
-    """Have every block that the shapes name hold something: the first is computed, the others are its copies."""
+    """Fill every block of the shapes: the first is computed, the others are copies."""
     lengths = [[*shape.contexts, *(start + count for start, count in shape.chunks)] for shape in shapes]
     most = max(sum(blocks_for(length, config.block_size) for length in each) for each in lengths)
     plan = Shape((), ((0, config.block_size),)).plan(config, vocab_size)
@@ -105,54 +102,23 @@ class Times:
         self._rng = random.Random(0)
 
     def measure(self, rounds: int, on_step: OnStep) -> None:
-        """Measure each shape once a round, in a new order, so that a drift of the machine affects all alike."""
+        """Measure each shape once a round, in random order, since the machine's speed drifts."""
         order = list(range(len(self._plans)))
         for _ in range(rounds):
             self._rng.shuffle(order)
             for index in order:
                 plan = self._plans[index]
-                self._runner.run(plan).wait()  # the one before was another's: slots and caches change hands
+                self._runner.run(plan).wait()  # restores the slots and caches that another shape used
                 begun = time.perf_counter()
                 self._runner.run(plan).wait()
                 self._found[index].append(time.perf_counter() - begun)
                 on_step()
 
     def forget(self) -> None:
-        """Discard the measurements: they were a warm-up."""
+        """Discard the measurements of a warm-up."""
         self._found = [[] for _ in self.shapes]
 
     @property
     def seconds(self) -> list[float]:
-        """The median of each shape."""
+        """Return the median of each shape."""
         return [statistics.median(times) for times in self._found]
-
-
-def measure_copies(runner: Runner, config: SchedulerConfig) -> Copies:
-    """Time copies of blocks to host memory and back, which overwrites them; nothing if there are no host blocks."""
-    many = min(_MANY, config.num_host_blocks, config.num_blocks)
-    if many < 2:
-        return Copies()
-
-    def copy(count: int) -> None:
-        pairs = [(block, block) for block in range(count)]
-        runner.run(StepPlan(0, [], [], 0, 0, swap_out=pairs, swap_in=pairs)).wait()
-
-    trip_s, block_s = _line(lambda count: _seconds(lambda: copy(count)), 1, many)
-    return Copies(trip_s, block_s)
-
-
-def _seconds(task: Callable[[], None]) -> float:
-    """Return the median of some rounds; the first finds new memory and does not count."""
-    found = []
-    for _ in range(_ROUNDS + 1):
-        begun = time.perf_counter()
-        task()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found[1:])
-
-
-def _line(seconds: Callable[[int], float], few: int, many: int) -> tuple[float, float]:
-    """Return the time that any number of blocks takes, and the time of each."""
-    few_s, many_s = seconds(few), seconds(many)
-    each_s = max(many_s - few_s, 0.0) / (many - few) if many > few else few_s / few
-    return max(few_s - few * each_s, 0.0), each_s

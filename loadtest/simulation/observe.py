@@ -1,18 +1,17 @@
-"""Sends a trace to a real daemon and records the times that clients see, to calibrate or to check a simulation.
+"""Sends requests to a real daemon and records the times that clients see, to calibrate the simulator.
 
-Prompts are made of common words, about a token each; the length of a request is the one that the server counted.
+Prompts are made of common words, about a token each; lengths are those that the server counted.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from loadtest.bench import Asking, first_model
+from loadtest.bench import Asking, first_model, open_loop
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.simulation.trace import TraceRequest
 from loadtest.workload import WORDS, Job
@@ -23,11 +22,11 @@ OnAnswer = Callable[[], None]
 
 
 class Observed(NamedTuple):
-    """A request with its arrival and lengths as seen, its time to first token and per output token."""
+    """A request with its observed arrival, lengths, TTFT and TPOT."""
 
     row: TraceRequest
     ttft_s: float
-    tpot_s: float  # nan for an answer of one token
+    tpot_s: float  # NaN for an answer of one token
 
 
 async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answer: OnAnswer) -> list[Observed]:
@@ -35,16 +34,9 @@ async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answ
     client = Client(Target.parse(f"http://127.0.0.1:{port}"))
     try:
         asking = Asking(await first_model(client))
-        jobs = [Job(_text(row, f"{seed} {index}"), row.output_tokens) for index, row in enumerate(rows)]
-        outcomes: list[Outcome | None] = [None] * len(rows)
+        jobs = [Job(_text(row, f"{seed} {index}"), row.output_tokens, row.arrival_s) for index, row in enumerate(rows)]
         begun = time.perf_counter()
-
-        async def send(index: int) -> None:
-            await asyncio.sleep(begun + rows[index].arrival_s - time.perf_counter())
-            outcomes[index] = await client.stream(asking.path, asking.body(jobs[index]))
-            on_answer()
-
-        await asyncio.gather(*map(send, range(len(rows))))
+        outcomes = await open_loop(client, asking, jobs, lambda _: on_answer())
         return [_observed(row, outcome, begun) for row, outcome in zip(rows, outcomes, strict=True)]
     finally:
         client.close()
@@ -56,8 +48,7 @@ async def warm_up(port: int) -> None:
     await observe(port, rows, seed=-1, on_answer=lambda: None)
 
 
-def _observed(row: TraceRequest, outcome: Outcome | None, begun: float) -> Observed:
-    assert outcome is not None
+def _observed(row: TraceRequest, outcome: Outcome, begun: float) -> Observed:
     if outcome.error or not outcome.chunks or not outcome.completion_tokens:
         raise ClientError(f"a request failed: {outcome.error or 'the answer is empty'}")
     prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens

@@ -1,4 +1,4 @@
-"""Pictures of simulations: what variants did over time and to whom, fleets, measured costs, and predictions checked."""
+"""Pictures of replays: blocks, queues and latencies of each variant."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.plots import require_matplotlib
+from loadtest.plots import log_y, require_matplotlib
 from loadtest.simulation.replay import History
 from loadtest.simulation.report import Row
 
@@ -14,7 +14,7 @@ _QUANTILES = ("p50", "p90", "p99")
 
 
 def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) -> None:
-    """One column a workload: blocks in use, requests that wait, percentiles of TTFT and TPOT, and TTFT by tenant."""
+    """Draw a column for each workload: blocks held, queue, TTFT, TPOT, and TTFT by tenant."""
     plt = require_matplotlib()
     workloads = list(dict.fromkeys(row.workload for row in rows))
     num_rows = 5 if any(row.figures.tenants for row in rows) else 4
@@ -39,7 +39,7 @@ def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) 
             }
             _bars(axis, _QUANTILES, values)
             axis.set(ylabel=f"{name[:4].upper()}, ms")
-        _scale_log(plt, ttft, ttft.yaxis, yscale="log")
+        log_y(plt, ttft)
         tpot.set(ylim=(0, None))
         names = sorted({name for row in each for name in row.figures.tenants})
         if num_rows == 5:
@@ -50,20 +50,12 @@ def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) 
             values = {row.variant: [row.figures.tenants[name].ttft_s.p99 * 1e3 for name in names] for row in each}
             _bars(tenants, names, values)
             tenants.set(ylabel="TTFT p99 by tenant, ms")
-            _scale_log(plt, tenants, tenants.yaxis, yscale="log")
+            log_y(plt, tenants)
             tenants.tick_params(axis="x", labelrotation=30)
     handles, labels = axes[0][0].get_legend_handles_labels()  # the same in every column
     figure.legend(handles, labels, loc="outside upper center", ncols=2 * len(workloads), fontsize="small")
     figure.savefig(path, dpi=90)
     plt.close(figure)
-
-
-def _scale_log(plt: Any, axes: Any, axis: Any, **scale: str) -> None:
-    """A logarithmic scale, read as plain numbers."""
-    axes.set(**scale)
-    axis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter("")
 
 
 def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:
@@ -73,24 +65,3 @@ def _bars(axis: Any, groups: Sequence[str], values: Mapping[str, Sequence[float]
         places = [group + (index - (len(values) - 1) / 2) * width for group in range(len(groups))]
         axis.bar(places, heights, width, label=variant)
     axis.set_xticks(range(len(groups)), groups)
-
-
-Pairs = Sequence[tuple[float, float]]
-
-
-def draw_validation(path: Path, cases: Sequence[tuple[str, Pairs, Pairs]]) -> None:
-    """TTFT and TPOT of each case, (TTFT, TPOT) of each request: the shares that were seen, and that were predicted."""
-    plt = require_matplotlib()
-    figure, axes = plt.subplots(2, len(cases), figsize=(5 * len(cases), 7), squeeze=False, constrained_layout=True)
-    for column, (name, seen, predicted) in zip(axes.T, cases, strict=True):
-        for place, (axis, figure_name) in enumerate(zip(column, ("TTFT", "TPOT"), strict=True)):
-            for label, pairs in (("seen by clients", seen), ("predicted", predicted)):
-                ordered = sorted(pair[place] * 1e3 for pair in pairs)
-                shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
-                axis.step(ordered, shares, where="post", label=label)
-            axis.set(xlabel=f"{figure_name}, ms", ylabel="share of requests", ylim=(0, 1))
-            _scale_log(plt, axis, axis.xaxis, xscale="log")
-            axis.legend(fontsize="small")
-        column[0].set_title(name)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)

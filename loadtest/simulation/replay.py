@@ -1,7 +1,6 @@
 """Replays a trace through simulated daemons and records each outcome.
 
-Arrivals go to the replicas in order, after all of them were advanced to that moment: a router sees the loads of that
-time. Knows nothing of files, tables or pictures.
+All replicas are advanced to each arrival before it is routed, so that the router sees the loads of that moment.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from loadtest.simulation.trace import TraceRequest, to_request
 
 _NUM_SAMPLES = 2000  # of a replica's state over the whole trace, about
 
-OnProgress = Callable[[int], None]  # requests that have arrived
-
 
 class Served(NamedTuple):
-    """One request's history. Times are seconds as its client sees them."""
+    """One answered request. Times are seconds, as its client sees them."""
 
     row: TraceRequest
     replica: int
@@ -53,12 +50,12 @@ class History:
     """The outcome of a replay."""
 
     replicas: list[Replica] = field(default_factory=list)
-    living: dict[str, tuple[TraceRequest, int]] = field(default_factory=dict)  # the row, and the replica that has it
+    living: dict[str, tuple[TraceRequest, int]] = field(default_factory=dict)  # the row, and its replica
     served: list[Served] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)  # why, and how often
     num_rejected: int = 0  # with 429, the queue being full; they are not sent again
     num_dropped: int = 0  # accepted, and ended without an answer: their deadline could not be met
-    cpu_s: float = 0.0  # what simulating took
+    cpu_s: float = 0.0  # of the simulation
 
     def submit(self, row: TraceRequest, request: Request, place: int, at_s: float) -> None:
         """Give a request to a replica, which may refuse it."""
@@ -71,7 +68,7 @@ class History:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
 
     def finish(self, event: TokenEvent) -> None:
-        """A replica has ended a request."""
+        """Record the end of a request."""
         row, replica = self.living.pop(event.request_id)
         timings = event.timings
         if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
@@ -83,7 +80,7 @@ class History:
 
     @property
     def end_s(self) -> float:
-        """When the last answer was complete."""
+        """Return the time at which the last answer was complete."""
         return max(replica.now for replica in self.replicas)
 
     @property
@@ -100,12 +97,10 @@ def replay(
     num_replicas: int = 1,
     router: Router = one,
     new_replica: Callable[..., Replica] = Replica,
-    on_progress: OnProgress = lambda _: None,
 ) -> History:
     """Simulate until everything is answered, from rows in order of arrival.
 
-    Requests that can never be served are refused, as the daemon refuses them. `new_replica` is Replica, or knows more of
-    its arguments.
+    Requests that can never be served are refused, as the daemon refuses them.
     """
     history = History()
     settings = {"depth": depth, "sample_every_s": sampling_s(rows), "on_finish": history.finish}
@@ -116,7 +111,6 @@ def replay(
                 replica.advance(row.arrival_s)
             chosen = router(history.replicas, row, index)
             history.submit(row, to_request(row, index), chosen, row.arrival_s)
-            on_progress(index)
         for replica in history.replicas:
             replica.advance(inf)
     for replica in history.replicas:
@@ -125,15 +119,15 @@ def replay(
 
 
 def sampling_s(rows: Sequence[TraceRequest]) -> float:
-    """How far apart a replica's samples are."""
+    """Return the seconds between two samples of a replica."""
     return rows[-1].arrival_s / _NUM_SAMPLES
 
 
 @contextmanager
 def timed(history: History) -> Iterator[None]:
-    """Note what simulating takes, without garbage collections.
+    """Measure the CPU time, without garbage collections.
 
-    The scheduler makes no circles, and looking for some takes a tenth of the time.
+    The scheduler makes no reference cycles, and looking for them takes a tenth of the time.
     """
     was_enabled, begun = gc.isenabled(), time.process_time()
     gc.disable()

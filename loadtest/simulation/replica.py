@@ -1,14 +1,12 @@
 """A simulated daemon: the real scheduler, driven as engine/loop.py drives it, on a virtual clock.
 
-A step costs what StepCosts says of its plan; the tokens it draws are made up (each is its own position, which lets a
-trace's answers end where they did). Single-threaded; knows nothing of where requests come from.
+StepCosts give the time of a step. A drawn token is its own position, so that answers end where they did in the trace.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
@@ -19,11 +17,10 @@ from engine.core.step import StepPlan, StepResult
 from engine.core.types import Request, TokenEvent
 from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import StepCosts
-from loadtest.simulation.drafting import Drafting
 
 
 class SimulationError(LoadtestError):
-    """The simulation was asked for something it cannot run; the message is one sentence."""
+    """The simulation cannot run; the message is one sentence."""
 
 
 class Sample(NamedTuple):
@@ -38,7 +35,7 @@ class Sample(NamedTuple):
 
 
 class Gaps(Histogram):
-    """Every time between two tokens of an answer, exactly, where the daemon counts them in buckets."""
+    """All times between two tokens of an answer; the daemon counts them in buckets."""
 
     __slots__ = ("times",)
 
@@ -55,7 +52,7 @@ Finished = Callable[[TokenEvent], None]
 
 
 class Replica:
-    """submit requests in order of arrival, and advance the clock between them."""
+    """Takes requests in order of arrival; the caller advances its clock between them."""
 
     def __init__(
         self,
@@ -66,12 +63,7 @@ class Replica:
         sample_every_s: float = 0.0,
         on_finish: Finished = lambda _: None,
         limits: QueueLimits = NO_LIMITS,
-        acceptance: float | None = None,
     ) -> None:
-        """`acceptance` is how likely a drafted token is right; needed where num_speculative_tokens is not 0."""
-        _check_settings(config, costs, depth, acceptance)
-        if config.num_speculative_tokens:
-            config = replace(config, draft_costs=costs.draft_costs(config.max_num_rows))
         self.gaps = Gaps()
         self.stats = Stats(itl_s=self.gaps)
         self.samples: list[Sample] = []
@@ -81,7 +73,6 @@ class Replica:
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
         self._overload = OverloadControl(self._scheduler, limits)
-        self._drafting = Drafting(acceptance or 0.0)
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
         self._owed_s = 0.0  # by the next step, for requests that were taken in
@@ -90,7 +81,7 @@ class Replica:
 
     @property
     def num_requests(self) -> int:
-        """How many it has and has not answered."""
+        """Return the number of open requests."""
         stats = self.stats
         return stats.num_running + stats.num_waiting + stats.num_preempted
 
@@ -113,7 +104,7 @@ class Replica:
         self._scheduler.check_integrity()
 
     def _turn(self) -> None:
-        """As the engine's: drop who cannot be in time any more, launch a step, commit the oldest."""
+        """Drop requests that will miss their deadline, launch a step, commit the oldest."""
         for event in self._scheduler.drop_hopeless(self.now):
             self._num_ended += 1
             self._on_finish(event)
@@ -135,18 +126,12 @@ class Replica:
         else:
             drawn = [piece.start + piece.num_tokens - 1 for piece in slices if piece.samples]
             seconds = self._costs.step(plan)
-        result = StepResult(drawn)
-        if plan.num_drafts:
-            result.drafted = self._drafting.check(plan)
-            seconds = self._costs.drafted_step(plan)
-        if plan.swap_out or plan.swap_in:
-            seconds += self._costs.copies.of(plan)
         seconds += self._owed_s
         self._owed_s = 0.0
         self.busy_s += seconds
         self._overload.stepped(seconds)
         self._device_free_s = max(self.now, self._device_free_s) + seconds
-        self._launched.append((plan, result, self._device_free_s))
+        self._launched.append((plan, StepResult(drawn), self._device_free_s))
 
     def _commit(self) -> None:
         plan, result, done_s = self._launched.popleft()
@@ -165,18 +150,3 @@ class Replica:
         stats = self.stats
         queues = stats.num_running, stats.num_waiting, stats.num_preempted
         return Sample(self.now, stats.blocks_held, stats.blocks_cached, *queues)
-
-
-def _check_settings(config: SchedulerConfig, costs: StepCosts, depth: int, acceptance: float | None) -> None:
-    """Raise SimulationError for what would be simulated wrongly."""
-    if config.num_host_blocks and not costs.copies.block_s:
-        raise SimulationError(
-            "the costs do not say what copies to host memory take; measure them: "
-            "quire calibrate -o costs.json -- --swap-space 1."
-        )
-    if config.num_speculative_tokens and acceptance is None:
-        raise SimulationError(
-            "num_speculative_tokens is not 0; say with --acceptance how likely a drafted token is right."
-        )
-    if config.num_speculative_tokens and depth:
-        raise SimulationError("speculation takes steps one at a time; leave --depth at 0, or num_speculative_tokens.")

@@ -1,22 +1,15 @@
-"""Options of all `quire simulate` commands: workloads, costs, settings, targets, and the output file.
-
-Reads traces and writes figures for the commands.
-"""
+"""Options of `simulate replay` and `simulate fleet`: workloads, costs, settings and targets."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from engine.core.overload import QueueLimits
-from loadtest.arguments import positive_float, positive_int, probability
-from loadtest.report import without_nan
+from loadtest.arguments import positive_float, positive_int
 from loadtest.simulation.costs import DEFAULT_COSTS
 from loadtest.simulation.figures import Targets
 from loadtest.simulation.replica import Replica, SimulationError
@@ -25,7 +18,7 @@ from loadtest.simulation.workloads import WORKLOADS, generate
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what each way takes."""
+    """Declare the options of both commands."""
     named = "; ".join(f"{name} ({workload.summary})" for name, workload in WORKLOADS.items())
     parser.add_argument("source", nargs="+", metavar="TRACE", help=f"a CSV file, a recording, or a workload: {named}")
     parser.add_argument(
@@ -52,10 +45,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-num-queued-reqs", type=positive_int, metavar="N", help="that may wait at a replica; more get 429"
     )
     parser.add_argument("--max-num-queued-tokens", type=positive_int, metavar="N", help="the same, tokens of prompts")
-    parser.add_argument(
-        "--acceptance", type=probability, metavar="P",
-        help="how likely a drafted token is right, with --set num_speculative_tokens=N",
-    )  # fmt: skip
     parser.add_argument("--target-ttft-ms", type=positive_float, default=1000.0, metavar="MS", help="default 1000")
     parser.add_argument("--target-tpot-ms", type=positive_float, default=50.0, metavar="MS", help="default 50")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -66,15 +55,8 @@ def name(source: str) -> str:
     return source if source in WORKLOADS else Path(source).name
 
 
-def rows(
-    source: str,
-    options: argparse.Namespace,
-    max_model_len: int,
-    console: Console,
-    *,
-    num_replicas: int = 1,
-) -> list[TraceRequest]:
-    """Return the requests of a workload, so many for each replica, or of a file, in order of arrival."""
+def rows(source: str, options: argparse.Namespace, max_model_len: int, *, num_replicas: int = 1) -> list[TraceRequest]:
+    """Return the requests of a workload or a file, in order of arrival."""
     if source in WORKLOADS:
         num = (options.num or WORKLOADS[source].num) * num_replicas
         found = generate(source, num=num, rate=options.rate, seed=options.seed, max_model_len=max_model_len)
@@ -84,7 +66,7 @@ def rows(
         trace = read_trace(Path(source))
         found = trace.requests[: options.num]
         if trace.num_unanswered:
-            console.print(f"{source}: of its lines {trace.num_unanswered} without output left out.", style="yellow")
+            print(f"{source}: {trace.num_unanswered} lines without output are left out.")
         if options.clip:
             found = clipped(found, max_model_len)
     return at_speed(found, options.speed)
@@ -96,16 +78,14 @@ def targets(options: argparse.Namespace) -> Targets:
 
 
 def new_replica(options: argparse.Namespace) -> Callable[..., Replica]:
-    """A replica's constructor that knows of limits and drafts."""
-    limits = QueueLimits(options.max_num_queued_reqs, options.max_num_queued_tokens)
-    return partial(Replica, limits=limits, acceptance=options.acceptance)
+    """Return a constructor of replicas with the queue limits of the options."""
+    return partial(Replica, limits=QueueLimits(options.max_num_queued_reqs, options.max_num_queued_tokens))
 
 
-def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write the options and the figures."""
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a file of figures shows."""
     kept = (
         "source", "num", "rate", "speed", "clip", "seed", "depth", "max_num_queued_reqs", "max_num_queued_tokens",
-        "acceptance", "target_ttft_ms", "target_tpot_ms",
+        "target_ttft_ms", "target_tpot_ms",
     )  # fmt: skip
-    document = without_nan({"asked": {name: getattr(options, name) for name in kept}, **results})
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return {"asked": {name: getattr(options, name) for name in kept}}

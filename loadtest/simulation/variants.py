@@ -1,7 +1,4 @@
-"""The schedulers that a simulation compares; they differ in fields of SchedulerConfig.
-
-Fields and policies are taken as the scheduler names them, so a new one needs no line here.
-"""
+"""The schedulers that a simulation compares: combinations of fields of SchedulerConfig."""
 
 from __future__ import annotations
 
@@ -13,29 +10,30 @@ from typing import Any, NamedTuple, get_type_hints
 from engine.core.config import SchedulerConfig
 from loadtest.simulation.replica import SimulationError
 
-_FIELDS = {field.name: field for field in fields(SchedulerConfig) if field.name != "stores"}  # not simulated
+_NOT_SIMULATED = ("stores", "num_host_blocks", "num_speculative_tokens")
+_FIELDS = {field.name: field for field in fields(SchedulerConfig) if field.name not in _NOT_SIMULATED}
 _TYPES = get_type_hints(SchedulerConfig)
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "none": None}
 
 
 class Variant(NamedTuple):
-    """A scheduler and what tells it from the others."""
+    """A scheduler, named by the settings in which it differs."""
 
     name: str
     config: SchedulerConfig
 
 
 def measured_config(measured: Mapping[str, Any]) -> SchedulerConfig:
-    """The scheduler of the engine that costs were measured on. Raises SimulationError."""
+    """Return the settings of the measured engine's scheduler. Raises SimulationError."""
     return make_variants(measured, None, [])[0].config
 
 
 def make_variants(
     measured: Mapping[str, Any], policies: Sequence[str] | None, assignments: Sequence[str]
 ) -> list[Variant]:
-    """Every combination of policies and of "field=value[,value...]", over the settings that costs were measured with.
+    """Return every combination of policies and of "field=value[,value...]".
 
-    Raises SimulationError for a field or value that is none, ConfigError for one out of bounds.
+    Raises SimulationError for an unknown field or value, ConfigError for one out of bounds.
     """
     axes = {"policy": list(policies)} if policies else {}
     for assignment in assignments:
@@ -49,7 +47,7 @@ def make_variants(
     missing = [name for name, field in _FIELDS.items() if name not in base and field.default is MISSING]
     for name in missing:
         if name not in axes:
-            raise SimulationError(f"the costs do not say what {name} is; give it as --set {name}=VALUE.")
+            raise SimulationError(f"the costs have no {name}; give it as --set {name}=VALUE.")
     differing = [name for name, values in axes.items() if len(values) > 1]
     variants = []
     for combination in product(*axes.values()):
@@ -69,7 +67,7 @@ def _config(settings: dict[str, Any]) -> SchedulerConfig:
 
 
 def _value(name: str, text: str) -> Any:
-    """A value of the field's own type."""
+    """Return a value of the field's type."""
     kind = str(_TYPES[name])
     word = _WORDS.get(text.lower(), text)
     if (word is None and "None" in kind) or (isinstance(word, bool) and "bool" in kind):

@@ -1,7 +1,6 @@
-"""Synthetic workloads, each from one seed: those that policies are compared on, and a plain one.
+"""Synthetic workloads, each drawn from one seed.
 
-A workload is a function of how many requests, how many a second, and a random generator. Lengths are log-normal, as real
-ones are: most are short, a few very long. Knows nothing of schedulers.
+Lengths are log-normal, as real ones are: most are short, a few very long.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from math import log
 from typing import Any, NamedTuple
 
 from loadtest.simulation.trace import TraceRequest, clipped
+from loadtest.workload import arrival_times
 
 _MIN_TOKENS = 4
 
@@ -33,35 +33,26 @@ def generate(name: str, *, num: int, rate: float | None, seed: int, max_model_le
 
 
 def _length(rng: random.Random, median: float, spread: float) -> int:
-    """Log-normal: two thirds are between median / e^spread and median * e^spread."""
+    """Return a log-normal length; two thirds are within a factor e^spread of the median."""
     return max(int(rng.lognormvariate(log(median), spread)), _MIN_TOKENS)
 
 
-def _arrivals(rng: random.Random, num: int, rate: float, shape: float = 1.0) -> list[float]:
-    """Gamma-distributed gaps: shape 1 is a Poisson process, less comes in bursts. The first arrives at 0."""
-    times, now = [], 0.0
-    for _ in range(num):
-        times.append(now)
-        now += rng.gammavariate(shape, 1.0 / (rate * shape))
-    return times
-
-
 def _ask(rng: random.Random, arrival_s: float, prompt: int, output: int, **more: Any) -> TraceRequest:
-    """A request whose client allows more than it gets, as clients do: the next power of two, or four times as much."""
+    """Return a request whose max_tokens is one to four times its answer, as with real clients."""
     allowed = (1 << output.bit_length()) * rng.choice((1, 2))
     return TraceRequest(arrival_s, prompt, output, allowed, **more)
 
 
 def steady(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Poisson arrivals of short questions with answers of about their length."""
-    return [_ask(rng, at, _length(rng, 120, 0.7), _length(rng, 100, 0.6)) for at in _arrivals(rng, num, rate)]
+    """Return Poisson arrivals of short questions with answers of about their length."""
+    return [_ask(rng, at, _length(rng, 120, 0.7), _length(rng, 100, 0.6)) for at in arrival_times(rng, num, rate)]
 
 
 def bursty_chat(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Bursts of chats; each of eight tenants puts a system prompt of its own before what its users write."""
+    """Return bursts of chats of eight tenants, each with a different system prompt."""
     prefixes = {f"app-{index}": rng.randrange(64, 320, 16) for index in range(8)}
     rows = []
-    for at in _arrivals(rng, num, rate, shape=0.2):
+    for at in arrival_times(rng, num, rate, 0.2):
         app = rng.choice(list(prefixes))
         prompt = prefixes[app] + _length(rng, 60, 0.8)
         shared = prefixes[app]
@@ -71,9 +62,9 @@ def bursty_chat(num: int, rate: float, rng: random.Random) -> list[TraceRequest]
 
 
 def long_documents(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """A document of thousands of tokens in every ten requests, among chats that should not feel it."""
+    """Return chats, and a document of thousands of tokens in every ten requests."""
     rows = []
-    for at in _arrivals(rng, num, rate):
+    for at in arrival_times(rng, num, rate):
         if rng.random() < 0.1:
             rows.append(_ask(rng, at, _length(rng, 3000, 0.5), _length(rng, 80, 0.4), tenant="documents"))
         else:
@@ -82,9 +73,9 @@ def long_documents(num: int, rate: float, rng: random.Random) -> list[TraceReque
 
 
 def greedy_tenant(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Five tenants ask steadily for a third of it all; a sixth sends the rest in three floods."""
+    """Return a third of the requests from five steady tenants, the rest from one in three floods."""
     num_steady = num // 3
-    times = _arrivals(rng, num_steady, rate / 3)
+    times = arrival_times(rng, num_steady, rate / 3)
     rows = [
         _ask(rng, at, _length(rng, 100, 0.6), _length(rng, 80, 0.5), tenant=f"tenant-{rng.randint(1, 5)}")
         for at in times
@@ -96,31 +87,31 @@ def greedy_tenant(num: int, rate: float, rng: random.Random) -> list[TraceReques
 
 
 def batch_and_interactive(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Half arrives at time 0 with priority 1; the other half are interactive users with priority 0."""
+    """Return a batch that arrives at time 0 with priority 1, and interactive users with priority 0."""
     batch = [
         _ask(rng, 0.0, _length(rng, 200, 0.5), _length(rng, 150, 0.4), tenant="batch", priority=1)
         for _ in range(num // 2)
     ]
-    times = _arrivals(rng, num - len(batch), rate / 2)
+    times = arrival_times(rng, num - len(batch), rate / 2)
     return batch + [_ask(rng, at, _length(rng, 80, 0.6), _length(rng, 80, 0.6), tenant="interactive") for at in times]
 
 
-_ALLOWED = 1024  # of clients that all send the same max_tokens, which then says nothing
+_ALLOWED = 1024  # the max_tokens of clients that all send the same
 
 
 def _medians(rng: random.Random, num: int) -> list[float]:
-    """Lengths from a word to a page, evenly spread over all sizes between, so that no seed has more work than another."""
+    """Return lengths spread evenly from 4 to 600 tokens, so that all seeds have equal work."""
     return rng.sample([4.0 * 150 ** ((index + 0.5) / num) for index in range(num)], num)
 
 
 def templates(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Bursts of four tenants with six prompt templates each; a template's answers are alike."""
+    """Return bursts of four tenants with six templates each, whose answers are of similar length."""
     kinds = [
         (f"tenant-{index % 4}", f"template-{index}", rng.randrange(48, 320), median)
         for index, median in enumerate(_medians(rng, 24))
     ]
     rows = []
-    for at in _arrivals(rng, num, rate, shape=0.2):
+    for at in arrival_times(rng, num, rate, 0.2):
         tenant, template, shared, median = rng.choice(kinds)
         prompt, output = shared + _length(rng, 40, 0.7), min(_length(rng, median, 0.35), _ALLOWED)
         rows.append(TraceRequest(at, prompt, output, _ALLOWED, template, shared, tenant))
@@ -128,10 +119,10 @@ def templates(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
 
 
 def apps(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Bursts of a dozen tenants, whose prompts share nothing; each is given answers of about its own length."""
+    """Return bursts of a dozen tenants; the answers of each are of similar length."""
     medians = {f"app-{index}": median for index, median in enumerate(_medians(rng, 12))}
     rows = []
-    for at in _arrivals(rng, num, rate, shape=0.2):
+    for at in arrival_times(rng, num, rate, 0.2):
         app = rng.choice(list(medians))
         output = min(_length(rng, medians[app], 0.5), _ALLOWED)
         rows.append(TraceRequest(at, _length(rng, 120, 0.7), output, _ALLOWED, tenant=app))
@@ -139,28 +130,28 @@ def apps(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
 
 
 def unpredictable(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Bursts of requests that differ only in the length of their answers, which cannot be predicted."""
+    """Return bursts of similar requests with answers of unpredictable length."""
     return [
         TraceRequest(at, _length(rng, 120, 0.2), min(_length(rng, 80, 1.1), _ALLOWED), _ALLOWED)
-        for at in _arrivals(rng, num, rate, shape=0.2)
+        for at in arrival_times(rng, num, rate, 0.2)
     ]
 
 
 def long_answers(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Requests that all arrive together and have answers of about 500 tokens: full batches for a long time."""
+    """Return requests that arrive together and have answers of about 500 tokens."""
     return [TraceRequest(index / rate, rng.randint(50, 500), rng.randint(300, 700), _ALLOWED) for index in range(num)]
 
 
 def long_prompt(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Eight running streams and a short request at a time; in the middle a prompt of 7,000 tokens."""
+    """Return eight streams, short requests, and in the middle a prompt of 7,000 tokens."""
     rows = [TraceRequest(0.0, 64, 4000, tenant="streams") for _ in range(8)]
-    times = _arrivals(rng, num - 9, rate)
+    times = arrival_times(rng, num - 9, rate)
     rows.append(TraceRequest(times[-1] / 2, 7000, 1, tenant="long prompt"))
     return rows + [TraceRequest(at, 100, 1, tenant="short requests") for at in times]
 
 
 def bursts_in_turns(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Two equal tenants; each sends twenty requests together, then leaves the next burst to the other."""
+    """Return bursts of twenty requests, from two equal tenants in turns."""
     rows = []
     for index in range(num):
         burst = index // 20
@@ -170,9 +161,9 @@ def bursts_in_turns(num: int, rate: float, rng: random.Random) -> list[TraceRequ
 
 
 def deadlines(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Bursts in which a third of the clients gives 5 s for the whole answer, a third 20 s, and a third all day."""
+    """Return bursts with deadlines of 5 s, 20 s and none."""
     rows = []
-    for at in _arrivals(rng, num, rate, shape=0.2):
+    for at in arrival_times(rng, num, rate, 0.2):
         deadline_s = rng.choice((5.0, 20.0, 0.0))
         tenant = f"in {deadline_s:g} s" if deadline_s else "no deadline"
         rows.append(
@@ -187,11 +178,11 @@ WORKLOADS: Mapping[str, Workload] = {
     "long-documents": Workload("one request in ten is a document of thousands of tokens", long_documents, 3.0, 400),
     "greedy-tenant": Workload("five steady tenants, and one that floods", greedy_tenant, 6.0, 600),
     "batch-interactive": Workload("a batch of jobs, and people beside it", batch_and_interactive, 5.0, 600),
-    "templates": Workload("answers as long as their prompt's template has them", templates, 7.0, 1200),
-    "apps": Workload("answers as long as their tenant's are", apps, 7.0, 1200),
-    "long-answers": Workload("a crowd with answers of about 500 tokens", long_answers, 1000.0, 600),
+    "templates": Workload("lengths of answers follow from the prompt template", templates, 7.0, 1200),
+    "apps": Workload("lengths of answers follow from the tenant", apps, 7.0, 1200),
+    "long-answers": Workload("many concurrent answers of about 500 tokens", long_answers, 1000.0, 600),
     "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
     "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),
     "deadlines": Workload("bursts with deadlines of 5 s, 20 s and none", deadlines, 11.0, 600),
-    "unpredictable": Workload("answers of any length, and nothing tells", unpredictable, 7.0, 1200),
+    "unpredictable": Workload("answers of unpredictable length", unpredictable, 7.0, 1200),
 }

@@ -1,4 +1,4 @@
-"""`quire tune`: the command line, its progress, the picture and the file that `quire serve --config` takes."""
+"""`quire tune`: the command line, the picture and the file for `quire serve --config`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from engine.core.kv.page_table import blocks_for
-from loadtest.arguments import open_console, positive_float, positive_int
+from loadtest.arguments import positive_float, positive_int
+from loadtest.output import print_table
 from loadtest.plots import require_matplotlib
 from loadtest.tuning.probe import Load, Opener
 from loadtest.tuning.tuner import Goal, Tuned, tune
@@ -47,9 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("quire.yaml"), help="default %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of all measurements, .png or .svg")
-    parser.add_argument(
-        "settings", nargs="*", metavar="SETTING", help="after --, what else `quire serve` shall be given"
-    )
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, other settings of `quire serve`")
 
 
 def _block_size(text: str) -> int:
@@ -60,35 +57,28 @@ def _block_size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, tell, write."""
+    """Measure, print, write."""
     if options.plot:
         require_matplotlib()
-    console = open_console()
     goal = Goal(options.context, None if options.target_itl_ms is None else options.target_itl_ms / 1e3)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(), transient=True) as progress:
-        task = progress.add_task("loading the model")
-
-        def tell(line: str) -> None:
-            progress.update(task, description=line)
-            if not console.is_terminal:
-                console.print(line)
-
-        opener = Opener(options.model, options.settings, tell)
-        tuned = tune(opener.open, goal, options.block_sizes, opener.largest_step, tell)
-    _show(console, tuned, goal)
+    opener = Opener(options.model, options.settings, _report)
+    tuned = tune(opener.open, goal, options.block_sizes, opener.largest_step, _report)
+    _show(tuned, goal)
     if tuned.spread > _LARGEST_SPREAD:
-        told = f"Steps of one size differed by {tuned.spread:.0%}: tune again while nothing else uses this machine."
-        console.print(told, style="yellow", markup=False)
+        print(f"Steps of one size differed by {tuned.spread:.0%}: tune again while nothing else uses this machine.")
     options.output.write_text(config_file(tuned, goal, options.model, opener.given), encoding="utf-8")
-    console.print(f"Written to {options.output}; use it: quire serve --config {options.output}")
+    print(f"Written to {options.output}; use it: quire serve --config {options.output}")
     if options.plot:
         _draw(options.plot, tuned, goal)
     return 0
 
 
+def _report(line: str) -> None:
+    print(line, flush=True)
+
+
 def config_file(tuned: Tuned, goal: Goal, model: str | None, given: dict[str, Any]) -> str:
-    """A YAML file of the settings that were found, and of those that they were found with."""
+    """Return a YAML file of the given settings and of those that were found."""
     found: dict[str, Any] = {} if model is None else {"model": model}
     found |= {name.replace("_", "-"): _plain(value) for name, value in given.items()}
     found |= {
@@ -118,23 +108,24 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _show(console: Console, tuned: Tuned, goal: Goal) -> None:
-    console.print(
-        f"[bold]--max-num-seqs {tuned.max_num_seqs} --max-num-batched-tokens {tuned.max_num_batched_tokens} "
-        f"--block-size {tuned.block_size}[/bold]"
+def _show(tuned: Tuned, goal: Goal) -> None:
+    print(
+        f"\n--max-num-seqs {tuned.max_num_seqs} --max-num-batched-tokens {tuned.max_num_batched_tokens} "
+        f"--block-size {tuned.block_size}"
     )
-    console.print(
+    print(
         f"{tuned.max_num_seqs} sequences of {goal.context} tokens decode in {tuned.step_s * 1e3:.1f} ms "
         f"({tuned.max_num_seqs / tuned.step_s:,.0f} tokens/s), in {tuned.full_step_s * 1e3:.1f} ms beside {tuned.chunk} "
         "tokens of a prompt."
     )
+    rows = []
     for figure in tuned.blocks:
         # On average the last block of a sequence is half empty.
         waste = (figure.block_size - 1) / 2 / (blocks_for(goal.context, figure.block_size) * figure.block_size)
-        console.print(
-            f"blocks of {figure.block_size:>3}: {figure.decode_tokens_per_s:>8,.0f} tokens/s decoding, "
-            f"{figure.prompt_tokens_per_s:>8,.0f} of prompts, {waste:.1%} of K/V wasted"
-        )
+        rates = (f"{figure.decode_tokens_per_s:,.0f}", f"{figure.prompt_tokens_per_s:,.0f}")
+        rows.append((figure.block_size, *rates, f"{waste:.1%}"))
+    if rows:
+        print_table(("block size", "tokens/s decoding", "of prompts", "K/V wasted"), rows)
 
 
 def _draw(path: Path, tuned: Tuned, goal: Goal) -> None:
@@ -171,7 +162,7 @@ def _sequences_beside(beside: int) -> Callable[[Load], int]:
 
 
 def _draw_steps(axis: Any, tuned: Tuned, size: Callable[[Load], int], label: str) -> None:
-    """Step times over the size that a load has, for the loads that have one."""
+    """Plot step times over the size of each load that has one."""
     points = sorted((size(load), seconds * 1e3) for load, seconds in tuned.seconds.items() if size(load))
     if points:
         axis.plot(*zip(*points, strict=True), marker="o", label=label or None)

@@ -12,18 +12,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
-from yaml.error import MarkedYAMLError
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.setting import Declared, check_conflicts, declared, expand, features
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
+from server.settings.files import read_yaml
 from server.settings.serve_config import ServeConfig
 from server.settings.values import reveal, type_of
-from server.settings.yaml_file import read_yaml
 
 ENV_PREFIX = "QUIRE_"
 DECLARED = declared(ServeConfig, EngineConfig, AppConfig)
@@ -150,17 +148,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the settings in a YAML file by name, keys in either spelling and nulls left out. Raises ConfigError."""
-    try:
-        content = read_yaml(path)
-    except OSError as error:
-        raise ConfigError(f"--config is {str(path)!r}, which cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        line = (
-            f" at line {error.problem_mark.line + 1}: {error.problem}"
-            if isinstance(error, MarkedYAMLError) and error.problem_mark
-            else ""
-        )
-        raise ConfigError(f"--config is {str(path)!r}, which is not valid YAML{line}.") from error
+    content = read_yaml("--config", path)
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -22,7 +22,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -36,7 +35,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.core.errors import ConfigError
-from server.settings.yaml_file import DuplicateKeyError, read_yaml
+from server.settings.files import read_yaml
 
 DEFAULT = "default"  # the name of everything that is no tenant of the file: keys of --api-key
 
@@ -97,7 +96,7 @@ class _File(BaseModel):
 def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]:
     """Return the tenants of a file, none of which may have one of `api_keys`. Raises ConfigError."""
     try:
-        file = _File.model_validate(_load(path))
+        file = _File.model_validate(read_yaml("--tenants", path, has_secrets=True))
         tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])
         _refuse_twins(tenants, api_keys)
     except ValidationError as error:
@@ -125,19 +124,6 @@ def _fault(error: ErrorDetails) -> str:
     if error["type"] == "string_type":
         return f"in which {at} is no text; put it in quotes"
     return f"in which {at} is wrong: {error['msg']}"
-
-
-def _load(path: Path) -> Any:
-    try:
-        return read_yaml(path)
-    except OSError as error:
-        raise ValueError(f"which cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:  # its own text shows lines of the file, and so may show a key
-        mark = getattr(error, "problem_mark", None)
-        line = f" at line {mark.line + 1}" if mark else ""
-        if isinstance(error, DuplicateKeyError):  # names of fields only
-            raise ValueError(f"in which {error.problem}{line}") from None
-        raise ValueError(f"which is not valid YAML{line}") from None
 
 
 def _resolve(entry: _Tenant, tiers: dict[str, _Terms]) -> Tenant:

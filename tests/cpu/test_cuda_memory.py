@@ -8,12 +8,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine import build
-from engine.build import _warm_up_cuda, resolve_device
+from engine.build import _Parts, _warm_up_cuda, resolve_device
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
@@ -140,7 +141,8 @@ def measure(card: Card, share: float = 0.75, captures: bool = False, **taker: in
 def warm_up(runner: Taker, captures: bool, **settings: object) -> list[Progress]:
     report: list[Progress] = []
     config = EngineConfig(model="", **settings)  # type: ignore[arg-type]  # mixed value types
-    _warm_up_cuda(runner, config, CONFIG, 96, CUDA, report.append, captures)  # type: ignore[arg-type]
+    model = SimpleNamespace(vocab_size=96)
+    _warm_up_cuda(_Parts(config, report.append, CUDA, model, captures=captures), runner, CONFIG)  # type: ignore[arg-type]
     return report
 
 

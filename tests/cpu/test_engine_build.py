@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import _pool_budget, build_engine
+from engine.build import _Parts, _pool_budget, build_engine
 from engine.config import EngineConfig, LoraModule
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
@@ -179,7 +179,7 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
     monkeypatch.setattr("engine.build.measure_memory", measure)
     config = EngineConfig(model=folder, gpu_memory_utilization=0.5)
     model, device = engine._runner._model, torch.device("cuda")
-    budget = _pool_budget(config, engine.config, model, device, GIB // 64, 0, lambda _: None, captures=True)  # type: ignore[arg-type,return-value]
+    budget = _pool_budget(_Parts(config, lambda _: None, device, model, captures=True), engine.config, 0)  # type: ignore[arg-type]
     assert budget.num_bytes == GIB // 16
     assert fit_pool(budget, GIB // 64, 16, model_len=512, asked_len=None) == PoolSize(4, 64)
     with pytest.raises(MemoryBudgetError) as refused:

@@ -176,7 +176,7 @@ def test_bench_and_simulate_run(url: str, tmp_path: Path) -> None:
     for name in ("bench", "simulate"):
         assert f"`quire {name}`" in README
         assert command(name, "--help").returncode == 0
-    done = command("simulate", "paging")
+    done = command("simulate", "replay", "steady", "--num", "20")
     assert done.returncode == 0, done.stderr
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import compare
 from loadtest.__main__ import main
 from loadtest.peers.process import Command, PeerError, free_port, running, session_members
-from loadtest.roofline import Roofline
 from tests.patience import PATIENCE_S, eventually
 
 # Answers completions in one chunk, some time after its start, and has a child that ignores SIGTERM.
@@ -80,9 +78,8 @@ def test_a_command_that_does_not_exist_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def comparison(tmp_path: Path) -> list[str]:
     """A comparison whose Quire and vLLM are both the script above."""
-    monkeypatch.setattr(compare, "measure", lambda num_threads: Roofline("nothing", num_threads, None, None, None))
     folder = tmp_path / "smollm2-135m" / "hf"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").touch()

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_size import CANDIDATES, choose, waste
+from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, waste
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
-from engine.lengths import LengthsFile
 from engine.loop import Engine
 from tests.pure.driver import VOCAB, config, request
 from tests.pure.test_loop import Listener
@@ -43,14 +42,14 @@ def test_with_few_lengths_it_is_the_smallest_of_the_fast(lengths: list[int]) -> 
 
 def test_lengths_are_kept_by_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    LengthsFile("m").save([3, 4, 5])
-    LengthsFile("m").save([])  # a run that served nothing
-    assert LengthsFile("m").load() == [3, 4, 5]
-    assert LengthsFile("other").load() == []
+    save_lengths(lengths_path("m"), [3, 4, 5])
+    save_lengths(lengths_path("m"), [])  # a run that served nothing
+    assert load_lengths(lengths_path("m")) == [3, 4, 5]
+    assert load_lengths(lengths_path("other")) == []
     (file,) = tmp_path.rglob("*.json")
     for broken in ("", "[]", '{"version": 2, "lengths": [1]}', '{"version": 1, "lengths": 7}', "\0"):
         file.write_text(broken)
-        assert LengthsFile("m").load() == []
+        assert load_lengths(lengths_path("m")) == []
 
 
 def test_the_engine_keeps_its_lengths_at_its_end() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from loadtest import compare
 from loadtest.compare import WORKLOADS, CompareError, PeerAsking, Plan
 from loadtest.comparison import FIGURES, OUTPUT, TTFT, Drive, Results, lead_over_best
-from loadtest.peers.shapes import SHAPES
 from loadtest.peers.table import PEERS, Setup, installed_bytes
 from loadtest.workload import Job
 
@@ -38,7 +38,6 @@ def point(load: str, concurrency: int, tokens_per_s: float, ttft_s: float | None
     return {
         "workload": load,
         "concurrency": concurrency,
-        "prompt_tokens_each": 128.0,
         "output_tokens": 640,
         "output_tokens_per_s": tokens_per_s,
         "total_tokens_per_s": 3 * tokens_per_s,
@@ -59,10 +58,9 @@ def results(*drives: Drive) -> Results:
         "concurrency": [1, 8],
     }
     host = {"cpu": "A CPU", "cores": 2, "date": "2026-01-02T03:04:05", "commit": "abc", "load_average": 0.1}
-    roofline = {"source": "here", "read_bytes_per_s": 40e9, "bf16_flops": 9e11, "int8_ops": None}
     known = {"here": True, "version": "1.2", "installed_bytes": 3_000_000}
     peers = {name: dict(known) for name in ("quire", "vllm")} | {"openvino": {"here": False}}
-    return Results(host, settings, roofline, peers, list(drives))
+    return Results(host, settings, peers, list(drives))
 
 
 def test_servers_take_turns_round_by_round(options: Any) -> None:
@@ -118,16 +116,10 @@ def test_a_command_names_model_port_and_executable(peer: Any, tmp_path: Path) ->
     assert str(command).endswith(command.argv[-1])
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-def test_every_server_is_told_to_ignore_the_end_of_text_in_its_own_words(peer: Any) -> None:
-    body = PeerAsking("m", fields=peer.fields).body(Job("text", 7))
+def test_answers_of_every_server_have_their_full_length() -> None:
+    body = PeerAsking("m").body(Job("text", 7))
     assert "min_tokens" not in body
-    if peer.name == "transformers":
-        assert json.loads(body["generation_config"])["eos_token_id"] == -1
-        assert json.loads(body["generation_config"])["max_new_tokens"] == 7
-        assert "ignore_eos" not in body
-    else:
-        assert body["ignore_eos"] is True
+    assert (body["ignore_eos"], body["max_tokens"]) == (True, 7)
 
 
 def test_more_flags_reach_the_server_they_name(options: Any) -> None:
@@ -140,7 +132,6 @@ def test_more_flags_reach_the_server_they_name(options: Any) -> None:
     ("argv", "sentence"),
     [
         (["--vllm", "/no/such/python"], "--vllm is '/no/such/python'"),
-        (["--concurrency", "0"], "--concurrency names 0"),
         (["--models", "qwen2.5-0.5b"], "has no qwen2.5-0.5b; write it with --prepare"),
     ],
 )
@@ -183,12 +174,9 @@ def test_the_tables_tell_ratios_absences_and_failures(tmp_path: Path) -> None:
     vllm = Drive("vllm", MODEL, 0, "vllm serve", math.nan, 0, [point("distinct", 1, 50.0)], ["it died.\nits log"])
     found = results(quire, vllm)
     text = found.markdown()
-    assert "| distinct | 1 | 2.00 vllm | 2.00 vllm | 5.00 vllm |" in text
+    assert "| distinct | 1 | 2.00 vllm | 2.00 vllm | 5.00 vllm |" in re.sub(" +", " ", text)
     assert "Not here: openvino." in text
     assert "vllm, round 1: it died." in text
-    # 10 ms a token, each of them reading all weights in two bytes.
-    weights = 2 * (SHAPES[MODEL].layer_weights + SHAPES[MODEL].head_weights)
-    assert f"| reading weights while generating | {100 * weights / 40e9:.0%} |" in text
     found.write(tmp_path)
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["drives"][1]["ready_s"] is None
@@ -201,13 +189,6 @@ def test_a_picture_is_drawn_even_where_a_server_lacks_points(tmp_path: Path) -> 
     vllm = Drive("vllm", MODEL, 0, points=[point("distinct", 8, 50.0)])
     results(quire, vllm).draw(tmp_path)
     assert (tmp_path / f"{MODEL}.png").stat().st_size > 1000
-
-
-def test_shapes_have_the_size_in_their_name() -> None:
-    sizes = {name: (shape.layer_weights + shape.head_weights) / 1e6 for name, shape in SHAPES.items()}
-    assert sizes[MODEL] == pytest.approx(134.5, abs=0.5)
-    assert sizes["qwen2.5-0.5b"] == pytest.approx(494, abs=1)
-    assert sizes["qwen2.5-1.5b"] == pytest.approx(1543, abs=2)
 
 
 def test_results_name_no_folder_of_this_machine(options: Any, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from engine.model_source import find_model
 from engine.setting import declared, to_flag
 from engine.setting import fault as fault_of
 from server.settings.app_config import AppConfig
+from server.settings.files import read_yaml
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import DECLARED, Settings, make_model, names_of, read_sources
-from server.settings.yaml_file import read_yaml
 from tests.examples.setting import ExampleConfig
 
 ROOT = Path(__file__).parents[2]
@@ -555,4 +555,4 @@ def test_secrets_are_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_a_mapping_is_merged_from_may_be_merged_again(tmp_path: Path) -> None:
     file = tmp_path / "some.yaml"
     file.write_text("y: {x: &x {<<: &b {p: 1, q: 1}, p: 2}}\nz: {<<: *x, p: 3}\nw: {1: a, '1': b}")
-    assert read_yaml(file) == {"y": {"x": {"p": 2, "q": 1}}, "z": {"p": 3, "q": 1}, "w": {1: "a", "1": "b"}}
+    assert read_yaml("--config", file) == {"y": {"x": {"p": 2, "q": 1}}, "z": {"p": 3, "q": 1}, "w": {1: "a", "1": "b"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -114,18 +115,23 @@ def results(card: str, *figures: Figure, is_rehearsal: bool = False) -> Results:
     return Results(HOST, is_rehearsal, {"machine": machine}, {"machine": "done", "http": "not begun"}, {"machine": 1.0})
 
 
+def lines(found: Results) -> list[str]:
+    """Return the lines of the table, without the spaces that align it."""
+    return [re.sub(" +", " ", line) for line in found.table()]
+
+
 def test_the_table_tells_targets_that_are_met_missed_and_not_measured() -> None:
     measured = (
         Figure(names.throughput("qwen3-0.6b"), 30_000, "tok/s", 36_000),
         Figure(names.throughput("llama-3.1-8b"), 9_000, "tok/s", 13_300),
     )
-    table = list(results("NVIDIA H200", *measured).table())
+    table = lines(results("NVIDIA H200", *measured))
     assert "| qwen3-0.6b: nano-vllm workload | 30,000 tok/s | 36,000 | 83% | >= 25,000 tok/s | yes |" in table
     assert "| llama-3.1-8b: nano-vllm workload | 9,000 tok/s | 13,300 | 68% | >= 9,500 tok/s | **no** |" in table
     assert sum("not measured" in line for line in table) == len(TARGETS) - 2
     assert "- http: not begun, 0 s" in table
-    other = list(results("Another card", *measured).table())
-    assert "| qwen3-0.6b: nano-vllm workload | 30,000 tok/s | 36,000 | 83% |  |  |" in other
+    other = lines(results("Another GPU", *measured))
+    assert "| qwen3-0.6b: nano-vllm workload | 30,000 tok/s | 36,000 | 83% | | |" in other
     assert not any("not measured" in line for line in other)
 
 
@@ -153,7 +159,7 @@ def test_results_are_json_that_every_reader_takes(tmp_path: Path) -> None:
 def test_the_parts_fit_into_a_run() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert {part.name for part in PARTS} >= set(SHAPES)
-    assert [part.name for part in PARTS[:2]] == ["doctor", MACHINE]  # the rates that the others are held against
+    assert PARTS[0].name == MACHINE  # other parts are compared with its rates
 
 
 def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) -> None:

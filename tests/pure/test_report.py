@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from loadtest.client import Outcome
-from loadtest.report import Point, percentile, show, summarize, write_json
+from loadtest.output import markdown, save_json
+from loadtest.report import percentile, show, summarize
 
 
 def answer(start: float, chunks: list[float], tokens: int | None, error: str = "") -> Outcome:
@@ -68,22 +67,33 @@ def test_a_failed_request_counts_as_failed_and_as_nothing_else() -> None:
         assert getattr(mixed, name) == getattr(alone, name)
 
 
-def test_answers_without_usage_are_told_apart() -> None:
+def test_answers_without_usage_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     point = summarize("x", 1, [answer(0.0, [1.0, 2.0], None)], duration_s=2.0)
     assert (point.num_without_usage, point.output_tokens, point.num_failed) == (1, 0, 0)
     assert math.isnan(point.tokens_per_chunk)
-    assert "no usage" in _printed([point])
+    show([point])
+    assert "no usage" in capsys.readouterr().out
 
 
-def test_the_tables_show_the_errors() -> None:
+def test_the_tables_show_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
     bad = answer(0.0, [], None, error="HTTP 429: [full] try later")
-    text = _printed([summarize("concurrency 4", 4, [bad, bad], duration_s=1.0)])
-    assert "2 x HTTP 429: [full] try later" in text
+    show([summarize("concurrency 4", 4, [bad, bad], duration_s=1.0)])
+    assert "2 x HTTP 429: [full] try later" in capsys.readouterr().out
+
+
+def test_the_columns_of_a_table_line_up() -> None:
+    assert list(markdown(("load", "s"), [("a", 1), ("longer", 12.5)])) == [
+        "| load   |    s |",
+        "| ------ | ---: |",
+        "| a      |    1 |",
+        "| longer | 12.5 |",
+    ]
 
 
 def test_the_document_is_json_without_nan(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    write_json(path, {"seed": 0, "plot": Path("x.png")}, [summarize("x", 1, [], duration_s=1.0)])
+    points = [summarize("x", 1, [], duration_s=1.0)]
+    save_json(path, {"settings": {"seed": 0, "plot": Path("x.png")}, "points": points})
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
@@ -91,10 +101,3 @@ def test_the_document_is_json_without_nan(tmp_path: Path) -> None:
     document = json.loads(path.read_text(), parse_constant=refuse)
     assert document["settings"] == {"seed": 0, "plot": "x.png"}
     assert document["points"][0]["ttft_s"]["p50"] is None
-
-
-def _printed(points: list[Point]) -> str:
-    console = Console(file=StringIO(), width=200)
-    show(points, console)
-    assert isinstance(console.file, StringIO)
-    return console.file.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,14 +15,12 @@ from engine.core.config import SchedulerConfig
 from engine.core.overload import QueueLimits
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
-from engine.core.stats import SwapDirection
-from engine.core.step import StepPlan
 from loadtest.report import percentile
-from loadtest.simulation.costs import DEFAULT_COSTS, Copies, CostError, Front, StepCosts, Table
-from loadtest.simulation.figures import Targets, fairness_index, jain, summarize
+from loadtest.simulation.costs import DEFAULT_COSTS, CostError, Front, StepCosts, Table
+from loadtest.simulation.figures import Targets, summarize
 from loadtest.simulation.fleet import capacity, highest_speed, natural_rate
-from loadtest.simulation.replay import History, Served, replay
-from loadtest.simulation.replica import Replica, SimulationError
+from loadtest.simulation.replay import History, replay
+from loadtest.simulation.replica import Replica
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.trace import TraceRequest, to_request
 from loadtest.simulation.variants import measured_config
@@ -161,54 +158,6 @@ def test_a_full_queue_answers_429_and_nobody_comes_again() -> None:
     assert history.num_rejected == 18, "the first that wait may have the queue's tokens, all in all"
 
 
-def test_copies_to_the_host_take_their_time() -> None:
-    copies = Copies(trip_s=0.002, block_s=0.001)
-    plan = StepPlan(0, [], [], 0, 0, swap_out=[(0, 0), (1, 1)], swap_in=[(2, 2)])
-    assert copies.of(plan) == pytest.approx((2 * 0.002 + 3 * 0.001) / 2)
-    assert copies.of(plan._replace(swap_in=())) == pytest.approx((0.002 + 2 * 0.001) / 2)
-    rows, tight = [TraceRequest(index * 0.01, 16, 100) for index in range(6)], config(num_blocks=16, num_host_blocks=64)
-    with pytest.raises(SimulationError, match="do not say what copies to host memory take"):
-        replay(rows, tight, COSTS)
-    swift, slow = (replay(rows, tight, replace(COSTS, copies=Copies(0.0, block_s))) for block_s in (1e-9, 0.02))
-    recomputing = replay(rows, config(num_blocks=16), COSTS)
-    figures = summarize(swift, GENEROUS)
-    assert figures.swapped == figures.preemptions > 0
-    assert summarize(recomputing, GENEROUS).swapped == 0
-    assert swift.end_s < recomputing.end_s < slow.end_s
-    for stats in (swift.replicas[0].stats, slow.replicas[0].stats):
-        assert stats.swapped_blocks[SwapDirection.OUT] > 0
-
-
-def test_drafts_shorten_answers_by_what_is_accepted() -> None:
-    """One sequence, three drafts a step: four tokens a step if all are right, and one if none is."""
-    drafting, rows = config(num_speculative_tokens=3), [TraceRequest(0.0, 20, 41)]
-    free = StepCosts(rows=Table((0, 64), (0.01, 0.01)), samples=Table((0, 64), (0.0, 0.0)), decode_context_s=0.0,
-                     prefill_pair_s=0.0)  # fmt: skip
-    always, never = (
-        replay(rows, drafting, free, new_replica=partial(Replica, acceptance=acceptance)) for acceptance in (1.0, 0.0)
-    )
-    assert always.served[0].decode_s == pytest.approx(10 * 0.01)
-    assert never.served[0].decode_s == pytest.approx(40 * 0.01)
-    stats = always.replicas[0].stats
-    assert stats.spec_accepted_tokens == stats.spec_draft_tokens == 30
-    mixed = generate("steady", num=40, rate=20.0, seed=1, max_model_len=512)
-    some = replay(mixed, drafting, COSTS, new_replica=partial(Replica, acceptance=0.6))
-    assert sum(each.stats.generation_tokens for each in some.replicas) == sum(row.output_tokens for row in mixed)
-    assert 0.3 < some.replicas[0].stats.spec_accepted_tokens / some.replicas[0].stats.spec_draft_tokens < 0.7
-    with pytest.raises(SimulationError, match="leave --depth at 0"):
-        replay(rows, drafting, free, depth=1, new_replica=partial(Replica, acceptance=0.5))
-
-
-def test_a_step_with_drafts_costs_its_rows() -> None:
-    scheduler = Scheduler(config(num_speculative_tokens=2))
-    scheduler.add(to_request(TraceRequest(0.0, 5, 9), 0))
-    plan = scheduler.plan(0.0)
-    assert plan is not None
-    decoding = plan._replace(slices=[plan.slices[0].at(30)], num_tokens=1, num_drafts={0: 2})
-    rows_s = 0.0025 + 3 * 0.0005 + 3 * 0.0001 + 0.0002 + 3e-5
-    assert COSTS.drafted_step(decoding) == pytest.approx(rows_s + 1e-6 * 31 + 1e-7 * 2 * 30)
-
-
 def test_figures_agree_with_brute_force() -> None:
     rows = generate("greedy-tenant", num=80, rate=4.0, seed=2, max_model_len=512)
     history = replay(rows, config(), COSTS)
@@ -223,24 +172,6 @@ def test_figures_agree_with_brute_force() -> None:
     assert figures.itl_s.count == len(gaps)
     assert figures.itl_s.p50 in (gaps[len(gaps) // 2 - 1], gaps[len(gaps) // 2])
     assert sum(each.num_served for each in figures.tenants.values()) == 80
-
-
-def test_jains_index() -> None:
-    assert jain([5.0, 5.0, 5.0]) == 1.0
-    assert jain([1.0, 0.0, 0.0, 0.0]) == 0.25
-    assert jain([0.0, 0.0]) == 1.0
-
-
-def test_fairness_is_of_tenants_that_compete() -> None:
-    def served(tenant: str, arrival_s: float, queue_s: float, tokens: int) -> Served:
-        row = TraceRequest(arrival_s, tokens, 1, tenant=tenant)
-        return Served(row, 0, queue_s + 1.0, queue_s, 0.0, 1, 0)
-
-    # In the window from 0 to 5 s both wait, and "a" has three times as many tokens computed in it.
-    a = [served("a", 0.0, 9.0, 1), served("a", 0.0, 1.0, 299)]
-    b = [served("b", 0.0, 9.0, 1), served("b", 0.0, 2.0, 99)]
-    assert fairness_index({"a": a, "b": b}) == pytest.approx(jain([300.0, 100.0]))
-    assert math.isnan(fairness_index({"a": a, "b": [served("b", 0.0, 0.0, 99)]}))  # b got all it asked for
 
 
 def test_the_highest_good_speed_is_found() -> None:
