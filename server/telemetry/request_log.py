@@ -60,9 +60,25 @@ class RequestRecord:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """Return the fields of the log line."""
-        named: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
-        return {} if self.generation is None else named | self.generation.history
+        """Return the fields of the log line: counts, and the seconds of the slowest choice."""
+        if self.generation is None:
+            return {}
+        usage, timeline = self.generation.usage, self.generation.timeline
+        fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
+        fields["prompt_tokens"] = usage.prompt_tokens
+        fields["cached_tokens"] = self.generation.num_cached_tokens
+        fields["completion_tokens"] = usage.completion_tokens
+        reasons = {reason.value for reason in timeline.finish_reasons if reason is not None}
+        if reasons:  # a stream's status is 200 even if it fails
+            fields["finish_reason"] = "+".join(sorted(reasons))
+        spans = timeline.spans()
+        if spans is not None:
+            fields["queue_s"] = round(spans.queue_s, 3)
+            fields["prefill_s"] = round(spans.prefill_s, 3)
+            fields["decode_s"] = round(spans.decode_s, 3)
+            if spans.num_preemptions is not None:
+                fields["preemptions"] = spans.num_preemptions
+        return fields
 
     def close(self, status: int, seconds: float) -> None:
         """Keep what the request came to, and drop its prompts. Idempotent."""

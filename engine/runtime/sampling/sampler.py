@@ -26,7 +26,7 @@ from engine.runtime.sampling.bans import Ban, bad_endings
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
-from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
+from engine.runtime.sampling.penalties import History, Penalized, apply_penalties
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
@@ -60,9 +60,8 @@ class Sampler:
         self._device = device
         self._history = History()
         self._constraints = Constraints()
-        self._masks: dict[
-            int, tuple[int, NDArray[np.int32]]
-        ] = {}  # by slot: the sequence, and the mask of its allowed_token_ids
+        # By slot: the sequence, and the mask of its allowed_token_ids.
+        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}
         self._counts: TokenCounts | None = None  # replaces the history on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
@@ -139,7 +138,7 @@ class Sampler:
         penalized = [
             Penalized(row.at, row.params, self._history.ids(row.piece, last_ids), row.piece.num_prompt)
             for row in rows
-            if is_penalized(row.params)
+            if _is_penalized(row.params)
         ]
         if penalized:
             apply_penalties(logits, penalized)
@@ -155,7 +154,7 @@ class Sampler:
         bans = list(_bans(rows, vocab_size))
         if bans:
             ban_tokens(logits, bans, last_ids)
-        penalized = [(row.at, row.piece) for row in rows if is_penalized(row.params)]
+        penalized = [(row.at, row.piece) for row in rows if _is_penalized(row.params)]
         if not penalized:
             return None
         if self._counts is None:
@@ -195,7 +194,12 @@ def _is_edited(piece: SequenceSlice) -> bool:
     params = piece.params
     if params.logit_bias or params.bad_words or params.allowed_token_ids is not None:
         return True
-    return is_penalized(params) or bool(_too_early(piece))
+    return _is_penalized(params) or bool(_too_early(piece))
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    """Return whether any of the three penalties is on."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _constrained(row: _Row) -> Constrained:
