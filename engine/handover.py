@@ -134,7 +134,9 @@ class _Write:
     stop: int
 
     def __call__(self, scheduler: Scheduler, runner: Runner) -> bool:
-        imported = scheduler.import_prefix(self.prefix.names, self.prefix.tokens, self.stop)
+        imported = scheduler.kv.import_prefix(
+            self.prefix.names, self.prefix.tokens, self.stop, reserve=len(scheduler.running)
+        )
         try:
             runner.write_blocks(imported.to_fill, self.rows[imported.num_found : len(imported.blocks)])
         except BaseException:

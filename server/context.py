@@ -12,8 +12,8 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-from engine.core.adapter import Adapter
 from engine.core.errors import shorten
+from engine.core.types import Adapter
 from engine.handover import Handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor

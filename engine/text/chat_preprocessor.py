@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.core.errors import InvalidRequestError, UnsupportedError
-from engine.core.grammar import Grammar
-from engine.core.types import SamplingParams
+from engine.core.types import Grammar, SamplingParams
 from engine.text.choice import TextRules
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint

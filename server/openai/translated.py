@@ -20,33 +20,13 @@ from engine.text.limits import ModelLimits
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
 from server.openai.chat_request import ChatBody
-from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED
+from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
+
+# Fields that these APIs spell otherwise, or for whose result their answers have no place.
+_CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format", "stop"}
+_CHATS_OWN |= {"include_metrics", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "use_beam_search"}
 
 Event = TypeVar("Event")
-
-# Fields of chat, beyond OpenAI's and Anthropic's, that mean the same here.
-PASSED_ON = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "cache_salt",
-        "chat_template_kwargs",
-        "deadline_ms",
-        "frequency_penalty",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "guided_whitespace_pattern",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "max_queue_ms",
-    }
-    | {"min_p", "min_tokens", "presence_penalty", "priority", "repetition_penalty", "seed", "skip_special_tokens"}
-    | {"prompt_cache_options", "prompt_cache_retention"}
-    | {"stop_token_ids", "structured_outputs", "top_k", "truncate_prompt_tokens", "user", "safety_identifier"}
-)
 
 
 class TranslatedBody(RequestBody):
@@ -108,6 +88,12 @@ class TranslatedBody(RequestBody):
                 if is_it and api_error.param == param:
                     api_error.param = own + param[len(chats) :]
             raise api_error from error
+
+
+# Fields of chat, beyond OpenAI's and Anthropic's, that mean the same here.
+PASSED_ON = (
+    (SamplingBody.model_fields.keys() | {"chat_template_kwargs"}) - TranslatedBody.model_fields.keys() - _CHATS_OWN
+)
 
 
 class PieceWriter(ABC, Generic[Event]):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.snapshot import SequenceView
+from engine.core.stats import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
 from server.telemetry.live import Place
@@ -104,7 +104,7 @@ class RequestRecord:
         }
         if self.generation is None:
             return head | self.end
-        states = [view.status.value for view in views]
+        states = [view.status for view in views]
         state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
         return head | {
             "state": state,
@@ -118,7 +118,7 @@ class RequestRecord:
         prompt = self.engine_ids.index(view.request_id)
         return {
             "choice": prompt * self.requests[prompt].params.n + view.choice,
-            "state": view.status.value,
+            "state": view.status,
             "tokens": view.num_tokens,
             "computed_tokens": view.num_computed,
             "cached_tokens": view.num_cached,

@@ -22,8 +22,8 @@ from hashlib import sha256
 from math import ceil, inf
 from typing import Any
 
+from engine.core.admission import RetryTimes
 from engine.core.errors import OverloadedError
-from engine.core.overload import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
 from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
@@ -81,10 +81,7 @@ class Account:
 
     def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
         """Return the refusal; the wait grows by `each_s` for every refused client that returns earlier, and `num_before`."""
-        now = self._clock()
-        wait_s += (num_before + self._retry_times.count(now)) * each_s
-        wait_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
-        self._retry_times.add(now + wait_s)
+        wait_s = self._retry_times.give(self._clock(), wait_s + num_before * each_s, each_s)
         return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def room_for_lines(self, num_running: int) -> float:

@@ -157,7 +157,7 @@ LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
 BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "store_blocks", "store_blocks_pinned"}
-ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "spec_accepted_at"}
+ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "answer_s", "spec_accepted_at"}
 
 
 def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:

@@ -142,7 +142,7 @@ class PinnedCacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check_integrity()
+            self.cache.check_names()
             self.cache.pool.check_integrity([])
             self.pins.check_integrity()
             here = {block for digest, block in self.cache._block_of.items() if digest in self.pins}
@@ -257,7 +257,7 @@ def test_a_pin_holds_in_the_tiers_behind_the_pool_and_is_found_there() -> None:
 
 
 def conserved(driver: Driver, shares: Iterable[float]) -> bool:
-    pools = (driver.scheduler._kv.pool, driver.scheduler.tiers.host.pool, driver.scheduler.tiers.stores["disk"].pool)
+    pools = (driver.scheduler.kv.pool, driver.scheduler.tiers.host.pool, driver.scheduler.tiers.stores["disk"].pool)
     return all(pool.num_pinned <= share * pool.num_blocks for pool, share in zip(pools, shares, strict=True))
 
 

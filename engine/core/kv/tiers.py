@@ -23,10 +23,9 @@ from typing import NamedTuple, Protocol
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.block_index import Tier
 from engine.core.kv.host_tier import HostTier
 from engine.core.kv.pins import Pins
-from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.prefix_cache import BlockIndex, name_block
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
 
@@ -74,7 +73,9 @@ class Tiers:
         self._size = config.block_size
         num_host, share = config.num_host_blocks, config.pinned_share
         self.host = HostTier(num_host, config.block_size, config.eviction, pins, int(num_host * share))
-        self.stores = {name: Tier(num_slots, "lru", pins, int(num_slots * share)) for name, num_slots in config.stores}
+        self.stores = {
+            name: BlockIndex(num_slots, "lru", pins, int(num_slots * share)) for name, num_slots in config.stores
+        }
         pins.targets += (self.host, *self.stores.values())
         self._fresh: dict[bytes, int] = {}  # new blocks of the pool that were not spilled yet, oldest first
         self._staged: list[tuple[bytes, int, int]] = []  # (name, block, host block) of the last spill

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError, OverloadedError, shorten
-from engine.core.grammar import Grammar
+from engine.core.types import Grammar
 from engine.text.grammars.builder import MAX_TRIAL_S, GrammarBuilder
 from engine.text.grammars.cache import GrammarCache
 from engine.text.grammars.spec import GrammarSpec
