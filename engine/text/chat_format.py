@@ -116,19 +116,12 @@ class ChatFormat:
         return f"tool calls: {calls}; reasoning: {thoughts}"
 
     @property
-    def expects_thoughts(self) -> bool:
-        """True if answers may have thoughts that are separated from the content."""
-        return self.tags is not None or self.has_channels
-
-    @property
     def takes_effort(self) -> bool:
         """True if the model can be made to think more or less."""
         return bool(self.switches) or self.tag_ids is not None
 
-    def template_kwargs(self, effort: str | None) -> dict[str, Any]:
+    def template_kwargs(self, effort: str) -> dict[str, Any]:
         """Return the template's variables for a reasoning effort."""
-        if effort is None:
-            return {}
         variables: dict[str, Any] = dict.fromkeys(self.switches & set(_THINKING_SWITCHES), effort != "none")
         return variables | ({_EFFORT_SWITCH: effort} if _EFFORT_SWITCH in self.switches else {})
 

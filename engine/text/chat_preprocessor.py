@@ -68,13 +68,15 @@ class ChatPreprocessor:
             messages = chat_format.roles.fit(messages)
             if not chat_format.shows_tools:
                 messages, tools = spell_out_tools(messages, tools), []
-        wants_answer = chat.add_generation_prompt
+        wants_answer, variables = chat.add_generation_prompt, chat.chat_template_kwargs
+        if chat.effort is not None:
+            variables = {**chat_format.template_kwargs(chat.effort), **variables}
         return template.render(
             messages,
             tools=tools,
             add_generation_prompt=not chat.continue_final_message if wants_answer is None else wants_answer,
             continue_final_message=chat.continue_final_message,
-            template_kwargs={**chat_format.template_kwargs(chat.effort), **chat.chat_template_kwargs},
+            template_kwargs=variables,
         )
 
     def encode(self, chat: ChatFields, text: str) -> list[int]:
@@ -101,7 +103,7 @@ class ChatPreprocessor:
             begins_within = self._begins_within(chat, text)
             thinking = self._thinking(chat, text, begins_within=begins_within)
         rules = text_rules(chat, params)
-        if tool_format is not None or self._format.expects_thoughts:
+        if tool_format is not None or self._format.tags is not None or self._format.has_channels:
             rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
         return PreparedChat(
             text=text,

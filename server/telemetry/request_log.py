@@ -11,19 +11,28 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.stats import SequenceView
 from engine.core.types import Request
 from server.generation import Generation
+from server.openai.usage import Usage
 from server.telemetry.live import Place
-from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.timeline import AnswerMetrics, Timeline
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 _ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
+
+
+class Outcome(NamedTuple):
+    """What a request has come to, so far or at its end."""
+
+    timeline: Timeline
+    usage: Usage
+    num_cached_tokens: int
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,7 +49,7 @@ class RequestRecord:
     account: Account | None = None
     is_background: bool = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
-    end: dict[str, Any] = field(default_factory=dict)
+    end: tuple[Outcome, int, float] | None = None  # with the status and the seconds
 
     def __post_init__(self) -> None:
         self.is_background = self.requests[0].is_background
@@ -80,14 +89,21 @@ class RequestRecord:
                 fields["preemptions"] = spans.num_preemptions
         return fields
 
+    @property
+    def outcome(self) -> Outcome:
+        """Return what the request has come to."""
+        if self.end is not None:
+            return self.end[0]
+        assert self.generation is not None
+        return Outcome(self.generation.timeline, self.generation.usage, self.generation.num_cached_tokens)
+
     def close(self, status: int, seconds: float) -> None:
         """Keep what the request came to, and drop its prompts. Idempotent."""
         if self.generation is None:
             return
-        self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
+        self.end = self.outcome, status, seconds
         if self.account is not None:
             self.account.close(self.generation.num_drawn_tokens)
-        self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
         self.generation, self.requests = None, ()
 
     def document(self, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
@@ -102,8 +118,11 @@ class RequestRecord:
             "tenant": None if self.account is None else self.account.tenant.name,
             "created": self.created,
         }
-        if self.generation is None:
-            return head | self.end
+        if self.end is not None:
+            _, status, seconds = self.end
+            ended = {"status": status or None, "seconds": round(seconds, 3)}
+            history = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
+            return head | {"state": "finished", **self._counts(), **ended, "history": history}
         states = [view.status for view in views]
         state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
         return head | {
@@ -127,22 +146,21 @@ class RequestRecord:
         }
 
     def _counts(self) -> dict[str, Any]:
-        assert self.generation is not None
-        spans, cached = self.generation.timeline.spans(), self.generation.num_cached_tokens
-        reasons = self.generation.timeline.finish_reasons
+        timeline, usage, num_cached = self.outcome
+        spans = timeline.spans()
         return {
-            "finish_reasons": [None if reason is None else reason.value for reason in reasons],
-            "usage": self.generation.usage.model_dump(),
+            "finish_reasons": [None if reason is None else reason.value for reason in timeline.finish_reasons],
+            "usage": usage.model_dump(),
             "metrics": None
-            if spans is None or self.generation.timeline.is_dropped
-            else AnswerMetrics.of(spans, cached).model_dump(),
+            if spans is None or timeline.is_dropped
+            else AnswerMetrics.of(spans, num_cached).model_dump(),
         }
 
     def _history(self) -> list[dict[str, Any]]:
         """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
-        assert self.generation is not None
+        timeline, usage, _ = self.outcome
         events, at_s = [("received", 0.0)], 0.0
-        spans = self.generation.timeline.spans()
+        spans = timeline.spans()
         if spans is not None:
             for name, seconds in (
                 ("scheduled", spans.queue_s),
@@ -151,9 +169,9 @@ class RequestRecord:
             ):
                 at_s += seconds
                 events.append((name, at_s))
-        if not self.generation.usage.completion_tokens:
+        if not usage.completion_tokens:
             events = events[:2]  # no token was drawn so far
-        if self.generation.timeline.is_dropped:
+        if timeline.is_dropped:
             events[1:] = [("dropped", at) for _, at in events[1:2]]
         return [{"event": name, "at_s": round(at, 3)} for name, at in events]
 
