@@ -37,10 +37,7 @@ class ChatLogprobs(ResponseBody):
 def completion_logprobs(
     tokenizer: Tokenizer, delta: Delta, num_top: int, *, as_ids: bool = False
 ) -> CompletionLogprobs:
-    """Return a delta's log probabilities; the drawn token joins the alternatives.
-
-    With `as_ids` tokens are spelled as _by_id does.
-    """
+    """Return a delta's log probabilities; the drawn token joins the alternatives."""
 
     def spell(token_id: int) -> str:
         return _by_id(token_id) if as_ids else token_text(tokenizer, token_id)
