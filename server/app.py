@@ -109,7 +109,7 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
-    telemetry = Telemetry(request_log, metrics.observe, log_answer)
+    telemetry = Telemetry(request_log, *metrics.listeners, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = _limits(engine, tokenizer, config)

@@ -63,26 +63,6 @@ class Generation:
         """Return the number of prompt tokens that were found in the prefix cache."""
         return sum([prompt.num_cached_tokens for prompt in self._prompts.values()])
 
-    @property
-    def history(self) -> dict[str, int | float | str]:
-        """Return the log line's fields: counts, and the seconds of the slowest choice."""
-        usage, spans = self.usage, self.timeline.spans()
-        history: dict[str, int | float | str] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": self.num_cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-        }
-        reasons = {reason.value for reason in self.timeline.finish_reasons if reason is not None}
-        if reasons:  # a stream's status is 200 even if it fails
-            history["finish_reason"] = "+".join(sorted(reasons))
-        if spans is not None:
-            history["queue_s"] = round(spans.queue_s, 3)
-            history["prefill_s"] = round(spans.prefill_s, 3)
-            history["decode_s"] = round(spans.decode_s, 3)
-            if spans.num_preemptions is not None:
-                history["preemptions"] = spans.num_preemptions
-        return history
-
     async def next_deltas(self) -> list[ChoiceDelta]:
         """Wait for new deltas and return them, [] when all choices are done.
 
