@@ -23,12 +23,10 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import PackedAddend, PackedLinear
-from engine.runtime.native.quantised import QuantisedLinear
+from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
 from engine.runtime.ops import act_mul
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native
-NATIVE = (PackedLinear, QuantisedLinear)
 CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as in quire_cpu.h
 
 
@@ -61,7 +59,7 @@ class Linear:
 
         No row is in two addends.
         """
-        if isinstance(self.product, NATIVE):
+        if isinstance(self.product, NativeLinear):
             packed = [PackedAddend(rows, low, up.args) for rows, low, up in addends if up.args is not None]
             assert len(packed) == len(addends), "a matrix with addends is packed"
             return self.product(x, addends=packed)
@@ -75,7 +73,7 @@ class Linear:
 
         The sums are not rounded in between if the native library computes it, or CUDA from weights of 16 bits.
         """
-        if isinstance(self.product, NATIVE):
+        if isinstance(self.product, NativeLinear):
             y = self.product(x, torch.float32)
         elif isinstance(self.product, Dense) and not self.activation and _has_float32_products(x.device, x.dtype):
             return self.product.in_float32(x, out)
@@ -91,7 +89,7 @@ class Linear:
     @property
     def args(self) -> LinearArgs | None:
         """Return the native library's description of the matrix, None if it does not multiply it."""
-        return self.product.args if isinstance(self.product, NATIVE) else None
+        return self.product.args if isinstance(self.product, NativeLinear) else None
 
 
 class Dense:
